@@ -42,13 +42,13 @@ def make_random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def assert_near(
-    got: Tensor | None, want: Tensor | None, dtype: torch.dtype, least: float = 1e-5
+    got: Tensor | None, want: Tensor | None, dtype: torch.dtype, min_limit: float = 1e-5
 ) -> None:
     """Assert that the relative error is at most a rounding to the dtype, or of float32 sums."""
     assert got is not None and want is not None and got.shape == want.shape
     got, want = got.detach(), want.detach()
     error = (got.double() - want).norm() / want.norm()
-    assert float(error) <= max(least, float(torch.finfo(dtype).eps))
+    assert float(error) <= max(min_limit, float(torch.finfo(dtype).eps))
 
 
 class RecordOperations(TorchDispatchMode):
@@ -95,8 +95,8 @@ def test_bias_gelu_matches_float64(rows: int, n: int, dtype: torch.dtype) -> Non
     torch.autograd.backward(y, dy)
     torch.autograd.backward(expected, dy.double())
     assert_near(y, expected, dtype)
-    for one, other in zip(ours, expected_inputs, strict=True):
-        assert_near(one.grad, other.grad, dtype)
+    for actual, wanted in zip(ours, expected_inputs, strict=True):
+        assert_near(actual.grad, wanted.grad, dtype)
 
 
 @FLOATS
@@ -112,8 +112,8 @@ def test_add_layer_norm_matches_float64(rows: int, n: int, dtype: torch.dtype) -
     torch.autograd.backward((expected_h, expected), (wide[2].double(), wide[3].double()))
     # The kernel normalises the sum as stored, which the backward uses too. This is 2 roundings.
     grads = [(a.grad, b.grad) for a, b in zip(ours, expected_inputs, strict=True)]
-    for one, other in [(h, expected_h), (y, expected), *grads]:
-        assert_near(one, other, dtype)
+    for actual, wanted in [(h, expected_h), (y, expected), *grads]:
+        assert_near(actual, wanted, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -125,7 +125,7 @@ def test_weight_gradient_matches_float64(tokens: int, k: int, n: int, dtype: tor
     with RecordOperations() as operations:
         weight_gradient.accumulate_(main, dy, x)
     # Tensor cores truncate to float32 at each of some hundred additions.
-    assert_near(main, expected, torch.float32, least=3e-5)
+    assert_near(main, expected, torch.float32, min_limit=3e-5)
     assert torch.ops.aten.addmm.dtype_out in operations.names
     assert not {torch.ops.aten.mm.default, torch.ops.aten.add_.Tensor} & operations.names
 
@@ -186,8 +186,8 @@ def test_cuda_graph_replays_kernels() -> None:
         captured = run()
     x.copy_(make_random(64, n, dtype=torch.bfloat16, seed=9))
     graph.replay()
-    for one, other in zip(captured, run(), strict=True):
-        assert torch.equal(one, other)
+    for replayed, recomputed in zip(captured, run(), strict=True):
+        assert torch.equal(replayed, recomputed)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
@@ -202,6 +202,6 @@ def test_accumulate_rows_is_deterministic(tokens: int) -> None:
         sums = [accumulate_rows_(before.clone(), rows, dy, padding_index=1) for _ in range(4)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(sums[0], other) for other in sums)
+    assert all(torch.equal(sums[0], other_sum) for other_sum in sums)
     counted = dy.double().masked_fill((rows == 1).unsqueeze(-1), 0)
     assert_near(sums[0], before.double().index_add(0, rows, counted), torch.float32)

@@ -44,20 +44,22 @@ def test_async_scalar_copy_does_not_block_host() -> None:
     numbers = torch.tensor([1.5, math.nan], dtype=torch.float64, device=device)
     with no_wait():
         torch.cuda._sleep(LONG)
-        first = readings.copy(numbers)
-        second = readings.copy(numbers + 1)
-        assert not first.row.copy_event.query()
-    assert first.read()[0] == 1.5 and math.isnan(second.read()[1])
+        first_copy = readings.copy(numbers)
+        second_copy = readings.copy(numbers + 1)
+        assert not first_copy.row.copy_event.query()
+    assert first_copy.read()[0] == 1.5 and math.isnan(second_copy.read()[1])
 
 
 def test_prefetched_batches_are_ordered_without_host_wait() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     source = Batches(np.arange(200, dtype=np.uint8), 8, 4, seed=3)
-    with Prefetch(source, 8, device, replica=1, replicas=2, count_tokens=gpt.count_tokens) as ours:
+    with Prefetch(
+        source, 8, device, replica=1, replicas=2, count_tokens=gpt.count_tokens
+    ) as prefetch:
         for step in range(8):
             with no_wait():
                 torch.cuda._sleep(LONG // 100)
-                prefetched = ours.take(step)
+                prefetched = prefetch.take(step)
             expected = source.read_batch(4 * step, 4)
             assert torch.equal(prefetched.inputs.cpu(), expected[0][2:])
             assert torch.equal(prefetched.targets.cpu(), expected[1][2:])
@@ -81,15 +83,15 @@ def test_stall_error_names_hanging_instruction() -> None:
     world.step(inputs, targets, scale)
     torch.cuda.synchronize()
     assert [p.get_progress() for p in progress] == [None, None]
-    one = world.executors[1]
-    k = one.state.index_of[Instr(Opcode.Forward, 1, 1)]
-    wait, run_it = one.runner.calls[k]
+    executor = world.executors[1]
+    k = executor.state.index_of[Instr(Opcode.Forward, 1, 1)]
+    wait, run_it = executor.runner.calls[k]
 
     def hangs() -> None:
         torch.cuda._sleep(2 * LONG)
         run_it()
 
-    one.runner.calls[k] = Call(wait, hangs)
+    executor.runner.calls[k] = Call(wait, hangs)
     world.step(inputs, targets, scale)
     sleep(0.5)  # the rest of the step ends much earlier
     stall_sites = []
@@ -112,11 +114,11 @@ def test_unreported_step_has_no_host_wait(
     config.write_text(CONFIG.format(text=text))
     issue = StepQueue.issue
 
-    def guarded(self: StepQueue, *given: Any) -> None:
+    def guarded(self: StepQueue, *args: Any) -> None:
         if self.last_issued_step < 2:
-            return issue(self, *given)
+            return issue(self, *args)
         with no_wait():
-            return issue(self, *given)
+            return issue(self, *args)
 
     monkeypatch.setattr(StepQueue, "issue", guarded)
     sets = ["train.log_every=100", "output.record=false", f"train.precision={precision}"]

@@ -86,9 +86,9 @@ def make_executor(
     return executor, (inputs.to(device), targets.to(device), scale)
 
 
-def compute_eager_gradients(rank: int, *how: Any) -> list[Gradients]:
+def compute_eager_gradients(rank: int, *arguments: Any) -> list[Gradients]:
     """Return the gradients of a first step, and of one in which the host may not wait."""
-    executor, step_inputs = make_executor(rank, *how)
+    executor, step_inputs = make_executor(rank, *arguments)
     executor.step(*step_inputs)
     results = [copy_gradients(executor)]
     with no_wait():
@@ -112,12 +112,15 @@ def test_eager_gradients_match_cpu(
     results = run(
         compute_eager_gradients, 4, str(tmp_path), kind, schedule, shape, buffer_sharing, limit=250
     )
-    for rank, (first, second) in enumerate(results):
-        for stage, stage_grads in first.items():
+    for rank, (first_gradients, second_gradients) in enumerate(results):
+        for stage, stage_grads in first_gradients.items():
             for name, got in stage_grads.items():
-                right = expected[rank][stage][name]
-                assert float((got - right).norm()) <= 1e-4 * float(right.norm()), (stage, name)
-                assert torch.equal(got, second[stage][name]), (stage, name)
+                cpu_gradient = expected[rank][stage][name]
+                assert float((got - cpu_gradient).norm()) <= 1e-4 * float(cpu_gradient.norm()), (
+                    stage,
+                    name,
+                )
+                assert torch.equal(got, second_gradients[stage][name]), (stage, name)
 
 
 def record_timeline(rank: int, folder: str, kind: Kind) -> Timeline | None:
@@ -144,11 +147,13 @@ def record_timeline(rank: int, folder: str, kind: Kind) -> Timeline | None:
 
 
 def assert_legal(timelines: list[Timeline | None]) -> None:
-    first, *others = timelines
-    assert others == [None] * 3 and first is not None
-    assert first.kind == "measured" and 0 < first.span < 60
+    first_timeline, *others = timelines
+    assert others == [None] * 3 and first_timeline is not None
+    assert first_timeline.kind == "measured" and 0 < first_timeline.span < 60
     # The clock error depends on the GPU, on which four processes take turns.
-    assert REHEARSED or (0 < first.clock_error < 1e-3 and not too_early(first, 5e-3))
+    assert REHEARSED or (
+        0 < first_timeline.clock_error < 1e-3 and not too_early(first_timeline, 5e-3)
+    )
 
 
 @pytest.mark.parametrize("kind", ["per_edge", "grouped"])
@@ -160,8 +165,8 @@ def run_late_gather(rank: int, folder: str) -> tuple[bool, bool]:
     """Return whether a layer's sum waits for an earlier late gather, and the gather's result."""
     device = share_gpu(rank, folder)
     transport = make_transport(compile(one_f_one_b, PipelineShape(2, 4), tp=2), device)
-    one = torch.ones(1, device=device)
-    dist.all_reduce(one, group=transport.tp_group)
+    summand = torch.ones(1, device=device)
+    dist.all_reduce(summand, group=transport.tp_group)
     gathered = torch.zeros(2, device=device)
     shard = gathered[transport.tp_rank :][:1]
     shard.fill_(1 + transport.tp_rank)
@@ -169,7 +174,7 @@ def run_late_gather(rank: int, folder: str) -> tuple[bool, bool]:
     with transport.side_stream():
         torch.cuda._sleep(4_000_000_000)  # cycles on the stream that waits for messages
         gather: Any = transport.start_collective("all_gather", "tp", gathered, shard)
-    dist.all_reduce(one, group=transport.tp_group)
+    dist.all_reduce(summand, group=transport.tp_group)
     summed = torch.cuda.Event()
     summed.record()
     summed.synchronize()

@@ -122,8 +122,8 @@ def assert_trains_as_on_cpu(folder: Path, case: Case, steps: int = 3) -> list[li
 
 
 def test_no_memory_is_allocated_after_first_step(tmp_path: Path) -> None:
-    for first, *others in assert_trains_as_on_cpu(tmp_path, MANY, 4):
-        assert (first > 0) != REHEARSED and others == [0, 0, 0]
+    for first_step, *others in assert_trains_as_on_cpu(tmp_path, MANY, 4):
+        assert (first_step > 0) != REHEARSED and others == [0, 0, 0]
 
 
 def has_expandable_segments(rank: int, folder: str) -> bool:
@@ -182,7 +182,7 @@ def test_proven_program_survives_device_syncs(tmp_path: Path) -> None:
     assert run(train_with_device_syncs, 2, str(tmp_path), limit=200) == [3, 3]
 
 
-def run_failing_step(rank: int, folder: str, how: str) -> None:
+def run_failing_step(rank: int, folder: str, failure: str) -> None:
     """Let a pipeline's second rank die in its second step, or its GPU never end a forward."""
     device = share_gpu(rank, folder)
     os.dup2(os.open(str(Path(folder, f"said-{rank}")), os.O_CREAT | os.O_WRONLY), 2)
@@ -197,7 +197,7 @@ def run_failing_step(rank: int, folder: str, how: str) -> None:
         k = executor.state.index_of[Instr(Opcode.Forward, 1, 1)]
         wait, forward = executor.runner.calls[k]
         fail = {"dies": partial(os.kill, os.getpid(), signal.SIGKILL),
-                "hangs": partial(torch.cuda._sleep, HANG)}[how]  # fmt: skip
+                "hangs": partial(torch.cuda._sleep, HANG)}[failure]  # fmt: skip
 
         def fails() -> None:
             fail()
@@ -211,10 +211,10 @@ def run_failing_step(rank: int, folder: str, how: str) -> None:
         wait_for_device()
 
 
-def read_outputs(folder: Path, how: str) -> dict[int, str]:
+def read_outputs(folder: Path, failure: str) -> dict[int, str]:
     """Return the output of each process."""
     with pytest.raises(RankError) as error:
-        run(run_failing_step, 4, str(folder), how, limit=240, grace=90)
+        run(run_failing_step, 4, str(folder), failure, limit=240, grace=90)
     for rank, text in error.value.tracebacks.items():
         print(f"rank {rank}: {text}", file=sys.stderr)
         assert "was killed" not in text and "Timeout (" not in text, f"rank {rank} hung"

@@ -31,8 +31,8 @@ def test_offload_keeps_bits(schedule: Any, shape: PipelineShape, recompute: Any)
     torch.use_deterministic_algorithms(True)
     inputs, targets, scale = batch(shape.microbatches)
     inputs, targets, results = inputs.cuda(), targets.cuda(), []
-    hows: list[dict[str, Any]] = [{}, {"offload": "all", "buffer_sharing": "minimal"}]
-    for options in hows:
+    option_sets: list[dict[str, Any]] = [{}, {"offload": "all", "buffer_sharing": "minimal"}]
+    for options in option_sets:
         program = compile(
             schedule, shape, progress_model="per_edge", recompute=recompute, **options
         )

@@ -41,8 +41,8 @@ class Noisy(nn.Module):
             return F.dropout(torch.tanh(self.inner(x)), 0.5)
 
 
-def make_noisy_stages(stages: int, again: bool = False) -> list[nn.Module]:
-    return [Noisy(k, again).cuda() for k in range(stages)]
+def make_noisy_stages(stages: int, recompute: bool = False) -> list[nn.Module]:
+    return [Noisy(k, recompute).cuda() for k in range(stages)]
 
 
 def compute_loss(y: Tensor, target: Tensor) -> Tensor:
@@ -60,10 +60,10 @@ def test_random_numbers_match_reference_in_any_order(again: bool) -> None:
     close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
     before = torch.cuda.get_rng_state()
     for step, order in enumerate((None, 0, 1)):
-        theirs = make_noisy_stages(4)
-        total = run_sequential(theirs, x, x, loss=compute_loss, seed=5, step=step)
+        reference_stages = make_noisy_stages(4)
+        total = run_sequential(reference_stages, x, x, loss=compute_loss, seed=5, step=step)
         close(ranks.step(x, x, order_seed=order), total)
-        for one, other in zip(ours, theirs, strict=True):
-            for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        for stage, reference in zip(ours, reference_stages, strict=True):
+            for p, q in zip(stage.parameters(), reference.parameters(), strict=True):
                 close(p.grad, q.grad)
     assert torch.equal(torch.cuda.get_rng_state(), before)

@@ -39,10 +39,10 @@ def restore_determinism() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def are_close(one: Sequence[dict[str, Tensor]], other: Sequence[dict[str, Tensor]]) -> bool:
+def are_close(actual: Sequence[dict[str, Tensor]], expected: Sequence[dict[str, Tensor]]) -> bool:
     return all(
         float((a[n] - b[n]).norm()) <= 1e-5 * float(b[n].norm())
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(actual, expected, strict=True)
         for n in b
     )
 
@@ -62,15 +62,15 @@ def test_gradients_match_reference_in_any_order(
     torch.use_deterministic_algorithms(True)
     inputs, targets, scale = batch(shape.microbatches)
     inputs, targets = inputs.cuda(), targets.cuda()
-    plain, ours = make_gpu_stages(shape.stages, dtype), make_gpu_stages(shape.stages, dtype)
+    plain, rank_stages = make_gpu_stages(shape.stages, dtype), make_gpu_stages(shape.stages, dtype)
     loss = run_sequential(plain, inputs, targets, loss=gpt.loss, grad_scale=scale)
     program = compile(schedule, shape, tied_weights=True)
     boundary = Boundary(BOUNDARY.shape, dtype)
-    world = InProcessExecutor(program, ours, loss=gpt.loss, boundary=boundary)
+    world = InProcessExecutor(program, rank_stages, loss=gpt.loss, boundary=boundary)
     for seed in range(4):
         got = world.step(inputs, targets, scale, seed)
         torch.testing.assert_close(got, loss)
-        assert are_close(gradients(ours), gradients(plain))
+        assert are_close(gradients(rank_stages), gradients(plain))
 
 
 @pytest.mark.parametrize("record", [False, True])

@@ -54,8 +54,8 @@ def test_new_instruction_changes_at_most_four_files(tmp_path: Path, name: str) -
     )
 
 
-def has_same_bytes(one: Path, other: Path) -> bool:
-    return other.is_file() and one.read_bytes() == other.read_bytes()
+def has_same_bytes(first: Path, second: Path) -> bool:
+    return second.is_file() and first.read_bytes() == second.read_bytes()
 
 
 def test_all_new_instructions_work_together(tmp_path: Path) -> None:

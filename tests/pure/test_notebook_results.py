@@ -31,8 +31,8 @@ def test_memory_frontier_is_a_table() -> None:
 
 def test_plan_is_a_table() -> None:
     text = replace(PLAN, explanation="a < b")._repr_html_()
-    for words in ("<td>interleaved</td>", "<td>41 GB</td>", "a &lt; b", "<td>recompute</td>"):
-        assert words in text
+    for text_part in ("<td>interleaved</td>", "<td>41 GB</td>", "a &lt; b", "<td>recompute</td>"):
+        assert text_part in text
     assert "<td>rank_order</td>" not in text  # it has its default value
 
 

@@ -52,11 +52,13 @@ rank 0  unsharded_params 2
 """
 
 
-def move_instruction(what: str, before: str) -> str:
+def move_instruction(instruction: str, successor: str) -> str:
     """Return the text with an instruction moved before another, or deleted."""
-    assert TEXT.count(f"  {what}\n") == 1
-    text = TEXT.replace(f"  {what}\n", "")
-    return text.replace(f"  {before}\n", f"  {what}\n  {before}\n") if before else text
+    assert TEXT.count(f"  {instruction}\n") == 1
+    text = TEXT.replace(f"  {instruction}\n", "")
+    return (
+        text.replace(f"  {successor}\n", f"  {instruction}\n  {successor}\n") if successor else text
+    )
 
 
 def test_text_numbers_occurrences() -> None:

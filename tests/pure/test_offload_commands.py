@@ -120,8 +120,8 @@ def test_dominated_memory_change_is_not_proposed() -> None:
     slow = replace(PRICED, offload=6, reload=6)
     advice = advise_gpipe(slow)
     assert [change.description for change in advice.memory_changes] == ['recompute="all"']
-    first, *_ = advise_gpipe(slow, offload=[0, 1]).memory_changes
-    assert first.description == "all saved activations kept" and first.saved_share > 0
+    best_change, *_ = advise_gpipe(slow, offload=[0, 1]).memory_changes
+    assert best_change.description == "all saved activations kept" and best_change.saved_share > 0
     peaks = [change.memory["device"] for change in advise_gpipe(PRICED).memory_changes]
     assert peaks == sorted(peaks, reverse=True) and len({*peaks}) == len(peaks)
 
@@ -132,10 +132,12 @@ def test_proposed_changes_fit_memory_limit() -> None:
         "offload" in change.description for change in advice.memory_changes
     )
     assert all(change.memory["device"] <= 35 for change in advice.memory_changes)
-    first, *_ = advise_gpipe(
+    best_change, *_ = advise_gpipe(
         PRICED, limit=50
     ).memory_changes  # the same time as "all", and fewer copies
-    assert first.description == 'offload="fit"' and first.run.span == advice.baseline.span
+    assert (
+        best_change.description == 'offload="fit"' and best_change.run.span == advice.baseline.span
+    )
     advice = advise_gpipe(PRICED, limit=5)
     assert not advice.fits_memory and not advice.memory_changes
     assert advise_gpipe(PRICED, limit=500).fits_memory
@@ -257,7 +259,11 @@ def test_host_instructions_without_cost_are_reported(capsys: pytest.CaptureFixtu
             "optimizer_placement=cpu_step",
         ]
         assert not main([*argv, "--costs=F=1,B=2,offload_grads=1"])
-        (line,) = [one for one in capsys.readouterr().out.splitlines() if "without a cost" in one]
+        (line,) = [
+            text_line
+            for text_line in capsys.readouterr().out.splitlines()
+            if "without a cost" in text_line
+        ]
         assert "without a cost, and so free: host_step, reload_weights; " in line
         assert "--costs host_step=0.5,reload_weights=0.5" in line
         assert not main([*argv, "--costs=F=1,B=2,offload_grads=1,reload_weights=1,host_step=1"])

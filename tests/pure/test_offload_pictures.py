@@ -35,8 +35,8 @@ def test_copies_have_distinct_colors_in_every_palette(name: str) -> None:
     palette = DARK_PALETTE if name == "night" else PALETTES[name]
     light = {op: lightness(format_hex(choose_box_color(op, 0, 1, palette))) for op in MOVES}
     assert len({*light.values()}) == len(MOVES)
-    out, back, spill, fetch = (light[op] for op in MOVES)
-    assert min(abs(out - back), abs(spill - fetch), abs(out - spill)) > 10, light
+    out, reload, spill, fetch = (light[op] for op in MOVES)
+    assert min(abs(out - reload), abs(spill - fetch), abs(out - spill)) > 10, light
     assert fetch > spill  # loads are paler
 
 
@@ -48,9 +48,9 @@ def test_chart_has_copy_lanes_and_curve_per_tier(spilled: bool) -> None:
     for name in ("d2h", "h2d", *["disk"] * spilled):
         assert texts.count(name) == 4
     tiers = [t.partition("\n") for t in texts if "≤" in t]
-    names = ["in flight", "memory", "host", *["disk"] * spilled]
-    assert sorted(name for name, _, _ in tiers) == sorted(4 * names)
-    for tier in names[2:]:
+    curve_names = ["in flight", "memory", "host", *["disk"] * spilled]
+    assert sorted(name for name, _, _ in tiers) == sorted(4 * curve_names)
+    for tier in curve_names[2:]:
         peaks = [
             f"≤ {c.total.max() / 1e6:g} MB"
             for c in simulate_offloaded(spilled=spilled).memory_on(tier)
@@ -58,14 +58,14 @@ def test_chart_has_copy_lanes_and_curve_per_tier(spilled: bool) -> None:
         assert [label for name, _, label in tiers if name == tier] == peaks
     # Curves are in the row of their rank, which is high enough for all.
     sheet = axes.get_ylim()[0] / 4
-    tops = [t.xy[1] for t in axes.texts if t.get_text().startswith(f"{names[-1]}\n")]  # type: ignore[attr-defined]
+    tops = [t.xy[1] for t in axes.texts if t.get_text().startswith(f"{curve_names[-1]}\n")]  # type: ignore[attr-defined]
     assert (np.diff(tops) == pytest.approx(np.diff(tops)[0])) and tops[0] < sheet
     (legend,) = figure.legends
     labels = [t.get_text() for t in legend.get_texts()]
     disk_labels = ["copies to the host", "copies from the host", *["disk in, out"] * spilled]
     assert labels[-len(disk_labels) :] == disk_labels
-    right = max(t.get_window_extent().x1 for t in legend.get_texts())
-    assert right < figure.bbox.x1
+    legend_end = max(t.get_window_extent().x1 for t in legend.get_texts())
+    assert legend_end < figure.bbox.x1
 
 
 def test_memory_limits_are_lines_on_their_tier() -> None:

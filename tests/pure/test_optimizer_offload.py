@@ -35,9 +35,9 @@ PLAN = PipelineShape(2, 4, 3)
 
 
 def compile_on_host(
-    schedule: Any = interleaved, shape: PipelineShape = PLAN, **how: Any
+    schedule: Any = interleaved, shape: PipelineShape = PLAN, **options: Any
 ) -> Program:
-    return schedir.compile(schedule, shape, optimizer_placement="host", **how)
+    return schedir.compile(schedule, shape, optimizer_placement="host", **options)
 
 
 def list_state_instructions(program: Program, rank: int) -> list[str]:
@@ -56,9 +56,8 @@ def test_state_loads_run_ahead_by_slot_count() -> None:
     alone = list_state_instructions(compile_on_host(optimizer_device_buffers=1), 1)
     assert alone == [f"{op} {s}" for s in (5, 3, 1) for op in _WORDS]
     assert {slots.specified()["state"] for slots in compile_on_host().slots} == {2}
-    assert not compile_on_host(
-        shape=PipelineShape(2, 4, 2)
-    ).slots  # one per stage, so no load waits
+    # With one slot per stage, no load waits.
+    assert not compile_on_host(shape=PipelineShape(2, 4, 2)).slots
 
 
 _WORDS = ("reload_state", "stage_step", "offload_state")
@@ -101,15 +100,15 @@ def test_frozen_or_evaluated_stage_loads_no_state() -> None:
 # ---------------------------------------------------------------- refusals
 
 
-def move_line(text: str, what: str, before: str) -> Program:
+def move_line(text: str, line: str, next_line: str) -> Program:
     """Move the line of an instruction of rank 1 before another line, or delete it."""
-    first, text = text.split("rank 1", 1)
-    assert text.count(f"  {what}\n") == 1, what
-    text = text.replace(f"  {what}\n", "")
-    if before:
-        assert text.count(f"  {before}\n") == 1, before
-        text = text.replace(f"  {before}\n", f"  {what}\n  {before}\n")
-    return schedir.from_text(f"{first}rank 1{text}")
+    rank_0_text, text = text.split("rank 1", 1)
+    assert text.count(f"  {line}\n") == 1, line
+    text = text.replace(f"  {line}\n", "")
+    if next_line:
+        assert text.count(f"  {next_line}\n") == 1, next_line
+        text = text.replace(f"  {next_line}\n", f"  {line}\n  {next_line}\n")
+    return schedir.from_text(f"{rank_0_text}rank 1{text}")
 
 
 @pytest.mark.parametrize(
@@ -215,8 +214,8 @@ def test_worst_case_memory_bounds_any_costs(
         optimizer_device_buffers=slots,
         dp=2,
     )
-    names = ("reload_state", "stage_step", "offload_state", "reduce_grads", "send")
-    costs = Costs(F=1, B=2, **dict(zip(names, times, strict=True)))
+    op_names = ("reload_state", "stage_step", "offload_state", "reduce_grads", "send")
+    costs = Costs(F=1, B=2, **dict(zip(op_names, times, strict=True)))
     sizes = Sizes(saved=7, optimizer=tuple(range(1, shape.stages + 1)), params=1, grads=1)
     limits = [
         float(footprint.total_bytes.max())
@@ -281,9 +280,9 @@ def test_state_loads_overlap_backwards() -> None:
         Costs(F=1, B=2, reload_state=2, stage_step=0.5, offload_state=0.25),
     )
     alone = schedir.simulate(schedir.compile(looped_bfs, shape), costs).span
-    for slots, late in ((4, 2 + 0.5 + 0.25), (1, 3 * (2 + 0.5 + 0.25) + 0.5 + 0.25)):
+    for slots, exposed_time in ((4, 2 + 0.5 + 0.25), (1, 3 * (2 + 0.5 + 0.25) + 0.5 + 0.25)):
         program = compile_on_host(looped_bfs, shape, optimizer_device_buffers=slots)
-        assert schedir.simulate(program, costs).span == alone + late
+        assert schedir.simulate(program, costs).span == alone + exposed_time
 
 
 def test_device_buffers_need_host_optimizer() -> None:

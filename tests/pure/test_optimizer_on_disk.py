@@ -29,9 +29,9 @@ PLAN = PipelineShape(2, 4, 3)
 
 
 def compile_on_disk(
-    schedule: Any = interleaved, shape: PipelineShape = PLAN, **how: Any
+    schedule: Any = interleaved, shape: PipelineShape = PLAN, **options: Any
 ) -> Program:
-    return schedir.compile(schedule, shape, optimizer_placement="disk", **how)
+    return schedir.compile(schedule, shape, optimizer_placement="disk", **options)
 
 
 def list_state_instructions(program: Program, rank: int) -> list[str]:
@@ -95,8 +95,8 @@ def test_few_stages_use_requested_host_buffers() -> None:
         for host_buffers in (1, 2)
     ]
     spans = [schedir.simulate(program, costs).span for program in two]
-    ends = 12 + 0.1 + 0.8  # end of the first store, since compute hides all earlier copies
-    assert spans[1] == pytest.approx(ends + 2 + 2)
+    first_store_end = 12 + 0.1 + 0.8  # compute hides all earlier copies
+    assert spans[1] == pytest.approx(first_store_end + 2 + 2)
     assert spans[0] == pytest.approx(12 + 0.8 + 0.8 + 2 + 0.8 + 2)  # after the last load
 
 
@@ -142,15 +142,15 @@ def test_random_draft_reads_and_writes_each_state_once(
 # ---------------------------------------------------------------- refusals
 
 
-def move_line(text: str, what: str, before: str) -> Program:
+def move_line(text: str, line: str, next_line: str) -> Program:
     """Move the line of an instruction of rank 1 before another line, or delete it."""
-    first, text = text.split("rank 1", 1)
-    assert text.count(f"  {what}\n") == 1, what
-    text = text.replace(f"  {what}\n", "")
-    if before:
-        assert text.count(f"  {before}\n") == 1, before
-        text = text.replace(f"  {before}\n", f"  {what}\n  {before}\n")
-    return schedir.from_text(f"{first}rank 1{text}")
+    rank_0_text, text = text.split("rank 1", 1)
+    assert text.count(f"  {line}\n") == 1, line
+    text = text.replace(f"  {line}\n", "")
+    if next_line:
+        assert text.count(f"  {next_line}\n") == 1, next_line
+        text = text.replace(f"  {next_line}\n", f"  {line}\n  {next_line}\n")
+    return schedir.from_text(f"{rank_0_text}rank 1{text}")
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_worst_case_memory_bounds_every_tier(
     program = compile_on_disk(
         draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, dp=2
     )
-    names = (
+    op_names = (
         "read_state_from_disk",
         "reload_state",
         "stage_step",
@@ -275,7 +275,7 @@ def test_worst_case_memory_bounds_every_tier(
         "write_state_to_disk",
         "send",
     )
-    costs = Costs(F=1, B=2, **dict(zip(names, times, strict=True)))
+    costs = Costs(F=1, B=2, **dict(zip(op_names, times, strict=True)))
     sizes = Sizes(saved=7, optimizer=tuple(range(1, shape.stages + 1)), params=1, grads=1)
     run = schedir.simulate(program, costs, sizes=sizes)
     for tier in ("device", "host", "disk"):
@@ -288,7 +288,7 @@ def test_worst_case_memory_bounds_every_tier(
 
 
 def compute_pipeline_span(
-    order: Sequence[str], slots: int, rooms: int, times: dict[str, float]
+    order: Sequence[str], slots: int, host_buffers: int, times: dict[str, float]
 ) -> float:
     """Return the time when the last instruction ends.
 
@@ -303,21 +303,21 @@ def compute_pipeline_span(
         "write_state_to_disk": "disk",
     }
     lane_end, done = dict[str, float](), dict[str, float]()
-    free_times = {"device": [0.0] * slots, "host": [0.0] * rooms}
+    free_times = {"device": [0.0] * slots, "host": [0.0] * host_buffers}
     for instruction in order:
         op, stage = instruction.split()
-        takes = {
+        acquired = {
             "read_state_from_disk": "host", "reload_state": "device", "offload_state": "host"
         }.get(op)  # fmt: skip
-        leaves = {
+        released = {
             "reload_state": "host", "offload_state": "device", "write_state_to_disk": "host"
         }.get(op)  # fmt: skip
         start = max(lane_end.get(lanes[op], 0.0), done.get(stage, 0.0))
-        if takes is not None:
-            start = max(start, free_times[takes].pop(0))
+        if acquired is not None:
+            start = max(start, free_times[acquired].pop(0))
         end = lane_end[lanes[op]] = done[stage] = start + times[op]
-        if leaves is not None:
-            free_times[leaves].append(end)
+        if released is not None:
+            free_times[released].append(end)
     return max(done.values())
 
 

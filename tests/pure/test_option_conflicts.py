@@ -73,9 +73,9 @@ def test_size_with_or_without_leading_zero(capsys: pytest.CaptureFixture[str]) -
     """A number may be given with or without a leading 0."""
     for half in ("0.5GB", ".5GB", "500MB", "5e2 MB"):
         assert "500 MB" in run_command(capsys, "simulate", "one_f_one_b", f"--sizes=saved={half}")
-    for no in (".GB", "5.5.5GB", "-.5GB"):
+    for invalid_size in (".GB", "5.5.5GB", "-.5GB"):
         assert "saved must be a number" in run_refused_command(
-            capsys, "simulate", "gpipe", f"--sizes=saved={no}"
+            capsys, "simulate", "gpipe", f"--sizes=saved={invalid_size}"
         )
 
 
@@ -109,8 +109,8 @@ def test_explain_start_on_blocking_hosts(
     monkeypatch.chdir(tmp_path)
     costs = schedir.Costs(send=0.5, tp_gather=0.3)
     program = schedir.compile(gpipe, PipelineShape(4, 8), tp=2, costs=costs)
-    last = len(program.streams[3]) - 1
-    argv = "-O", "tp=2", "--costs=send=0.5,tp_gather=0.3", f"--explain-start=3:{last}"
+    last_index = len(program.streams[3]) - 1
+    argv = "-O", "tp=2", "--costs=send=0.5,tp_gather=0.3", f"--explain-start=3:{last_index}"
     starts = []
     for blocks in (False, True):
         command = ["check", "gpipe", *argv, *["--blocking-hosts"] * blocks]

@@ -30,12 +30,12 @@ def test_every_schedule_passes_oracle(schedule: Schedule, overlap: bool) -> None
     takes_v = "v" in inspect.signature(schedule).parameters
     v = v or (2 if takes_v else find_named_placement(placement).stages_per_rank)
     for model in MODELS:
-        right = compile(
+        program = compile(
             schedule, PipelineShape(4, 8, v, placement), tp=2, tied_weights=True,
             clip_grad_norm=True,
             progress_model=model, overlap=overlap,
         )  # fmt: skip
-        assert verdict(right, model).kind == "ok"
+        assert verdict(program, model).kind == "ok"
 
 
 WRONG = {

@@ -64,12 +64,12 @@ def test_gather_starts_requested_computes_ahead(draft: Program, grouped: bool, a
 
 
 def test_overlapped_pair_counts_as_one_compute() -> None:
-    first = "; ".join(f"F 0.{k}; scatter 0.{k}; send_act 0.{k}" for k in range(3))
+    rank_0 = "; ".join(f"F 0.{k}; scatter 0.{k}; send_act 0.{k}" for k in range(3))
     taken = "recv_act 1.0; recv_act 1.1; recv_act 1.2; tp_gather_act 1.0; F 1.0; tp_gather_act 1.1"
-    late = written(first, f"{taken}; F 1.1 & B 1.0; tp_gather_act 1.2; F 1.2 & B 1.1; B 1.2",
+    program = written(rank_0, f"{taken}; F 1.1 & B 1.0; tp_gather_act 1.2; F 1.2 & B 1.1; B 1.2",
                    microbatches=3, header="tp 2")  # fmt: skip
-    begun = [str(group[-1]) for group in list_groups(start_gathers_early(late), 1)]
-    assert begun[3:] == [
+    rank_1_order = [str(group[-1]) for group in list_groups(start_gathers_early(program), 1)]
+    assert rank_1_order[3:] == [
         "tp_gather_act 1.0",
         "tp_gather_act 1.1",
         "F 1.0",

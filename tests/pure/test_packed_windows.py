@@ -13,12 +13,12 @@ from schedir.errors import UsageError
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 9))
 def test_packed_windows_have_each_target_once(lengths: list[int], context: int) -> None:
-    ends = np.cumsum(np.array(lengths, np.int64))
+    document_ends = np.cumsum(np.array(lengths, np.int64))
     if max(lengths) < 2:
         with pytest.raises(UsageError, match="no document of two tokens"):
-            PackedWindows(ends, context)
+            PackedWindows(document_ends, context)
         return
-    windows = PackedWindows(ends, context)
+    windows = PackedWindows(document_ends, context)
     positions, counts = windows.locate(np.arange(len(windows)))
     assert positions.shape == (len(windows), context + 1) and counts.shape == (
         len(windows),
@@ -27,10 +27,10 @@ def test_packed_windows_have_each_target_once(lengths: list[int], context: int) 
     assert counts.any(axis=1).all()  # every window has targets
     inputs, targets = positions[:, :-1][counts], positions[:, 1:][counts]
     assert np.array_equal(inputs + 1, targets)
-    firsts = {0, *ends[:-1].tolist()}
-    assert sorted(targets.tolist()) == [k for k in range(ends[-1]) if k not in firsts]
+    firsts = {0, *document_ends[:-1].tolist()}
+    assert sorted(targets.tolist()) == [k for k in range(document_ends[-1]) if k not in firsts]
     # The tokens of a document that fits are adjacent in one window.
-    for begin, length in zip([0, *ends[:-1].tolist()], lengths, strict=True):
+    for begin, length in zip([0, *document_ends[:-1].tolist()], lengths, strict=True):
         if 2 <= length <= context + 1:
             row = int(np.flatnonzero((positions == begin).any(axis=1))[0])
             column = int(np.flatnonzero(positions[row] == begin)[0])

@@ -23,15 +23,15 @@ def commands(page: str) -> list[str]:
 
 def run_shell_command(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Run a command as a shell does, and return its exit code and output."""
-    first, *words = shlex.split(command, comments=True)
-    if first == "python":
-        runpy.run_path(words[0], run_name="__main__")
+    program, *arguments = shlex.split(command, comments=True)
+    if program == "python":
+        runpy.run_path(arguments[0], run_name="__main__")
         return 0, "".join(capsys.readouterr())
-    for k, word in enumerate(words):
+    for k, word in enumerate(arguments):
         if word.startswith("$("):  # a shell inserts the standard output of this command
             assert main(shlex.split(word[2:-1])[1:]) == 0
-            words[k] = capsys.readouterr().out.strip()
-    return main(words), "".join(capsys.readouterr())
+            arguments[k] = capsys.readouterr().out.strip()
+    return main(arguments), "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("name", READERS)

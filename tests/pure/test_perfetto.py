@@ -68,13 +68,13 @@ def parse_trace(text: str) -> list[Event]:
 
 def check_flows(events: list[Event], tracks: dict[tuple[int, int], list[tuple[int, int]]]) -> None:
     """Assert that each arrow has one start and one later end, both within a slice."""
-    ends: dict[int, list[Event]] = defaultdict(list)
+    arrow_events: dict[int, list[Event]] = defaultdict(list)
     for event in events:
         if event["ph"] in "sf":
-            ends[event["id"]].append(event)
+            arrow_events[event["id"]].append(event)
             time = event["ts"]
             assert any(a <= time <= b for a, b in tracks[event["pid"], event["tid"]]), event
-    for pair in ends.values():
+    for pair in arrow_events.values():
         assert [e["ph"] for e in pair] == ["s", "f"] and pair[0]["ts"] <= pair[1]["ts"]
         assert pair[0]["pid"] != pair[1]["pid"]
 
@@ -115,8 +115,12 @@ def test_trace_contains_compute_idle_time_and_peaks() -> None:
         "compute", "idle", "act in", "act out", "grad in", "grad out", "dp",
     }  # fmt: skip
     # A unit of the costs is a millisecond.
-    first = next(e for e in slices if e["name"] == "B 2.0")
-    assert (first["pid"], first["ts"], first["dur"]) == (2, 3_500_000, 2_000_000)
+    backward_slice = next(e for e in slices if e["name"] == "B 2.0")
+    assert (backward_slice["pid"], backward_slice["ts"], backward_slice["dur"]) == (
+        2,
+        3_500_000,
+        2_000_000,
+    )
     idle = sum_by_cause(idleness(timeline), 3) * 1e6
     for e in slices:
         if threads[e["tid"]] == "idle":

@@ -106,8 +106,8 @@ def test_figure_has_column_or_page_width(width: str, inches: float) -> None:
     for show in ((), tuple(OVERLAYS)):
         figure = compare([simulate_schedule(), simulate_schedule(gpipe)], width=width, show=show)
         assert figure.get_figwidth() == pytest.approx(inches)
-        names = [axes.get_title("left") for axes in figure.axes]
-        assert [name.partition(" ")[0] for name in names] == ["one_f_one_b", "gpipe"]
+        titles = [axes.get_title("left") for axes in figure.axes]
+        assert [name.partition(" ")[0] for name in titles] == ["one_f_one_b", "gpipe"]
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_idle_map_sums_to_idle_time(tmp_path: Path) -> None:
     assert np.allclose(cells[:-1, -1], t.idle / t.span)
     assert np.allclose(cells[:, :-1].sum(1), cells[:, -1])
     assert cells[-1, -1] == pytest.approx(t.bubble)
-    names = [label.get_text() for label in axes.get_xticklabels()]
-    assert names[0] == "warmup" and names[-1] == "all" and "host" not in names
+    cause_names = [label.get_text() for label in axes.get_xticklabels()]
+    assert cause_names[0] == "warmup" and cause_names[-1] == "all" and "host" not in cause_names
     assert len(axes.texts) == cells.size
     big = idle_map(simulate_schedule(ranks=200, m=1))
     assert (big.get_size_inches() < 13).all()

@@ -118,10 +118,10 @@ def test_stage_has_local_number_on_each_rank() -> None:
     shape = PipelineShape(3, 4, placement=((0, 0), (2, 1)))
     assert shape.stages_on_rank == ((0, 1), (1,), (0,))
     assert shape.local_stage(1, [0, 1]).tolist() == [1, 0]
-    words = [2 * (F[0] + F[1] + B[1] + B[0]), 2 * (F + B), 2 * (F + B)]
+    rank_schedules = [2 * (F[0] + F[1] + B[1] + B[0]), 2 * (F + B), 2 * (F + B)]
 
     def mine(rank: int, ranks: int, microbatches: int) -> RankSchedule:
-        return words[rank]
+        return rank_schedules[rank]
 
     program = compile(mine, shape)
     check(program)
@@ -182,5 +182,7 @@ def test_microbatch_of_other_replica_is_refused() -> None:
 
 def test_placement_name_and_rows_give_same_draft() -> None:
     rows = ((0, 1, 2, 3), (3, 2, 1, 0))
-    one, other = (expand_schedule(dualpipe, PipelineShape(4, 8, 2, p)) for p in ("mirror", rows))
-    assert [*one.streams] == [*other.streams]
+    by_name, by_rows = (
+        expand_schedule(dualpipe, PipelineShape(4, 8, 2, p)) for p in ("mirror", rows)
+    )
+    assert [*by_name.streams] == [*by_rows.streams]

@@ -27,10 +27,10 @@ def list_with_dependencies(names: list[str]) -> Iterator[str]:
         if name not in visited:
             visited.add(name)
             yield name
-            needs = map(Requirement, distribution(name).requires or ())
+            requirements = map(Requirement, distribution(name).requires or ())
             names += [
                 requirement.name
-                for requirement in needs
+                for requirement in requirements
                 if not requirement.marker or requirement.marker.evaluate()
             ]
 

@@ -26,9 +26,9 @@ PLAIN = st.recursive(
 
 @given(PLAIN, st.integers(2, 5))
 def test_plain_values_round_trip(value: Any, protocol: int) -> None:
-    twice = [value, value]  # the second comes from the memo
-    read = loads(pickle.dumps(twice, protocol))
-    assert read == twice and repr(read) == repr(twice)
+    pair = [value, value]  # the second comes from the memo
+    read = loads(pickle.dumps(pair, protocol))
+    assert read == pair and repr(read) == repr(pair)
 
 
 class _CallsFunction:

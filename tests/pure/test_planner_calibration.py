@@ -37,26 +37,26 @@ def test_calibrate_finds_cluster_constants() -> None:
     assert max(map(abs, calibration.errors)) < 0.03
     assert calibration.cluster.flops == pytest.approx(truth.flops, rel=0.05)
     assert calibration.cluster.kernel_us == pytest.approx(40, rel=0.05)
-    for one in calibration.constants:
-        assert one.low <= getattr(truth, one.name) <= one.high, one.name
-    other = ParallelPlan(pp=2, tp=2, dp=2, microbatches=64, sequence_parallel=True)
-    seconds = predict(truth, STACK, MODEL, other).step_time
-    low, high = calibration.find_interval(MODEL, other)
+    for constant in calibration.constants:
+        assert constant.low <= getattr(truth, constant.name) <= constant.high, constant.name
+    other_plan = ParallelPlan(pp=2, tp=2, dp=2, microbatches=64, sequence_parallel=True)
+    seconds = predict(truth, STACK, MODEL, other_plan).step_time
+    low, high = calibration.find_interval(MODEL, other_plan)
     assert low <= seconds <= high < 1.5 * low
 
 
 def test_runs_as_predicted_keep_constants() -> None:
     calibration = planner.calibrate(PRESET, STACK, predict_runs(PRESET))
-    for one in calibration.constants:
-        assert one.value == pytest.approx(one.prior, rel=1e-3)
+    for constant in calibration.constants:
+        assert constant.value == pytest.approx(constant.prior, rel=1e-3)
     assert max(map(abs, calibration.errors)) < 1e-3
 
 
 def test_outlier_run_changes_constants_little() -> None:
     plans = [ParallelPlan(dp=8, microbatches=m) for m in (4, 8, 16, 32, 64)]
     runs = predict_runs(PRESET, plans)
-    bad = [*runs[:-1], runs[-1]._replace(step_time=runs[-1].step_time * 5)]
-    calibration = planner.calibrate(PRESET, STACK, bad)
+    with_outlier = [*runs[:-1], runs[-1]._replace(step_time=runs[-1].step_time * 5)]
+    calibration = planner.calibrate(PRESET, STACK, with_outlier)
     assert calibration.cluster.flops == pytest.approx(PRESET.flops, rel=0.05)
 
 
@@ -66,8 +66,8 @@ def test_more_runs_narrow_intervals() -> None:
         assert b.high / b.low <= a.high / a.low * 1.001
     suggested = few.suggest_run()
     assert suggested is not None and suggested.gpus == 8
-    more = [*predict_runs(PRESET)[:1], *predict_runs(PRESET, [suggested])]
-    added = planner.calibrate(PRESET, STACK, more)
+    runs = [*predict_runs(PRESET)[:1], *predict_runs(PRESET, [suggested])]
+    added = planner.calibrate(PRESET, STACK, runs)
     assert max(a.high / a.low / (b.high / b.low)
                for a, b in zip(few.constants, added.constants, strict=True)) > 1.5  # fmt: skip
 

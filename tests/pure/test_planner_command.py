@@ -55,7 +55,7 @@ def test_plans_print_as_golden_file() -> None:
 
 
 def test_counts_of_one_are_singular() -> None:
-    one = replace(PLAN, pp=1, tp=1, dp=1, microbatches=1)
+    single_gpu = replace(PLAN, pp=1, tp=1, dp=1, microbatches=1)
     request = PlanRequest(
         MODEL_PRESETS["gpt-175b"][0],
         resize_cluster(cluster_preset("a100", 1), 1),
@@ -63,15 +63,15 @@ def test_counts_of_one_are_singular() -> None:
         ("gpt", "a100"),
         {},
     )
-    text = format_plans(request, [one], 1, None)
+    text = format_plans(request, [single_gpu], 1, None)
     assert "; 1 GPU of a100 " in text and ", 1 microbatch of 1" in text
-    long = attach_bottleneck(
+    long_step = attach_bottleneck(
         request.cluster,
-        replace(one, breakdown=PARTS._replace(host_copies=8658.774), step_time=8669.0),
+        replace(single_gpu, breakdown=PARTS._replace(host_copies=8658.774), step_time=8669.0),
     )
-    assert long.explanation == "host_copies: 8659 s of 8669 s"
-    assert "bound by host copies: 8659 s" in format_plans(request, [long], 1, None)
-    slow = replace(one, flops_per_second=2.553e10)  # a processor
+    assert long_step.explanation == "host_copies: 8659 s of 8669 s"
+    assert "bound by host copies: 8659 s" in format_plans(request, [long_step], 1, None)
+    slow = replace(single_gpu, flops_per_second=2.553e10)  # a processor
     assert " 0.0255 " in format_plans(request, [slow], 1, None)
 
 
@@ -221,8 +221,8 @@ def test_memory_limit_bounds_plans(capsys: pytest.CaptureFixture[str]) -> None:
         result = json.loads(run_command(capsys, *command, f"--memory-limit={limit:g}B"))
         used = [plan["memory"]["total"] for plan in result["plans"]]
         assert 0.5 * limit < max(used) <= limit
-    words = run_refused_command(capsys, *command, "--memory-limit=90GB")
-    assert "--memory-limit 90 GB is not a part of the 80 GB of a GPU" in words
+    error = run_refused_command(capsys, *command, "--memory-limit=90GB")
+    assert "--memory-limit 90 GB is not a part of the 80 GB of a GPU" in error
 
 
 def test_selected_plan_is_written_and_drawn(
@@ -231,22 +231,28 @@ def test_selected_plan_is_written_and_drawn(
     """The selected plan is written as a configuration and as a program, and drawn."""
     monkeypatch.chdir(tmp_path)
     plain = (*AT, "--top=4", "--recompute=none,full")
-    second = json.loads(run_command(capsys, *plain, "--json"))["plans"][1]
+    second_plan = json.loads(run_command(capsys, *plain, "--json"))["plans"][1]
     output = run_command(capsys, *plain, "--select=2", "-o", "best.toml", "--picture", "plans.svg")
     assert output.endswith("wrote best.toml\nwrote plans.svg\n") and "\nplan 2: " in output
     text = Path("best.toml").read_text()
-    more = ("--select=2", "-o", "best.toml", "--picture", "plans.svg")
+    output_options = ("--select=2", "-o", "best.toml", "--picture", "plans.svg")
     assert text.startswith(
-        f"# schedir {shlex.join([*plain, *more])}\n# {second['pp']} pipeline rank"
+        f"# schedir {shlex.join([*plain, *output_options])}\n# {second_plan['pp']} pipeline rank"
     )
     config = tomllib.loads(text)
     assert config["model"]["hidden"] == 256 and config["model"]["context"] == 128
-    assert config["pipeline"]["ranks"] == second["pp"] and config["pipeline"]["tp"] == second["tp"]
-    assert config["data"]["microbatch_size"] == second["microbatch_size"]
+    assert (
+        config["pipeline"]["ranks"] == second_plan["pp"]
+        and config["pipeline"]["tp"] == second_plan["tp"]
+    )
+    assert config["data"]["microbatch_size"] == second_plan["microbatch_size"]
     run_command(capsys, *plain, "-o", "best.sched", "--picture", "all.png", "--tradeoff")
     program = from_text(Path("best.sched").read_text())
-    first = json.loads(run_command(capsys, *plain, "--json"))["plans"][0]
-    assert (program.shape.ranks, program.shape.microbatches) == (first["pp"], first["microbatches"])
+    first_plan = json.loads(run_command(capsys, *plain, "--json"))["plans"][0]
+    assert (program.shape.ranks, program.shape.microbatches) == (
+        first_plan["pp"],
+        first_plan["microbatches"],
+    )
     assert {path.suffix for path in tmp_path.iterdir()} == {".toml", ".svg", ".sched", ".png"}
 
 
@@ -344,5 +350,5 @@ def test_gpu_counts_print_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[
     table = run_command(capsys, *command, "--gpu-counts=8,2,3")
     assert table.startswith("strong: the same batch\n") and "\nweak: a batch that grows" in table
     assert table.endswith("no plan for 3 GPUs, weak: 4.50 is not a number of sequences\n")
-    one = run_refused_command(capsys, *command[:-1], "--tp=8", "--gpu-counts=2,4")
-    assert "8" in one
+    error = run_refused_command(capsys, *command[:-1], "--tp=8", "--gpu-counts=2,4")
+    assert "8" in error

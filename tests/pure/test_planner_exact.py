@@ -42,8 +42,8 @@ NODE = Cluster(nodes=1, gpus_per_node=8, flops=250e12, memory=80e9, hbm_bandwidt
 SCHEDULES = {"one_f_one_b": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1, "zb_v": 2}
 
 
-def resize_node(gpus: int, **more: Any) -> Cluster:
-    return replace(NODE, gpus_per_node=gpus, **more)
+def resize_node(gpus: int, **changes: Any) -> Cluster:
+    return replace(NODE, gpus_per_node=gpus, **changes)
 
 
 @st.composite
@@ -93,12 +93,12 @@ def test_breakdown_sums_to_step_and_work_bounds_it(
 
 
 def make_uniform_plan(
-    p: int, m: int, **more: Any
+    p: int, m: int, **plan_fields: Any
 ) -> tuple[planner.TransformerSpec, Cluster, planner.ParallelPlan]:
     """Return a plan whose stages all take equal time, and whose messages take no time."""
     free_network = resize_node(p, nvlink_bandwidth=1e30, network_bandwidth=1e30, latency=0.0)
     model = planner.TransformerSpec(layers=2 * p, hidden=256, heads=4, vocab=1, sequence=64)
-    return model, free_network, planner.ParallelPlan(pp=p, microbatches=m, **more)
+    return model, free_network, planner.ParallelPlan(pp=p, microbatches=m, **plan_fields)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 13), (8, 32)])
@@ -116,16 +116,16 @@ def test_balanced_stages_match_closed_formula(
         lambda *args: inner,
     )
     estimate = simulate_plan(model, free_network, choice)
-    one = sum(inner.total)
+    microbatch_time = sum(inner.total)
     step = estimate.breakdown.optimizer + estimate.breakdown.data_parallel
-    assert estimate.step_time - step == pytest.approx((m + p - 1) * one, rel=1e-12)
-    assert estimate.breakdown.bubble == pytest.approx((p - 1) * one, rel=1e-9)
+    assert estimate.step_time - step == pytest.approx((m + p - 1) * microbatch_time, rel=1e-12)
+    assert estimate.breakdown.bubble == pytest.approx((p - 1) * microbatch_time, rel=1e-9)
     assert estimate.breakdown.transfers == 0
     assert estimate.breakdown.recompute == pytest.approx(m * inner.compute.R, rel=1e-12)
 
 
-def compositions(total: int, parts: int, least: list[int]) -> Iterator[tuple[int, ...]]:
-    for division in product(*(range(low, total + 1) for low in least)):
+def compositions(total: int, parts: int, min_parts: list[int]) -> Iterator[tuple[int, ...]]:
+    for division in product(*(range(low, total + 1) for low in min_parts)):
         if sum(division) == total and len(division) == parts:
             yield division
 
@@ -246,14 +246,16 @@ def test_simulation_is_near_closed_form(
 ) -> None:
     """The simulation and the closed form are independent, and give nearly the same numbers."""
     node = replace(resize_node(4), nodes=choice.gpus // 4)
-    one = simulate_plan(model, node, choice)
-    other = planner.estimate_step(model, node, choice, exact=False)
-    assert one.step_time == pytest.approx(other.step_time, rel=0.05)
-    assert one.memory.total == pytest.approx(other.memory.total, rel=0.05)
-    assert one.breakdown.data_parallel == pytest.approx(
-        other.breakdown.data_parallel, abs=0.05 * one.step_time
+    simulated = simulate_plan(model, node, choice)
+    closed_form = planner.estimate_step(model, node, choice, exact=False)
+    assert simulated.step_time == pytest.approx(closed_form.step_time, rel=0.05)
+    assert simulated.memory.total == pytest.approx(closed_form.memory.total, rel=0.05)
+    assert simulated.breakdown.data_parallel == pytest.approx(
+        closed_form.breakdown.data_parallel, abs=0.05 * simulated.step_time
     )
-    assert one.breakdown.optimizer == pytest.approx(other.breakdown.optimizer, rel=0.02, abs=1e-4)
+    assert simulated.breakdown.optimizer == pytest.approx(
+        closed_form.breakdown.optimizer, rel=0.02, abs=1e-4
+    )
 
 
 @pytest.mark.parametrize(("model", "e"), [(DENSE, 1), (MIXED, 1), (MIXED, 2)])
@@ -270,11 +272,10 @@ def test_sequence_parallel_gradient_sum_costs(
                                   schedule="interleaved", zero=zero,
                             sequence_parallel=True, ep=e)  # fmt: skip
     nodes = replace(resize_node(8), nodes=2)
-    one, two = (np.array(count_layer_params(model, t, e)) for t in (1, 2))
-    full_params, of_experts = (2 * two - one) * model.layers / 4
-    full_params += of_experts * (
-        e if zero else 1
-    )  # experts are divided among e times fewer replicas
+    undivided, two = (np.array(count_layer_params(model, t, e)) for t in (1, 2))
+    full_params, of_experts = (2 * two - undivided) * model.layers / 4
+    # Experts are divided among e times fewer replicas.
+    full_params += of_experts * (e if zero else 1)
     numbers = [
         full_params + model.sequence * model.hidden,
         full_params,

@@ -27,16 +27,16 @@ from schedir.planner.transformer.layer_division import (
 ALL = [pytest.param(each, id=name) for name, each in SCHEDULE_FORMULAS.items()]
 
 
-def make_shape(each: ScheduleFormulas, P: int, v: int, turns: int) -> PipelineShape:
+def make_shape(formulas: ScheduleFormulas, P: int, v: int, rounds: int) -> PipelineShape:
     """Return a shape with a few microbatches more than the family's minimum."""
-    stages = {"one": 1, "two": 2, "many": v}[each.stages_per_rank]
-    min_microbatches = int(each.min_microbatches(P))
-    m = P * turns if each.needs_multiple_of_ranks else max(min_microbatches, P) + turns
-    return PipelineShape(P, m, stages, "vee" if each.is_vee else "loop")
+    stages = {"one": 1, "two": 2, "many": v}[formulas.stages_per_rank]
+    min_microbatches = int(formulas.min_microbatches(P))
+    m = P * rounds if formulas.needs_multiple_of_ranks else max(min_microbatches, P) + rounds
+    return PipelineShape(P, m, stages, "vee" if formulas.is_vee else "loop")
 
 
-def simulate_span(each: ScheduleFormulas, of: PipelineShape, **costs: float) -> float:
-    program = compile(getattr(schedules, each.name), of, costs=Costs(**costs))
+def simulate_span(formulas: ScheduleFormulas, shape: PipelineShape, **costs: float) -> float:
+    program = compile(getattr(schedules, formulas.name), shape, costs=Costs(**costs))
     return simulate(program, Costs(**costs)).span
 
 
@@ -49,11 +49,11 @@ def test_idle_time_and_messages_match_program(each: ScheduleFormulas, data: Any)
     F, I, W = 1.0, data.draw(st.floats(1.0, 1.6)), data.draw(st.floats(0.4, 1.0))
     m, v = shape.microbatches, shape.stages_per_rank
     costs = {"F": F, "I": I, "W": W, "B": I + W}
-    law = (P - 1) * float(each.wait_time(F, I, W)) + m * v * (F + I + W)
-    assert simulate_span(each, shape, **costs) == pytest.approx(law)
+    ideal_span = (P - 1) * float(each.wait_time(F, I, W)) + m * v * (F + I + W)
+    assert simulate_span(each, shape, **costs) == pytest.approx(ideal_span)
     send = 0.02
-    more = (simulate_span(each, shape, **costs, send=send) - law) / send
-    assert more == pytest.approx(
+    exposed_messages = (simulate_span(each, shape, **costs, send=send) - ideal_span) / send
+    assert exposed_messages == pytest.approx(
         float(each.exposed_messages(P, v, m)), abs=P + 1 if each.has_split_backward else 2
     )
 
@@ -64,8 +64,10 @@ def test_idle_time_and_messages_match_program(each: ScheduleFormulas, data: Any)
 def test_live_activations_match_program(each: ScheduleFormulas, P: int, v: int, turns: int) -> None:
     shape = make_shape(each, P, v, turns)
     peaks = peak_in_flight(compile(getattr(schedules, each.name), shape))
-    law = [each.live_activations(P, shape.stages_per_rank, shape.microbatches, r) for r in range(P)]
-    assert peaks.tolist() == law
+    expected = [
+        each.live_activations(P, shape.stages_per_rank, shape.microbatches, r) for r in range(P)
+    ]
+    assert peaks.tolist() == expected
 
 
 @given(P=st.integers(1, 4), v=st.integers(1, 6), groups=st.integers(1, 4))

@@ -41,20 +41,20 @@ def measure_layer(cluster: Cluster, hidden: int, sequence: int, b: int) -> Measu
     return MeasuredLayer(model, choice, times.F + times.B)
 
 
-def measure_cluster(cluster: Cluster, copied: float = 10.0) -> MachineMeasurements:
+def measure_cluster(cluster: Cluster, copy_factor: float = 10.0) -> MachineMeasurements:
     """Return the measurements of a machine that is exactly like a Cluster."""
     products = [(m, h, h) for m in (128, 512) for h in (256, 512)]
-    large = [(256, 128, 1), (512, 64, 2), (512, 128, 4)]
+    large_shapes = [(256, 128, 1), (512, 64, 2), (512, 128, 4)]
     if cluster.processors is None:
-        large = [(4096, 2048, b) for b in (1, 2, 4)]
+        large_shapes = [(4096, 2048, b) for b in (1, 2, 4)]
     return MachineMeasurements(
         processes=cluster.gpus_per_node,
         itemsize=cluster.itemsize,
         memory=cluster.memory,
         gemms=[MeasuredGemm(m, k, n, 6.0 * m * k * n / cluster.flops) for m, k, n in products],
-        copy_bandwidth=copied * cluster.hbm_bandwidth,
+        copy_bandwidth=copy_factor * cluster.hbm_bandwidth,
         tiny_layers=[measure_layer(cluster, 16, 8, 1)],
-        layers=[measure_layer(cluster, *one) for one in large],
+        layers=[measure_layer(cluster, *shape) for shape in large_shapes],
         all_reduces=[
             MeasuredAllReduce(g, x, cluster.all_reduce_time(x, g))
             for g in (2, 4)
@@ -87,24 +87,34 @@ def test_fit_returns_measured_cluster(cluster: Cluster) -> None:
 @given(st.data())
 def test_fit_error_stays_near_measurement_noise(data: st.DataObject) -> None:
     """If each measurement is wrong by a tenth at most, the fit is wrong by little more."""
-    wrong = st.floats(0.9, 1.1)
-    true = measure_cluster(HERE)
+    error_factors = st.floats(0.9, 1.1)
+    exact_measurements = measure_cluster(HERE)
 
-    def noisy(some: Any) -> Any:
-        return [one._replace(seconds=one.seconds * data.draw(wrong)) for one in some]
+    def noisy(measurements: Any) -> Any:
+        return [
+            measurement._replace(seconds=measurement.seconds * data.draw(error_factors))
+            for measurement in measurements
+        ]
 
-    measured = true._replace(
-        gemms=noisy(true.gemms), tiny_layers=noisy(true.tiny_layers), layers=noisy(true.layers),
-        all_reduces=noisy(true.all_reduces),
-    )  # fmt: skip
+    measured = exact_measurements._replace(
+        gemms=noisy(exact_measurements.gemms),
+        tiny_layers=noisy(exact_measurements.tiny_layers),
+        layers=noisy(exact_measurements.layers),
+        all_reduces=noisy(exact_measurements.all_reduces),
+    )
     fitted = fit_cluster(measured)
-    assert max(abs(row.relative_error) for row in compare_measurements(fitted, true)) < 0.25
+    assert (
+        max(abs(row.relative_error) for row in compare_measurements(fitted, exact_measurements))
+        < 0.25
+    )
 
 
 def test_fast_layers_use_copy_bandwidth() -> None:
-    true = measure_cluster(HERE)
-    quick = true._replace(layers=[one._replace(seconds=one.seconds / 2) for one in true.layers])
-    assert fit_cluster(quick).hbm_bandwidth == true.copy_bandwidth
+    exact_measurements = measure_cluster(HERE)
+    quick = exact_measurements._replace(
+        layers=[layer._replace(seconds=layer.seconds / 2) for layer in exact_measurements.layers]
+    )
+    assert fit_cluster(quick).hbm_bandwidth == exact_measurements.copy_bandwidth
 
 
 def test_single_process_has_no_latency() -> None:

@@ -56,12 +56,12 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
 
 @given(models(), plans())
 def test_gemm_flops_match_model(model: TransformerSpec, choice: ParallelPlan) -> None:
-    per_layer, ends = (
+    per_layer, head_ops = (
         sum(3 * gemm.forward_flops for gemm in pieces(model, choice).gemms if gemm.name != "router")
         for pieces in (list_layer_ops, list_head_ops)
     )
     copies = max(choice.tp // model.kv_heads, 1)  # copies if there are fewer key heads than slices
-    more = (
+    repeated_key_flops = (
         6
         * choice.microbatch_size
         * model.sequence
@@ -69,11 +69,11 @@ def test_gemm_flops_match_model(model: TransformerSpec, choice: ParallelPlan) ->
         * model.hidden
         * (model.hidden // model.heads)
     )
-    more *= model.kv_heads * (copies - 1)
-    every = (
-        model.layers * (per_layer * choice.tp * choice.cp - more)
-    ) + ends * choice.tp * choice.cp
-    assert every == pytest.approx(model.count_flops(choice.microbatch_size), rel=1e-9)
+    repeated_key_flops *= model.kv_heads * (copies - 1)
+    total_flops = (
+        model.layers * (per_layer * choice.tp * choice.cp - repeated_key_flops)
+    ) + head_ops * choice.tp * choice.cp
+    assert total_flops == pytest.approx(model.count_flops(choice.microbatch_size), rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -110,14 +110,14 @@ def test_recompute_time_is_forward_time(model: TransformerSpec, choice: Parallel
 @given(models(), plans())
 def test_larger_microbatch_takes_longer(model: TransformerSpec, choice: ParallelPlan) -> None:
     cluster = replace(NODE, nodes=4)
-    one, two = (
+    smaller, two = (
         planner.layer_time(
-            model, cluster, replace(choice, microbatch_size=choice.microbatch_size + more)
+            model, cluster, replace(choice, microbatch_size=choice.microbatch_size + increase)
         ).total
-        for more in (0, 1)
+        for increase in (0, 1)
     )
-    assert two.F >= one.F * (1 - 1e-9)
-    assert two.B >= one.B * (1 - 1e-9)
+    assert two.F >= smaller.F * (1 - 1e-9)
+    assert two.B >= smaller.B * (1 - 1e-9)
 
 
 @given(models(), plans())
@@ -127,28 +127,29 @@ def test_tensor_parallel_compute_is_bounded(model: TransformerSpec, choice: Para
         planner.layer_time(model, cluster, replace(choice, tp=t, sequence_parallel=cuts)).compute
         for t, cuts in ((1, False), (choice.tp, choice.sequence_parallel))
     )
-    for one, sliced in zip(full_times, sliced_times, strict=True):
-        assert one / choice.tp * (1 - 1e-9) <= sliced <= one * (1 + 1e-9)
+    for full_time, sliced in zip(full_times, sliced_times, strict=True):
+        assert full_time / choice.tp * (1 - 1e-9) <= sliced <= full_time * (1 + 1e-9)
 
 
 @given(models(), plans())
 def test_stage_takes_at_most_sum_of_parts(model: TransformerSpec, choice: ParallelPlan) -> None:
     cluster = replace(NODE, nodes=4)
     layer_times = planner.layer_time(model, cluster, choice)
-    ends = [
+    end_times = [
         planner.embedding_time(model, cluster, choice),
         planner.head_time(model, cluster, choice),
     ]
-    every = ends[0].plus(ends[1]).plus(layer_times, 3).total
+    sum_of_parts = end_times[0].plus(end_times[1]).plus(layer_times, 3).total
     stage_times = planner.stage_time(model, cluster, choice, 3, True, True).total
-    assert stage_times.F <= every.F * (1 + 1e-9)
-    assert stage_times.B <= every.B * (1 + 1e-9)
+    assert stage_times.F <= sum_of_parts.F * (1 + 1e-9)
+    assert stage_times.B <= sum_of_parts.B * (1 + 1e-9)
 
 
 def test_small_layer_is_limited_by_kernel_launch() -> None:
-    small = TransformerSpec(layers=4, hidden=256, heads=4, vocab=1000, sequence=64)
+    small_model = TransformerSpec(layers=4, hidden=256, heads=4, vocab=1000, sequence=64)
     slow, fast = (
-        planner.layer_time(small, replace(NODE, kernel_us=us), ParallelPlan()) for us in (20, 10)
+        planner.layer_time(small_model, replace(NODE, kernel_us=us), ParallelPlan())
+        for us in (20, 10)
     )
     assert pytest.approx(2 * fast.total.F) == slow.total.F
     assert pytest.approx(2 * fast.total.B) == slow.total.B
@@ -191,8 +192,8 @@ def test_tensor_collectives_hide_under_full_backwards_only() -> None:
 
 
 def test_gemm_time_counts_full_tiles_and_waves() -> None:
-    one = replace(NODE, flops=108e12, peak=None, hbm_bandwidth=1e18)  # 1e12 per multiprocessor
-    prices = OpTimes(one, ParallelPlan(), SoftwareConstants(max_splits=1), True)
+    one_node = replace(NODE, flops=108e12, peak=None, hbm_bandwidth=1e18)  # 1e12 per multiprocessor
+    prices = OpTimes(one_node, ParallelPlan(), SoftwareConstants(max_splits=1), True)
     tile = 2 * 128 * 256 * 4096 / 1e12
 
     def product(m: int, n: int) -> float:
@@ -201,17 +202,17 @@ def test_gemm_time_counts_full_tiles_and_waves() -> None:
     assert product(128, 256) == product(256, 128) == product(1, 1) == pytest.approx(tile)
     assert product(128 * 108, 256) == pytest.approx(tile)
     assert product(128 * 108 + 1, 256) == pytest.approx(2 * tile)
-    fine = OpTimes(replace(one, num_sms=None), ParallelPlan(), SoftwareConstants(), True)
+    fine = OpTimes(replace(one_node, num_sms=None), ParallelPlan(), SoftwareConstants(), True)
     assert pytest.approx(2 * 4096 / 108e12) == fine.time_gemm(Gemm("one", 1, 1, 4096)).F
-    split = OpTimes(one, ParallelPlan(), SoftwareConstants(), True)
+    split = OpTimes(one_node, ParallelPlan(), SoftwareConstants(), True)
     assert pytest.approx(tile / 8) == split.time_gemm(Gemm("one", 128, 256, 4096)).F
 
 
 def test_expert_and_context_parallel_collective_times() -> None:
     mixture = replace(GPT, experts=8, active=2)
     without_ep = planner.layer_time(mixture, NODE, ParallelPlan(microbatch_size=4))
-    near = planner.layer_time(mixture, NODE, ParallelPlan(microbatch_size=4, dp=8, ep=8))
-    far = planner.layer_time(
+    one_node = planner.layer_time(mixture, NODE, ParallelPlan(microbatch_size=4, dp=8, ep=8))
+    many_nodes = planner.layer_time(
         mixture, replace(NODE, nodes=8), ParallelPlan(microbatch_size=4, dp=8, pp=8, ep=8)
     )
     by_replicas = planner.layer_time(
@@ -219,10 +220,15 @@ def test_expert_and_context_parallel_collective_times() -> None:
         replace(NODE, nodes=8),
         ParallelPlan(microbatch_size=4, dp=8, pp=8, ep=8, rank_order="tp-dp-pp"),
     )
-    assert without_ep.layer_collectives.F == 0 < near.layer_collectives.F < far.layer_collectives.F
-    assert by_replicas == near
+    assert (
+        without_ep.layer_collectives.F
+        == 0
+        < one_node.layer_collectives.F
+        < many_nodes.layer_collectives.F
+    )
+    assert by_replicas == one_node
     size = 2.0 * 4 * 2048 * 6144 * 2
-    assert pytest.approx(2 * NODE.all_to_all_time(size, 8)) == near.layer_collectives.F
+    assert pytest.approx(2 * NODE.all_to_all_time(size, 8)) == one_node.layer_collectives.F
     slow = replace(NODE, nodes=2, network_bandwidth=1e9)
     context_collectives = planner.layer_time(
         GPT, slow, ParallelPlan(cp=16, microbatch_size=4)
@@ -256,11 +262,15 @@ def test_flash_attention_skips_score_memory_passes() -> None:
 
 
 def test_software_constants_are_bounded() -> None:
-    for one in SoftwareConstants().list_constants():
-        assert one.min_value <= one.value <= one.max_value and one.meaning and one.source
-        for beyond in (one.min_value - 1, one.max_value + 1, float("nan"), "many"):
-            with pytest.raises(UsageError, match=one.name):
-                SoftwareConstants(**{one.name: beyond})  # type: ignore[arg-type]
+    for constant in SoftwareConstants().list_constants():
+        assert (
+            constant.min_value <= constant.value <= constant.max_value
+            and constant.meaning
+            and constant.source
+        )
+        for beyond in (constant.min_value - 1, constant.max_value + 1, float("nan"), "many"):
+            with pytest.raises(UsageError, match=constant.name):
+                SoftwareConstants(**{constant.name: beyond})  # type: ignore[arg-type]
 
 
 def test_cluster_presets_are_complete() -> None:

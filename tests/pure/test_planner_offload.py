@@ -42,8 +42,8 @@ NODE = Cluster(nodes=1, gpus_per_node=4, flops=250e12, memory=8e9, hbm_bandwidth
 CLOSE = 1e-9
 
 
-def resize_node(gpus: int, **more: Any) -> Cluster:
-    return replace(NODE, gpus_per_node=gpus, **more)
+def resize_node(gpus: int, **changes: Any) -> Cluster:
+    return replace(NODE, gpus_per_node=gpus, **changes)
 
 
 @st.composite
@@ -137,9 +137,9 @@ def test_single_stage_optimizer_copies_are_exposed() -> None:
         planner.simulate_plan(MODEL, node, plan) for plan in (remove_offload(choice), choice)
     )
     assert NODE.host_bandwidth is not None
-    once = NODE.latency + plain.memory.optimizer / NODE.host_bandwidth
-    assert estimate.breakdown.host_copies == pytest.approx(2 * once, rel=CLOSE)
-    assert estimate.step_time == pytest.approx(plain.step_time + 2 * once, rel=CLOSE)
+    copy_time = NODE.latency + plain.memory.optimizer / NODE.host_bandwidth
+    assert estimate.breakdown.host_copies == pytest.approx(2 * copy_time, rel=CLOSE)
+    assert estimate.step_time == pytest.approx(plain.step_time + 2 * copy_time, rel=CLOSE)
     assert estimate.host_memory == planner.HostMemory(optimizer=plain.memory.optimizer)
 
 
@@ -174,8 +174,11 @@ def test_offload_cost_is_saved_bytes_over_bandwidth(recompute: Recompute) -> Non
             planner.simulate_plan(MODEL, node, tight),
             planner.simulated_program(MODEL, node, tight),
         )
-        far, times = replace(node, host_bandwidth=1e9), compute_stage_times(MODEL, node, tight)
-        slow = compute_costs(MODEL, far, tight, program.shape, times, SoftwareConstants())
+        slow_link, times = (
+            replace(node, host_bandwidth=1e9),
+            compute_stage_times(MODEL, node, tight),
+        )
+        slow = compute_costs(MODEL, slow_link, tight, program.shape, times, SoftwareConstants())
         assert estimate.fits and estimate.host_memory.activations > 0
         assert (
             simulate(offload_program, slow, progress_model="per_edge").span > 2 * estimate.step_time
@@ -194,22 +197,26 @@ def test_plan_that_needs_offload_is_found() -> None:
     with pytest.raises(UsageError, match="plans fits into"):
         planner.plan(MODEL, node, 4, **options)  # type: ignore[arg-type]
     best, *_ = plans_found = planner.plan(MODEL, node, 4, top=3, offload=True, **options)  # type: ignore[arg-type]
-    assert all(one.fits and one.is_simulated and one.has_offload for one in plans_found)
-    assert [one.step_time for one in plans_found] == sorted(one.step_time for one in plans_found)
+    assert all(plan.fits and plan.is_simulated and plan.has_offload for plan in plans_found)
+    assert [plan.step_time for plan in plans_found] == sorted(
+        plan.step_time for plan in plans_found
+    )
     assert best.offload_comparison.startswith("no plan fits without offload: the smallest needs ")
     shortest = min(list_host_optimizer_step_times(node, 4, options))
     assert best.step_time <= shortest
 
 
-def list_host_optimizer_step_times(where: Cluster, batch: int, how: dict[str, Any]) -> list[float]:
+def list_host_optimizer_step_times(
+    node: Cluster, batch: int, options: dict[str, Any]
+) -> list[float]:
     """Return the step times of all plans that fit with only the optimizer states on the host."""
-    plans = planner.all_plans(MODEL, where, batch, offload=True, **how).plans
+    plans = planner.all_plans(MODEL, node, batch, offload=True, **options).plans
     steps = []
     for index in range(len(plans)):
-        one = planner.simulate_plan(
-            MODEL, where, replace(plans.plan_at(MODEL, index), optimizer_placement="host")
+        estimate = planner.simulate_plan(
+            MODEL, node, replace(plans.plan_at(MODEL, index), optimizer_placement="host")
         )
-        steps += [one.step_time] * one.fits
+        steps += [estimate.step_time] * estimate.fits
     return steps
 
 
@@ -222,7 +229,7 @@ def test_fitting_plans_are_compared_with_offload() -> None:
         )
         for uses_offload in (False, True)
     )
-    assert [replace(one, offload_comparison="") for one in with_offload] == plain
+    assert [replace(plan, offload_comparison="") for plan in with_offload] == plain
     assert with_offload[0].offload_comparison == "no plan with offload is among the best plans"
 
 
@@ -244,35 +251,37 @@ def test_offload_needs_host_values_of_cluster(fact: str) -> None:
 
 
 def test_functions_without_copy_support_refuse_offload(tmp_path: Path) -> None:
-    one, node = planner.ParallelPlan(pp=4, microbatches=8, offload="fit"), resize_node(4)
+    offload_plan, node = planner.ParallelPlan(pp=4, microbatches=8, offload="fit"), resize_node(4)
     closed = simulation_only_error().fact
     with pytest.raises(UsageError, match=closed):
         planner.plan(MODEL, node, 8, offload=True, exact=False)
     with pytest.raises(UsageError, match=closed):
-        planner.estimate_step(MODEL, node, one, exact=False)
+        planner.estimate_step(MODEL, node, offload_plan, exact=False)
     with pytest.raises(UsageError, match=closed):
-        planner.peak_memory(MODEL, node, one)
+        planner.peak_memory(MODEL, node, offload_plan)
     for knows_nothing in (planner.optimize_layer_division, planner.improve_schedule):
         with pytest.raises(UsageError, match="does not support plans with offload"):
-            knows_nothing(MODEL, node, one)
+            knows_nothing(MODEL, node, offload_plan)
     with pytest.raises(UsageError, match="offload 'fit' needs an offload_program"):
-        planner.train_config(MODEL, one)
+        planner.train_config(MODEL, offload_plan)
     with pytest.raises(UsageError, match="needs sizes and memory_limit"):
-        plan_program(one)
-    tight, small = make_tight_plan(node)
-    moves = planner.simulated_program(MODEL, small, tight)
+        plan_program(offload_plan)
+    tight, small_node = make_tight_plan(node)
+    moves = planner.simulated_program(MODEL, small_node, tight)
     config = tomllib.loads(planner.train_config(MODEL, tight, offload_program=moves))["memory"][
         "offload"
     ]
     compiled = compile(schedules.one_f_one_b, PipelineShape(4, 8), offload=config)
     assert list_offloaded(compiled) == list_offloaded(moves) != set()
     config = tomllib.loads(
-        planner.train_config(MODEL, replace(one, offload="none", optimizer_placement="host"))
+        planner.train_config(
+            MODEL, replace(offload_plan, offload="none", optimizer_placement="host")
+        )
     )
     assert config["memory"] == {"optimizer_placement": "host"}
     program_path = tmp_path / "own.sched"
     program_path.write_text(make_offload_text(node), encoding="utf-8")
-    file = replace(one, schedule=str(program_path), offload="none")
+    file = replace(offload_plan, schedule=str(program_path), offload="none")
     with pytest.raises(
         UsageError, match="contains offload, and the planner cannot estimate the copies"
     ):
@@ -290,24 +299,24 @@ def test_functions_without_copy_support_refuse_offload(tmp_path: Path) -> None:
         )
 
 
-def list_offloaded(whole: Program) -> set[tuple[int, int]]:
-    return {(s, mb) for stream in whole.streams for op, s, mb in stream if op == Opcode.Offload}
+def list_offloaded(program: Program) -> set[tuple[int, int]]:
+    return {(s, mb) for stream in program.streams for op, s, mb in stream if op == Opcode.Offload}
 
 
-def make_tight_plan(where: Cluster) -> tuple[planner.ParallelPlan, Cluster]:
+def make_tight_plan(node: Cluster) -> tuple[planner.ParallelPlan, Cluster]:
     """Return a plan that offloads some of its microbatches, and the cluster where it does."""
     tight = planner.ParallelPlan(pp=4, microbatches=8, microbatch_size=4, offload="fit")
     needed_bytes = planner.simulate_plan(
-        MODEL, replace(where, memory=80e9), remove_offload(tight)
+        MODEL, replace(node, memory=80e9), remove_offload(tight)
     ).memory.total
-    return tight, replace(where, memory=0.9 * needed_bytes)
+    return tight, replace(node, memory=0.9 * needed_bytes)
 
 
-def make_offload_text(where: Cluster) -> str:
+def make_offload_text(node: Cluster) -> str:
     from schedir import to_text
 
-    tight, small = make_tight_plan(where)
-    program = planner.simulated_program(MODEL, small, tight)
+    tight, small_node = make_tight_plan(node)
+    program = planner.simulated_program(MODEL, small_node, tight)
     assert Opcode.Offload in program.used_opcodes
     return to_text(program)
 
@@ -323,9 +332,9 @@ def test_plan_command_with_offload(tmp_path: Path, capsys: pytest.CaptureFixture
     node.write_text("\n".join(lines), encoding="utf-8")
     command = ("plan", *SHAPE, f"--cluster={node}", "--batch=8", "--pp=1", "--top=2")
     text = run_command(capsys, *command, "--offload", "-o", str(out))
-    for words in ("host copies", " of 60 GB", "optimizer state on the host",
+    for phrase in ("host copies", " of 60 GB", "optimizer state on the host",
                   "offload: no plan fits without offload", "bound by "):  # fmt: skip
-        assert words in text, text
+        assert phrase in text, text
     program = check(from_text(out.read_text(encoding="utf-8")))
     assert Opcode.ReloadState in program.used_opcodes
     (costs_line,) = [
@@ -337,9 +346,9 @@ def test_plan_command_with_offload(tmp_path: Path, capsys: pytest.CaptureFixture
     best, *_ = planner.plan(MODEL, resize_node(2, memory=4e9), 8, pp=1, top=1, offload=True)
     assert step == pytest.approx(best.step_time, rel=1e-3)
     for option in ("--tradeoff", "--optimize-division", "--improve-schedules"):
-        more = ("--picture", str(tmp_path / "x.svg")) if option == "--tradeoff" else ()
+        picture_options = ("--picture", str(tmp_path / "x.svg")) if option == "--tradeoff" else ()
         assert f"{option} cannot be combined with --offload" in run_refused_command(
-            capsys, *command, "--offload", option, *more
+            capsys, *command, "--offload", option, *picture_options
         )
     assert "closed forms cannot estimate plans with offload" in run_refused_command(
         capsys, *command, "--offload", "--closed-form-only"

@@ -25,9 +25,9 @@ PLAN = PlanEstimate(
 )  # fmt: skip
 
 
-def make_plan(step: float, held: float, **other: object) -> PlanEstimate:
+def make_plan(step: float, held: float, **fields: object) -> PlanEstimate:
     breakdown, memory = StepBreakdown(step, 0, 0, 0, 0, 0, 0), GpuMemory(held, 0, 0, 0, 0)
-    return replace(PLAN, step_time=step, breakdown=breakdown, memory=memory, **other)  # type: ignore[arg-type]
+    return replace(PLAN, step_time=step, breakdown=breakdown, memory=memory, **fields)  # type: ignore[arg-type]
 
 
 def list_texts(axes: Axes) -> list[str]:
@@ -85,11 +85,11 @@ def test_memory_picture_marks_limit_and_chosen_plan() -> None:
 def test_scaling_has_point_per_gpu_count() -> None:
     strong = [make_plan(32 / d, 1e9, dp=d, flops_per_second=1e14 / d) for d in (4, 1, 2)]
     weak = [make_plan(32, 1e9, dp=d) for d in (1, 2, 4)]
-    time_axes, right = plan_scaling(strong, weak).axes
+    time_axes, efficiency_axes = plan_scaling(strong, weak).axes
     lines = [line.get_xydata().tolist() for line in time_axes.lines]  # type: ignore[union-attr]
     assert lines[0] == lines[1] == [[64, 32], [128, 16], [256, 8]]
     assert lines[2] == [[64, 32], [128, 32], [256, 32]]
-    assert right.lines[0].get_xydata().tolist() == [[64, 100], [128, 50], [256, 25]]  # type: ignore[union-attr]
+    assert efficiency_axes.lines[0].get_xydata().tolist() == [[64, 100], [128, 50], [256, 25]]  # type: ignore[union-attr]
     assert len(plan_scaling(strong).axes[0].lines) == 2
 
 
@@ -105,5 +105,5 @@ def test_equal_pictures_have_equal_bytes(tmp_path: Path) -> None:
         for draw in (plan_times, plan_memory, plan_scaling):
             save(draw([PLAN]), tmp_path / f"{draw.__name__}_{letter}.svg")
     for picture in tmp_path.glob("*_a.svg"):
-        other = picture.with_stem(picture.stem[:-1] + "b")
-        assert picture.read_bytes() == other.read_bytes()
+        second_picture = picture.with_stem(picture.stem[:-1] + "b")
+        assert picture.read_bytes() == second_picture.read_bytes()

@@ -47,8 +47,8 @@ NODE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_cluster(nodes: int = 1, **other: Any) -> Cluster:
-    return Cluster(nodes=nodes, **{**NODE, **other})
+def make_cluster(nodes: int = 1, **fields: Any) -> Cluster:
+    return Cluster(nodes=nodes, **{**NODE, **fields})
 
 
 models = st.builds(
@@ -147,57 +147,66 @@ def test_slow_network_reductions_are_near_program(tied: bool) -> None:
 def test_best_plans_are_simulated_and_ranked_again() -> None:
     cluster = make_cluster(1, memory="4GB")
     closed, simulated = (plan(SMALL, cluster, 32, top=5, exact=exact) for exact in (False, True))
-    steps = [one.step_time for one in simulated]
-    assert steps == sorted(steps) and all(one.is_simulated and one.fits for one in simulated)
-    for one in simulated:
-        assert one.step_time == pytest.approx(
-            estimate_step(SMALL, cluster, strip_estimates(one)).step_time
+    steps = [estimate.step_time for estimate in simulated]
+    assert steps == sorted(steps) and all(
+        estimate.is_simulated and estimate.fits for estimate in simulated
+    )
+    for estimate in simulated:
+        assert estimate.step_time == pytest.approx(
+            estimate_step(SMALL, cluster, strip_estimates(estimate)).step_time
         )
-        assert one.step_time == pytest.approx(sum(one.breakdown)) and one.explanation
+        assert estimate.step_time == pytest.approx(sum(estimate.breakdown)) and estimate.explanation
     assert steps[0] <= min(
-        estimate_step(SMALL, cluster, strip_estimates(one)).step_time for one in closed
+        estimate_step(SMALL, cluster, strip_estimates(estimate)).step_time for estimate in closed
     )
 
 
 @settings(max_examples=4)
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([16, 64]), st.booleans())
 def test_faster_cluster_never_slows_best_plan(nodes: int, batch: int, sp: bool) -> None:
-    def best(**other: Any) -> float:
-        cluster = make_cluster(nodes, **{"memory": "16GB", **other})
+    def best(**fields: Any) -> float:
+        cluster = make_cluster(nodes, **{"memory": "16GB", **fields})
         return plan(SMALL, cluster, batch, top=1, sequence_parallel=sp, exact=False)[0].step_time
 
     base_time = best()
-    for more in ("memory", "nvlink_bandwidth", "network_bandwidth", "hbm_bandwidth", "flops"):
-        large = {"memory": "40GB", "flops": "500TFLOP/s"}.get(more, "3TB/s")
-        assert best(**{more: large}) <= base_time * (1 + 1e-12), more
+    for changed_field in (
+        "memory",
+        "nvlink_bandwidth",
+        "network_bandwidth",
+        "hbm_bandwidth",
+        "flops",
+    ):
+        larger_value = {"memory": "40GB", "flops": "500TFLOP/s"}.get(changed_field, "3TB/s")
+        assert best(**{changed_field: larger_value}) <= base_time * (1 + 1e-12), changed_field
 
 
 def test_plans_are_ranked_with_bottleneck() -> None:
     cluster = make_cluster(2, memory="16GB")
     plans_found = plan(SMALL, cluster, 64, top=40, exact=False)
-    assert len(plans_found) == 40 and all(one.fits for one in plans_found)
-    steps = [one.step_time for one in plans_found]
+    assert len(plans_found) == 40 and all(estimate.fits for estimate in plans_found)
+    steps = [estimate.step_time for estimate in plans_found]
     assert steps == sorted(steps)
-    first, last = plans_found[0], plans_found[-1]
-    assert first.mfu == pytest.approx(SMALL.count_flops(64) / first.step_time / 16 / 250e12)
-    for one in plans_found:
-        assert one.bottleneck in (*one.breakdown._fields, "memory") and one.explanation.startswith(
-            one.bottleneck
-        )
+    best, last = plans_found[0], plans_found[-1]
+    assert best.mfu == pytest.approx(SMALL.count_flops(64) / best.step_time / 16 / 250e12)
+    for estimate in plans_found:
+        assert estimate.bottleneck in (
+            *estimate.breakdown._fields,
+            "memory",
+        ) and estimate.explanation.startswith(estimate.bottleneck)
     assert ". Its step takes " in last.explanation and "% less" in last.explanation
 
 
 def test_memory_bottleneck_names_faster_plan() -> None:
     """With the missing memory, the planner finds the faster plan that the explanation names."""
     best = plan(SMALL, make_cluster(1, memory="3GB"), 32, top=1, exact=False)[0]
-    words = (
+    pattern = (
         r"memory: a faster plan needs ([\d.]+) MB more than a GPU has\. "
         r"Its step takes ([\d.]+) s, .*% less: pp .*"
     )
-    match = re.fullmatch(words, best.explanation)
+    match = re.fullmatch(pattern, best.explanation)
     assert match is not None and best.bottleneck == "memory"
-    over, step = map(float, match.groups())
-    larger = make_cluster(1, memory=3e9 + over * 1.001e6)
+    missing_megabytes, step = map(float, match.groups())
+    larger = make_cluster(1, memory=3e9 + missing_megabytes * 1.001e6)
     assert plan(SMALL, larger, 32, top=1, exact=False)[0].step_time <= step * 1.001 < best.step_time
 
 
@@ -281,8 +290,10 @@ def test_plan_that_fits_only_in_closed_form_is_replaced() -> None:
         "stages_per_rank": 4,
     }
     options["recompute"] = "selective"
-    large = make_cluster(1, memory="1TB")
-    closed, exact = (plan(model, large, 64, top=1, exact=e, **options)[0] for e in (False, True))
+    large_node = make_cluster(1, memory="1TB")
+    closed, exact = (
+        plan(model, large_node, 64, top=1, exact=e, **options)[0] for e in (False, True)
+    )
     assert closed.memory.total < exact.memory.total
     between = make_cluster(1, memory=(closed.memory.total + exact.memory.total) / 2)
     with pytest.raises(UsageError, match="none of 1 plans fits"):
@@ -293,7 +304,7 @@ def test_plan_that_fits_only_in_closed_form_is_replaced() -> None:
         64,
         **(options | {"microbatch_size": (1, 2), "recompute": None, "stages_per_rank": (2, 4, 8)}),
     )
-    assert plans_found and all(one.fits for one in plans_found)
+    assert plans_found and all(estimate.fits for estimate in plans_found)
 
 
 def test_model_state_memory_matches_zero_paper() -> None:
@@ -303,7 +314,7 @@ def test_model_state_memory_matches_zero_paper() -> None:
     embedding, and the gradients of one stage.
     """
     model = TransformerSpec(layers=96, hidden=1024, heads=16, vocab=1024, sequence=1024)
-    numbers, one = model.params, count_layer_params(model)[0] + 2048 * 1024
+    numbers, largest_stage_params = model.params, count_layer_params(model)[0] + 2048 * 1024
     for zero in range(4):
         v, schedule = (96, "looped_bfs") if zero > 1 else (1, "one_f_one_b")
         memory = peak_memory(
@@ -311,20 +322,23 @@ def test_model_state_memory_matches_zero_paper() -> None:
             make_cluster(2),
             ParallelPlan(dp=16, stages_per_rank=v, microbatches=1, zero=zero, schedule=schedule),
         )
-        law = zero_model_states(2 * numbers, 2 * numbers, 12 * numbers, zero=zero, dp=16)
-        assert memory.optimizer == pytest.approx(law.optimizer)
+        expected = zero_model_states(2 * numbers, 2 * numbers, 12 * numbers, zero=zero, dp=16)
+        assert memory.optimizer == pytest.approx(expected.optimizer)
         assert memory.weights == pytest.approx(
-            law.params + (zero == 3) * 2 * (one + count_layer_params(model)[0])
+            expected.params
+            + (zero == 3) * 2 * (largest_stage_params + count_layer_params(model)[0])
         )
-        assert memory.gradients == pytest.approx(law.grads + (zero >= 2) * 2 * one)
+        assert memory.gradients == pytest.approx(
+            expected.grads + (zero >= 2) * 2 * largest_stage_params
+        )
 
 
 def test_parameter_counts_sum_to_model() -> None:
     for model in (SMALL, replace(SMALL, kv_heads=4, gated=True, ffn=2048, tied=False)):
         common, experts = count_layer_params(model)
         table, norm, matrix = count_end_params(model)
-        ends = table + norm + (0 if model.tied else matrix)
-        assert model.layers * (common + experts) + ends == model.params
+        end_params = table + norm + (0 if model.tied else matrix)
+        assert model.layers * (common + experts) + end_params == model.params
 
 
 @pytest.mark.parametrize(
@@ -358,19 +372,19 @@ def test_parameter_counts_sum_to_model() -> None:
 def test_wrong_plan_options_are_refused(asked_for: dict[str, Any], fact: str, hint: str) -> None:
     model = replace(SMALL, layers=asked_for.pop("layers", 12))
     cluster = make_cluster(2, memory=asked_for.pop("memory", "80GB"))
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         plan(model, cluster, asked_for.pop("batch", 64), exact=False, **asked_for)
-    assert fact in refused.value.fact and hint in refused.value.hint
+    assert fact in caught.value.fact and hint in caught.value.hint
 
 
 def test_hinted_batches_are_nearest_valid() -> None:
     cluster = make_cluster(2)
-    for wrong in (30, 33, 50):
-        with pytest.raises(UsageError) as refused:
-            plan(SMALL, cluster, wrong, dp=4, microbatch_size=3, exact=False)
-        near = [int(size) for size in re.findall(r"\d+", refused.value.hint)]
-        for size in range(near[0], near[1] + 1):
-            if size in near:
+    for batch in (30, 33, 50):
+        with pytest.raises(UsageError) as caught:
+            plan(SMALL, cluster, batch, dp=4, microbatch_size=3, exact=False)
+        nearest = [int(size) for size in re.findall(r"\d+", caught.value.hint)]
+        for size in range(nearest[0], nearest[1] + 1):
+            if size in nearest:
                 assert plan(SMALL, cluster, size, dp=4, microbatch_size=3, exact=False)
             else:
                 with pytest.raises(UsageError):
@@ -388,7 +402,10 @@ def test_tensor_parallel_across_nodes_warns() -> None:
     assert warning_records[0].filename == __file__
     with pytest.raises(UsageError, match="no plan with tp 16 uses all 8 GPUs"):
         plan(SMALL, make_cluster(1), 16, tp=16)
-    assert max(one.tp for one in plan(SMALL, make_cluster(2), 16, top=5000, exact=False)) == 8
+    assert (
+        max(estimate.tp for estimate in plan(SMALL, make_cluster(2), 16, top=5000, exact=False))
+        == 8
+    )
 
 
 def test_plan_over_memory_is_still_estimated() -> None:
@@ -397,8 +414,8 @@ def test_plan_over_memory_is_still_estimated() -> None:
     estimate = estimate_step(SMALL, cluster, choice, exact=False)
     assert not estimate.fits and estimate.bottleneck == "memory"
     assert "more than a GPU has" in estimate.explanation
-    other = estimate_step(SMALL, make_cluster(1), choice, exact=False)
-    assert other.bottleneck in estimate.breakdown._fields
+    with_memory = estimate_step(SMALL, make_cluster(1), choice, exact=False)
+    assert with_memory.bottleneck in estimate.breakdown._fields
 
 
 @pytest.mark.parametrize(
@@ -422,9 +439,9 @@ def test_plan_over_memory_is_still_estimated() -> None:
     ],
 )
 def test_impossible_plans_are_refused(choice: ParallelPlan, fact: str) -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         estimate_step(SMALL, make_cluster(1), choice, exact=False)
-    assert fact in refused.value.fact
+    assert fact in caught.value.fact
 
 
 @pytest.mark.parametrize(
@@ -440,9 +457,9 @@ def test_impossible_plans_are_refused(choice: ParallelPlan, fact: str) -> None:
     ],
 )
 def test_invalid_plan_fields_are_refused(fields: dict[str, Any], fact: str) -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         ParallelPlan(**fields)
-    assert fact in refused.value.fact
+    assert fact in caught.value.fact
 
 
 def test_requested_stages_on_one_rank_are_planned() -> None:
@@ -455,12 +472,14 @@ def test_requested_stages_on_one_rank_are_planned() -> None:
             "zero": zero,
         }
         plans_found = plan(SMALL, make_cluster(), 32, exact=False, **options)
-        assert {(one.pp, one.stages_per_rank, one.zero) for one in plans_found} == {(1, 12, zero)}
+        assert {
+            (estimate.pp, estimate.stages_per_rank, estimate.zero) for estimate in plans_found
+        } == {(1, 12, zero)}
 
 
 def test_wrong_model_or_cluster_is_refused() -> None:
-    wrong: list[tuple[Any, Any]] = [("gpt-22b", make_cluster()), (SMALL, "a100")]
-    for model, cluster in wrong:
+    wrong_arguments: list[tuple[Any, Any]] = [("gpt-22b", make_cluster()), (SMALL, "a100")]
+    for model, cluster in wrong_arguments:
         with pytest.raises(UsageError, match=r"(model|cluster) must be a"):
             plan(model, cluster, 8)
         with pytest.raises(UsageError, match=r"(model|cluster) must be a"):
@@ -498,8 +517,8 @@ def test_link_times_match_process_mesh() -> None:
         ).neighbors.item() == pytest.approx(path)
         groups = mesh.reshape(d, -1).T
         ring = build_replica_rings(cluster, plans, placed)[0]
-        law = max(cluster.all_gather_time(1e9, group) for group in groups)
-        assert ring.compute_gather_time(np.array([[1e9]])).item() == pytest.approx(law)
+        expected = max(cluster.all_gather_time(1e9, group) for group in groups)
+        assert ring.compute_gather_time(np.array([[1e9]])).item() == pytest.approx(expected)
 
 
 def test_simplest_of_equal_plans_is_first() -> None:
@@ -520,11 +539,11 @@ def test_simplest_of_equal_plans_is_first() -> None:
         recompute=("full", "none"),
         **options,
     )
-    assert len({f"{one.step_time:.6g}" for one in plans_found}) < len(plans_found)
-    first = plans_found[0]
-    assert (first.schedule, first.recompute) == ("one_f_one_b", "none")
+    assert len({f"{estimate.step_time:.6g}" for estimate in plans_found}) < len(plans_found)
+    best = plans_found[0]
+    assert (best.schedule, best.recompute) == ("one_f_one_b", "none")
     times = [
-        (float(f"{one.step_time:.6g}"), [*SCHEDULE_FORMULAS].index(one.schedule))
-        for one in plans_found
+        (float(f"{estimate.step_time:.6g}"), [*SCHEDULE_FORMULAS].index(estimate.schedule))
+        for estimate in plans_found
     ]
     assert times == sorted(times)

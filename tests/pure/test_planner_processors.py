@@ -34,8 +34,10 @@ PLANS = [
 ]
 
 
-def estimate_step_time(choice: ParallelPlan, *, exact: bool, **more: Any) -> planner.PlanEstimate:
-    return planner.estimate_step(MODEL, replace(HERE, **more), choice, exact=exact)
+def estimate_step_time(
+    choice: ParallelPlan, *, exact: bool, **changes: Any
+) -> planner.PlanEstimate:
+    return planner.estimate_step(MODEL, replace(HERE, **changes), choice, exact=exact)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,6 @@ def test_single_processor_step_is_at_least_total_work(exact: bool) -> None:
 
 def test_processor_per_process_acts_like_gpu() -> None:
     choice = ParallelPlan(pp=4, microbatch_size=1, microbatches=16, attention="flash")
-    many, more = (estimate_step_time(choice, exact=True, processors=n) for n in (4, 8))
-    assert many.step_time == more.step_time
+    many, eight_processors = (estimate_step_time(choice, exact=True, processors=n) for n in (4, 8))
+    assert many.step_time == eight_processors.step_time
     assert many.step_time > estimate_step_time(choice, exact=True).step_time

@@ -44,11 +44,11 @@ def parse_megatron_layout(text: str) -> tuple[int, ...]:
 
 def count_torchtitan_layers(text: str, stages: int, layers: int) -> tuple[int, ...]:
     """Return torchtitan's layers of each stage, with fewer layers in the first and the last."""
-    first, last = (int(n) for n in re.findall(r"less_layers = (\d+)", text))
-    layers_each, more = divmod(layers + first + last, stages)
-    layers_by_stage = [layers_each + (stage < more) for stage in range(stages)]
-    layers_by_stage[0] -= first
-    layers_by_stage[-1] -= last
+    fewer_first, fewer_last = (int(n) for n in re.findall(r"less_layers = (\d+)", text))
+    layers_each, remainder = divmod(layers + fewer_first + fewer_last, stages)
+    layers_by_stage = [layers_each + (stage < remainder) for stage in range(stages)]
+    layers_by_stage[0] -= fewer_first
+    layers_by_stage[-1] -= fewer_last
     return tuple(layers_by_stage)
 
 
@@ -57,8 +57,8 @@ def count_torchtitan_layers(text: str, stages: int, layers: int) -> tuple[int, .
 def test_launcher_options_give_layer_division(data: st.DataObject) -> None:
     p, v = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
     layers_by_stage = data.draw(st.lists(st.integers(1, 4), min_size=p * v, max_size=p * v))
-    ends = data.draw(st.tuples(st.integers(1, 3), st.integers(0, 3)))
-    layers_by_stage[0], layers_by_stage[-1] = ends
+    end_layers = data.draw(st.tuples(st.integers(1, 3), st.integers(0, 3)))
+    layers_by_stage[0], layers_by_stage[-1] = end_layers
     model = replace(MODEL, layers=sum(layers_by_stage))
     schedule = "interleaved" if v > 1 else "one_f_one_b"
     choice = planner.ParallelPlan(
@@ -73,22 +73,22 @@ def test_launcher_options_give_layer_division(data: st.DataObject) -> None:
         assert parse_megatron_layout(options["megatron"]) == choice.layers_per_stage
     else:
         assert len({*layers_by_stage}) == 1
-    first, last = (
+    first_layers, last_layers = (
         re.search(rf"--decoder-{end}-pipeline-num-layers (\d+)", options["megatron"])
         for end in ("first", "last")
     )
-    if first or last:
+    if first_layers or last_layers:
         ranks = [sum(layers_by_stage[rank::p]) for rank in range(p)]
-        assert not first or int(first[1]) == ranks[0]
-        assert not last or int(last[1]) == ranks[-1]
-        inner = ranks[bool(first) : p - bool(last)]
+        assert not first_layers or int(first_layers[1]) == ranks[0]
+        assert not last_layers or int(last_layers[1]) == ranks[-1]
+        inner = ranks[bool(first_layers) : p - bool(last_layers)]
         assert len({*inner}) <= 1 and all(rank_layers % v == 0 for rank_layers in ranks)
     titan = options["torchtitan"]
     if "less_layers" in titan:
         assert count_torchtitan_layers(titan, p * v, model.layers) == choice.layers_per_stage
     else:
-        names = match_group(r"model_part = (\[.*\])", titan)
-        modules_by_stage = [*map(str.split, re.findall(r"\[([^\[\]]*)\]", names))]
+        module_lists = match_group(r"model_part = (\[.*\])", titan)
+        modules_by_stage = [*map(str.split, re.findall(r"\[([^\[\]]*)\]", module_lists))]
         assert (
             tuple(sum("layers." in n for n in stage_modules) for stage_modules in modules_by_stage)
             == choice.layers_per_stage
@@ -174,9 +174,9 @@ def test_plan_is_exported(tmp_path: Path) -> None:
     assert main(["export", str(file), "--to", "torch", "-o", str(table)]) == 0
     assert table.read_text().count("\n") == 4
     assert plan_program(replace(choice, schedule=str(file))).digest == plan_program(choice).digest
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         plan_program(replace(choice, schedule=str(file), dp=3))
-    assert refused.value.fields == ("dp",)
+    assert caught.value.fields == ("dp",)
 
 
 @pytest.mark.parametrize(("model", "choice"), [
@@ -189,9 +189,9 @@ def test_plan_is_exported(tmp_path: Path) -> None:
 def test_plan_that_trainer_cannot_run_is_refused(
     model: dict[str, Any], choice: dict[str, Any]
 ) -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         train_config(replace(MODEL, **model), planner.ParallelPlan(**choice))
-    assert {*refused.value.fields} & {*model, *choice}
+    assert {*caught.value.fields} & {*model, *choice}
 
 
 @pytest.mark.parametrize(("choice", "field"), [
@@ -201,6 +201,6 @@ def test_plan_that_trainer_cannot_run_is_refused(
     (planner.ParallelPlan(pp=2, microbatches=4, schedule="zb_v"), "stages_per_rank"),
 ])  # fmt: skip
 def test_wrong_stages_per_rank_is_refused(choice: planner.ParallelPlan, field: str) -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         plan_program(choice)
-    assert field in refused.value.fields
+    assert field in caught.value.fields

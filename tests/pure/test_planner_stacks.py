@@ -55,10 +55,10 @@ def test_time_constants_affect_only_their_plans() -> None:
     assert estimate_seconds(within, crossing_us=400) == estimate_seconds(within)
     sharded = replace(within, zero=1)
     latency = 2 * 16 * 54e-6  # a tree over two nodes, for each of 16 layers
-    more = estimate_seconds(sharded, gathers_per_layer=7) - estimate_seconds(
+    extra_time = estimate_seconds(sharded, gathers_per_layer=7) - estimate_seconds(
         sharded, gathers_per_layer=6
     )
-    assert more == pytest.approx(latency, rel=0.1)
+    assert extra_time == pytest.approx(latency, rel=0.1)
     assert estimate_seconds(within, gathers_per_layer=7) == estimate_seconds(
         within, gathers_per_layer=6
     )

@@ -34,8 +34,8 @@ O = Opcode
 PLAN = PipelineShape(4, 8)
 
 
-def compile_with_norm_check(validate: str, **how: Any) -> Any:
-    return compile(schedules.zb_h1, PLAN, clip_grad_norm=True, norm_check=validate, **how)
+def compile_with_norm_check(norm_check: str, **options: Any) -> Any:
+    return compile(schedules.zb_h1, PLAN, clip_grad_norm=True, norm_check=norm_check, **options)
 
 
 def test_every_rank_validates_after_its_step() -> None:
@@ -69,14 +69,14 @@ def test_step_does_not_wait_for_other_ranks() -> None:
         reduce_norm=3,
         reduce_norm_after_step=3,
     )
-    ends = {}
+    step_ends = {}
     for validate in ("before_step", "after_step"):
         run = simulate(compile_with_norm_check(validate), costs)
         steps = run.spans[run.spans["op"] == O.OptimizerStep]
-        ends[validate] = steps["end"]
-    assert len(set(ends["before_step"].tolist())) == 1
-    assert (ends["before_step"] - ends["after_step"] >= 3).all()
-    assert ends["before_step"].max() - ends["after_step"].min() > 5
+        step_ends[validate] = steps["end"]
+    assert len(set(step_ends["before_step"].tolist())) == 1
+    assert (step_ends["before_step"] - step_ends["after_step"] >= 3).all()
+    assert step_ends["before_step"].max() - step_ends["after_step"].min() > 5
 
 
 def test_updated_state_is_held_twice() -> None:
@@ -126,10 +126,10 @@ def test_several_updates_are_refused() -> None:
 def test_advice_keeps_norm_check() -> None:
     """Other schedules are also simulated without a wait for the norm."""
     costs = Costs(F=(1, 1, 1, 2))
-    other = expand_schedule(schedules.zb_h1, PLAN)
+    other_draft = expand_schedule(schedules.zb_h1, PLAN)
     assert (
         Lowering(compile_with_norm_check("after_step"), "per_device")
-        .compile_draft(other, costs)
+        .compile_draft(other_draft, costs)
         .norm_check
         == "after_step"
     )

@@ -39,8 +39,8 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
 
 @st.composite
 def draw_options(draw: st.DrawFn) -> dict[str, tuple[str, Any]]:
-    names = draw(st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=4))
-    return {name: draw(st.sampled_from(VALUES[name])) for name in names}
+    option_names = draw(st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=4))
+    return {name: draw(st.sampled_from(VALUES[name])) for name in option_names}
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -50,9 +50,11 @@ def test_option_equals_compile_keyword(
 ) -> None:
     """An option and its keyword give the same program, or both give an error."""
     file = tmp_path / "x.sched"
-    words = [word for name, (text, _) in options.items() for word in ("-O", f"{name}={text}")]
+    option_words = [
+        word for name, (text, _) in options.items() for word in ("-O", f"{name}={text}")
+    ]
     shape = ["--ranks", "4", "--microbatches", "8"]
-    code = main(["compile", "one_f_one_b", *shape, *words, "-o", str(file)])
+    code = main(["compile", "one_f_one_b", *shape, *option_words, "-o", str(file)])
     capsys.readouterr()
     given_: dict[str, Any] = {name: value for name, (_, value) in options.items()}
     try:
@@ -149,10 +151,13 @@ def test_config_file_sets_options(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert read_config(str(file)) == {"tp": 2, "overlap": True, "recompute": "all"}
     shape = ("--ranks", "2", "--microbatches", "4")
     by_file = run_command(capsys, "print", "gpipe", *shape, "--config", str(file))
-    words = ("-O", "tp=2", "-O", "overlap", "-O", "recompute=all")
-    assert by_file == run_command(capsys, "print", "gpipe", *shape, *words)
-    other = ("-O", "tp=4")  # typed options take precedence over the file in any order
-    for options in ((*other, "--config", str(file)), ("--config", str(file), *other)):
+    option_words = ("-O", "tp=2", "-O", "overlap", "-O", "recompute=all")
+    assert by_file == run_command(capsys, "print", "gpipe", *shape, *option_words)
+    overriding_tp = ("-O", "tp=4")  # typed options take precedence over the file in any order
+    for options in (
+        (*overriding_tp, "--config", str(file)),
+        ("--config", str(file), *overriding_tp),
+    ):
         assert "tp 4" in run_command(capsys, "print", "gpipe", *shape, *options)
     file.write_text("[pipeline]\ntp = 4\nzero = 3\ndp = 2\noverlap = true\n")
     overriding = ("-O", "zero=0", "-O", "overlap=no")
@@ -160,8 +165,10 @@ def test_config_file_sets_options(tmp_path: Path, capsys: pytest.CaptureFixture[
     for all_words in ((*overriding, "--config", str(file)), ("--config", str(file), *overriding)):
         assert run_command(capsys, "print", "gpipe", *shape, *all_words) == plain
     file.write_text("[memory]\nmemory_limit = 'much'\n")
-    much = run_refused_command(capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file))
-    assert "line 2, column 1: memory.memory_limit must be" in much and "'much'" in much
+    error = run_refused_command(
+        capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file)
+    )
+    assert "line 2, column 1: memory.memory_limit must be" in error and "'much'" in error
     file.write_text("[memory]\nmemory_limit = '1GB'\n")
     limited = run_refused_command(
         capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file)
@@ -249,11 +256,11 @@ def test_hints_on_the_command_line(
     ],
 )  # fmt: skip
 def test_python_hints_have_no_command_line_options(options: dict[str, Any], hint: str) -> None:
-    with pytest.raises(SchedirError) as refused:
+    with pytest.raises(SchedirError) as caught:
         schedir.compile("gpipe", ranks=4, microbatches=8, **options)
-    assert hint in refused.value.hint
-    assert "--" not in refused.value.hint and "-O" not in refused.value.hint
-    shown_hint: Any = refused.value.hint
+    assert hint in caught.value.hint
+    assert "--" not in caught.value.hint and "-O" not in caught.value.hint
+    shown_hint: Any = caught.value.hint
     pickled = pickle.loads(pickle.dumps(shown_hint))
     assert (pickled, pickled.command) == (shown_hint, shown_hint.command)
 
@@ -263,8 +270,8 @@ def test_error_of_overriding_option_has_no_config_line(
 ) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[memory]\nrecompute = '0.99'\n")
-    words = ("check", "gpipe", "--config", str(file), "-O", "recompute=0.98")
-    message = run_refused_command(capsys, *words)
+    command = ("check", "gpipe", "--config", str(file), "-O", "recompute=0.98")
+    message = run_refused_command(capsys, *command)
     assert "microbatch 98" in message and "run.toml" not in message
 
 
@@ -318,7 +325,7 @@ def test_search_help_omits_program_options(capsys: pytest.CaptureFixture[str]) -
 def test_compile_accepts_recompute_names_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """`schedir plan` prints none and full, which `compile` must accept."""
     plain, full = (
-        run_command(capsys, "print", "gpipe", *more) for more in ((), ("-O", "recompute=all"))
+        run_command(capsys, "print", "gpipe", *option) for option in ((), ("-O", "recompute=all"))
     )
     assert plain == run_command(capsys, "print", "gpipe", "-O", "recompute=none") != full
     assert full == run_command(capsys, "print", "gpipe", "-O", "recompute=full")
@@ -326,8 +333,8 @@ def test_compile_accepts_recompute_names_of_plan(capsys: pytest.CaptureFixture[s
     program = schedir.compile("gpipe", ranks=4, microbatches=8)
     default_options: tuple[dict[str, Any], ...] = ({"recompute": "none"}, {"offload": "none"})
     for options in default_options:
-        other = schedir.compile("gpipe", ranks=4, microbatches=8, **options)
-        assert other.digest == program.digest
+        with_default = schedir.compile("gpipe", ranks=4, microbatches=8, **options)
+        assert with_default.digest == program.digest
 
 
 def test_costs_are_read_from_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,8 +375,8 @@ def test_imported_names_are_not_listed_as_schedules(
         "from schedir import B, F, concat, weave\n\n\n"
         "def mine(rank, ranks, microbatches):\n    return microbatches * (F + B)\n"
     )
-    refused = run_refused_command(capsys, "check", f"{file}:nothing")
-    assert "hint: the schedules are mine\n" in refused + "\n"
+    error = run_refused_command(capsys, "check", f"{file}:nothing")
+    assert "hint: the schedules are mine\n" in error + "\n"
 
 
 @pytest.mark.parametrize(

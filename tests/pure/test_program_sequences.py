@@ -96,14 +96,14 @@ def test_opposite_directions_deadlock_in_shared_queue() -> None:
 
 def test_step_without_messages_keeps_queue_order() -> None:
     """The second step has no message between ranks 0 and 1, whose messages keep their queue."""
-    forward_order, beside, back = (
+    forward_order, beside, backward_order = (
         compile(schedules.forward_only, PipelineShape(3, 1, placement=placement))
         for placement in ((0, 1, 2), (0, 2, 1), (2, 1, 0))
     )
     runs = [
-        [forward_order, beside, back],
-        [back, beside, forward_order],
-        [back, beside, forward_order],
+        [forward_order, beside, backward_order],
+        [backward_order, beside, forward_order],
+        [backward_order, beside, forward_order],
     ]
     check_program_sequence(runs, "per_edge")
     assert verdict(runs, "per_edge", 0).kind == "ok"
@@ -113,22 +113,22 @@ def test_step_without_messages_keeps_queue_order() -> None:
 
 def test_swapped_steps_deadlock_in_norm() -> None:
     """Messages of the two programs have opposite directions, but their norms use one group."""
-    one, other = (
+    forward_program, reversed_program = (
         compile(schedules.gpipe, PipelineShape(2, 1, placement=placement), clip_grad_norm=True)
         for placement in ((0, 1), (1, 0))
     )
-    runs = [[one, other], [other, one]]
+    runs = [[forward_program, reversed_program], [reversed_program, forward_program]]
     assert "wait" in check_refused(runs, "per_edge").fact
     assert verdict(runs, "per_edge", 0).kind == "hang"
 
 
 def test_illegal_program_is_refused() -> None:
-    late = from_text(
+    illegal = from_text(
         "schedir 1\nprogram late\nranks 2  microbatches 1  stages_per_rank 1  placement loop\n"
         "rank 0\n  F 0.0; send_act 0.0\nrank 1\n  F 1.0; recv_act 1.0\n"
     )
     with pytest.raises(SchedirError, match=r"late: F 1\.0 needs"):
-        check_program_sequence([[late], [late]])
+        check_program_sequence([[illegal], [illegal]])
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -169,15 +169,15 @@ def test_runs_are_checked_under_their_progress_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    late = written(
+    program = written(
         "F 0.0; send_act 0.0; F 0.1; send_act 0.1; recv_act 2.0; F 2.0; send_act 2.0; recv_act 2.1;"
         "F 2.1; send_act 2.1",
         "recv_act 1.0; F 1.0; send_act 1.0; recv_act 1.1; F 1.1; send_act 1.1; recv_act 3.0; F 3.0;"
         "recv_act 3.1; F 3.1",
         microbatches=2, header="stages_per_rank 2",
     )  # fmt: skip
-    Path("late.sched").write_text(to_text(late))
-    save_timeline(simulate(late, progress_model="per_edge"), "late.timeline")
+    Path("late.sched").write_text(to_text(program))
+    save_timeline(simulate(program, progress_model="per_edge"), "late.timeline")
     assert "hint: they finish under per_edge" in run_refused_command(
         capsys, "check", "late.sched", "late.sched"
     )
@@ -210,8 +210,8 @@ def change_steps(steps: list[Program], rng: random.Random) -> list[Program]:
     steps = [*steps]
     index = rng.randrange(len(steps))
     if len(steps) > 1 and rng.random() < 0.8:
-        other = rng.randrange(len(steps))
-        steps[index], steps[other] = steps[other], steps[index]
+        other_index = rng.randrange(len(steps))
+        steps[index], steps[other_index] = steps[other_index], steps[index]
     else:
         del steps[index]
     return steps

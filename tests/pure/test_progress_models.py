@@ -78,16 +78,16 @@ BATCHES = written(
 
 
 def check_refused(
-    program: Program, progress_model: ProgressModel = "per_device", **how: object
+    program: Program, progress_model: ProgressModel = "per_device", **options: object
 ) -> SchedirError:
     with pytest.raises(SchedirError) as caught:
-        check(program, progress_model, **how)  # type: ignore[arg-type]
+        check(program, progress_model, **options)  # type: ignore[arg-type]
     return caught.value
 
 
 def test_errors_match_golden_file() -> None:
     """Compare the errors that only these progress models raise with the golden file."""
-    late = written(
+    wrong_order = written(
         "F 0.0; send_act 0.0; F 0.1; send_act 0.1", "recv_act 1.1; recv_act 1.0; F 1.0; F 1.1",
         microbatches=2,
     )  # fmt: skip
@@ -95,7 +95,7 @@ def test_errors_match_golden_file() -> None:
         check_refused(ALONE, "torch_lazy"),
         check_refused(CROSSED, sizes=Sizes(activation=(2.0**24, 1.0, 2.0**25, 1.0))),
         check_refused(CROSSED, eager_limit=10, sizes=Sizes(activation=(20.0, 1.0, 3e6, 1.0))),
-        check_refused(late, eager_limit=1, sizes=Sizes(activation=1)),
+        check_refused(wrong_order, eager_limit=1, sizes=Sizes(activation=1)),
         check_refused(RING, "per_pair", lazy_communicators=True),
         check_refused(BATCHES, "torch_lazy", lazy_communicators=True),
     ]
@@ -121,10 +121,10 @@ def test_send_and_receive_on_two_communicators_are_refused() -> None:
 def test_torch_lazy_without_groups_equals_per_pair() -> None:
     shape = PipelineShape(4, 8, 2)
     for program in (compile(interleaved, shape), compile(one_f_one_b, PipelineShape(4, 8))):
-        one, other = (
+        lazy, per_pair = (
             simulate(program, Costs(send=0.5), progress_model=m) for m in ("torch_lazy", "per_pair")
         )
-        assert (one.spans == other.spans).all()
+        assert (lazy.spans == per_pair.spans).all()
 
 
 def test_torch_lazy_separates_groups_and_single_messages() -> None:
@@ -293,11 +293,11 @@ def test_eager_limit_needs_activation_size(sizes: Sizes | None) -> None:
 
 
 def test_wrong_number_of_sizes_is_refused() -> None:
-    right = compile(one_f_one_b, PipelineShape(2, 2))
+    program = compile(one_f_one_b, PipelineShape(2, 2))
     for sizes in (Sizes(activation=(1, 2, 3)), Sizes(activation=1, activation_grad=(1, 2, 3))):
         for eager in (None, 1):
             with pytest.raises(UsageError, match="3"):
-                check(right, eager_limit=eager, sizes=sizes)
+                check(program, eager_limit=eager, sizes=sizes)
 
 
 # ---------------------------------------------------------------- first uses

@@ -79,11 +79,21 @@ def test_proof_is_kept_until_program_changes(looks: list[Program]) -> None:
 @pytest.mark.parametrize("copied", [copy, deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
 def test_copy_has_no_proof_and_is_read_only(copied: Callable[[Program], Program]) -> None:
     program = compile(zb_h1, PipelineShape(2, 4), buffer_sharing="minimal")
-    other = copied(program)
-    assert other == program and other.digest == program.digest and not other.proofs
-    assert other.message_order.keys() == program.message_order.keys()
-    assert all(np.shares_memory(stream.words, other.words) for stream in other.streams)
-    for words in (other.words, other.streams[0].words, copied(other).streams[1].words):
+    copied_program = copied(program)
+    assert (
+        copied_program == program
+        and copied_program.digest == program.digest
+        and not copied_program.proofs
+    )
+    assert copied_program.message_order.keys() == program.message_order.keys()
+    assert all(
+        np.shares_memory(stream.words, copied_program.words) for stream in copied_program.streams
+    )
+    for words in (
+        copied_program.words,
+        copied_program.streams[0].words,
+        copied(copied_program).streams[1].words,
+    ):
         with pytest.raises(ValueError, match="read-only"):
             words[0] = words[1]
 
@@ -109,10 +119,10 @@ def test_each_proof_holds_separately(seed: int) -> None:
     rng = random.Random(seed)
     program = check(with_slots(rng.choice([lowered, updating])(rng), rng), "per_edge")
     event(f"{len(program.proofs)} proofs")
-    for model, blocks, device_waits, *more in program.proofs:
+    for model, blocks, device_waits, *other_fields in program.proofs:
         copied = replace(program, message_order={})
         check(copied, model, blocking_hosts=blocks, host_device_sync=device_waits)  # type: ignore[arg-type]
-        assert more == [False, None]
+        assert other_fields == [False, None]
 
 
 def test_refused_check_leaves_no_proof() -> None:
@@ -152,29 +162,29 @@ def test_simulate_refuses_what_check_refuses(
         return  # a draft is lowered first
     if mutant.shape.ranks == program.shape.ranks:
         mutant = replace(mutant, slots=with_slots(program, random.Random(seed)).slots)
-    refused = get_error(check, replace(mutant), progress_model)
-    event(refused.partition(":")[0] or "right")
-    assert get_error(simulate, replace(mutant), progress_model=progress_model) == refused
-    assert get_error(simulate, mutant, Costs(F=2, send=1), progress_model=progress_model) == refused
-    assert bool(mutant.proofs) == (not refused)
-    if not refused:
-        one, other = (
+    error = get_error(check, replace(mutant), progress_model)
+    event(error.partition(":")[0] or "right")
+    assert get_error(simulate, replace(mutant), progress_model=progress_model) == error
+    assert get_error(simulate, mutant, Costs(F=2, send=1), progress_model=progress_model) == error
+    assert bool(mutant.proofs) == (not error)
+    if not error:
+        checked_run, unchecked_run = (
             simulate(mutant, progress_model=progress_model, skip_checks=b) for b in (False, True)
         )
-        assert (one.spans == other.spans).all()
+        assert (checked_run.spans == unchecked_run.spans).all()
 
 
 def test_skip_checks_simulates_wrong_program() -> None:
     """A reduction with its own queue finishes wherever its host issues it."""
     program = compile(zb_h1, PipelineShape(2, 4))
     text = to_text(program, folded=False)
-    wrong = from_text(
+    wrong_program = from_text(
         text.replace("  reduce_grads 1\n", "").replace("rank 1\n", "rank 1\n  reduce_grads 1\n")
     )
     with pytest.raises(OrderError):
-        simulate(wrong)
-    assert simulate(wrong, skip_checks=True).span == simulate(program).span
-    assert not wrong.proofs
+        simulate(wrong_program)
+    assert simulate(wrong_program, skip_checks=True).span == simulate(program).span
+    assert not wrong_program.proofs
 
 
 def test_slot_error_of_single_rank_evaluation() -> None:
@@ -206,11 +216,11 @@ def test_draft_simulates_as_compiled_program(
 ) -> None:
     priced = data.draw(costs(given.shape))
     program = compile(given, costs=priced, progress_model=progress_model)
-    one, other = (
+    of_draft, of_program = (
         simulate(given, priced, progress_model=progress_model),
         simulate(program, priced, progress_model=progress_model),
     )
-    assert one.program == program and np.array_equal(one.spans, other.spans)
+    assert of_draft.program == program and np.array_equal(of_draft.spans, of_program.spans)
 
 
 def test_drafts_from_all_sources_compile() -> None:
@@ -262,9 +272,9 @@ def test_derived_objects_are_freed_with_program() -> None:
         )
         timeline = simulate(program)
         assert timeline.graph is graph and graph.flow is flow and flow.index is index
-        gone = [weakref.ref(value) for value in (program, index, flow, graph)]
+        references = [weakref.ref(value) for value in (program, index, flow, graph)]
         del program, index, flow, graph, timeline
-        assert [ref() for ref in gone] == [None] * 4
+        assert [ref() for ref in references] == [None] * 4
     finally:
         gc.enable()
 

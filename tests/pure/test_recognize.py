@@ -38,27 +38,27 @@ def test_first_difference_is_reported(name: str, data: st.DataObject) -> None:
     """Two compute instructions are exchanged, and the first of them is found."""
     draft = expand_schedule(get_built_in_schedules()[name], PipelineShape(4, 8))
     rank = data.draw(st.integers(0, 3))
-    first = data.draw(st.integers(0, len(draft.streams[rank]) - 2))
+    swap_index = data.draw(st.integers(0, len(draft.streams[rank]) - 2))
     words = draft.streams[rank].words.copy()
-    words[[first, first + 1]] = words[[first + 1, first]]
+    words[[swap_index, swap_index + 1]] = words[[swap_index + 1, swap_index]]
     streams = [*draft.streams]
     streams[rank] = Stream(words)
     recognition = recognize(replace(draft, streams=tuple(streams)))
     if recognition.schedule != name:  # another schedule agrees longer
-        other = expand_schedule(get_built_in_schedules()[recognition.schedule], draft.shape)
-        assert recognition.agreeing >= count_agreeing(draft, rank, first)
+        recognized = expand_schedule(get_built_in_schedules()[recognition.schedule], draft.shape)
+        assert recognition.agreeing >= count_agreeing(draft, rank, swap_index)
         assert recognition.is_exact == (
-            other == replace(draft, streams=tuple(streams), name=other.name)
+            recognized == replace(draft, streams=tuple(streams), name=recognized.name)
         )
         return
     assert (recognition.rank, recognition.compute_index, recognition.is_exact) == (
         rank,
-        first,
+        swap_index,
         False,
     )
-    assert recognition.expected == str(draft.streams[rank][first])
-    assert recognition.actual == str(draft.streams[rank][first + 1])
-    assert recognition.agreeing == count_agreeing(draft, rank, first)
+    assert recognition.expected == str(draft.streams[rank][swap_index])
+    assert recognition.actual == str(draft.streams[rank][swap_index + 1])
+    assert recognition.agreeing == count_agreeing(draft, rank, swap_index)
 
 
 def count_agreeing(draft: Program, rank: int, first: int) -> int:

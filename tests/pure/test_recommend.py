@@ -81,8 +81,10 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
     ]
     main(["recommend", *shape, "--no-split-backward", "--max-activations=2.5"])
     text = capsys.readouterr().out
-    over = [r for r in result_rows if r["peak_activations"] > 2.5 and not r["has_split_backward"]]
-    assert ("over the limit of 2.5 activations: " in text) == bool(over)
+    rows_over_limit = [
+        r for r in result_rows if r["peak_activations"] > 2.5 and not r["has_split_backward"]
+    ]
+    assert ("over the limit of 2.5 activations: " in text) == bool(rows_over_limit)
     assert ("refused zb_v" in text or ", zb_v:" in text) == (m < 2 * P - 1)
 
 
@@ -111,11 +113,11 @@ def test_memory_limit_agrees_with_compile(capsys: pytest.CaptureFixture[str]) ->
     assert names
     command = ["recommend", "--ranks=4", "--sizes=saved=1GB", "--memory-limit=1MB"]
     assert main(command) == 2
-    none = capsys.readouterr().out
-    assert none.splitlines()[0].startswith("4 ranks, 8 microbatches; ")
-    assert "\nno schedule fits with these options\nover the limit of 1 MB: v_min (2 GB), " in none
-    assert "wave x 4 (" in none and "wave x 1" not in none  # a vee has two at least
-    assert "forward_only" not in none and "but fits with" not in none
+    output = capsys.readouterr().out
+    assert output.splitlines()[0].startswith("4 ranks, 8 microbatches; ")
+    assert "\nno schedule fits with these options\nover the limit of 1 MB: v_min (2 GB), " in output
+    assert "wave x 4 (" in output and "wave x 1" not in output  # a vee has two at least
+    assert "forward_only" not in output and "but fits with" not in output
 
 
 def test_options_that_make_schedule_fit_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,14 +160,14 @@ def test_options_that_make_schedule_fit_are_printed(capsys: pytest.CaptureFixtur
 def test_compare_marks_schedules_over_limit(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--sizes=saved=3.83GB,model_states=16.6GB,activation=16.8MB", "--memory-limit=40GB"]
     command = ["compare", "gpipe", "one_f_one_b", "zb_h2", *sizes]
-    over, fits, _ = json.loads(run_command(capsys, *command, "--json"))
-    assert over["is_over_limit"] and over["peak_memory"] > 40e9
+    over_limit, fits, _ = json.loads(run_command(capsys, *command, "--json"))
+    assert over_limit["is_over_limit"] and over_limit["peak_memory"] > 40e9
     assert fits["peak_memory"] < 40e9 and not fits["is_over_limit"]
     text = run_command(capsys, *command)
     assert "over the limit: " in text and "peak memory" in text
     assert "but fits with -O recompute=fit (activations are computed again): gpipe (span " in text
     unlimited = json.loads(run_command(capsys, *command[:-1], "--json"))
-    assert unlimited[0]["peak_memory"] == over["peak_memory"]
+    assert unlimited[0]["peak_memory"] == over_limit["peak_memory"]
     # What no recomputation makes fit has no row, unless nothing else is left.
     tight = ["--sizes=saved=1GB,model_states=8GB", "--memory-limit=9GB", "-O", "recompute=fit"]
     text = run_command(capsys, "compare", "one_f_one_b", "dualpipe", *tight)

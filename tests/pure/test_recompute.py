@@ -193,10 +193,8 @@ def test_selected_microbatches_are_recomputed() -> None:
     }
     assert recomputes["0.1"] == [["R 0.1"], []]
     assert recomputes["0"] == recomputes["all"] == [["R 0.0", "R 0.1", "R 0.2"], []]
-    assert recomputes["1"] == [
-        [],
-        [],
-    ]  # each backward follows its forward, so R would save no memory
+    # On the last rank each backward follows its forward, so R would save no memory.
+    assert recomputes["1"] == [[], []]
     assert list_recomputes(compile(one_f_one_b, shape, recompute=[(0, 1)])) == recomputes["0.1"]
     assert list_recomputes(compile(one_f_one_b, shape, recompute=[0])) == recomputes["0"]
     frozen = compile(one_f_one_b, shape, recompute="all", frozen_stages=1)
@@ -267,8 +265,8 @@ def test_fit_recomputes_minimal_set(schedule: Any, shape: PipelineShape) -> None
             for fewer in (
                 combinations(pairs, max(len(rank_recomputes) - 1, 0)) if rank_recomputes else ()
             ):
-                other = compile(schedule, shape, recompute=list(fewer))
-                assert simulate(other, sizes=SIZES).peak_memory[rank] > limit
+                with_fewer = compile(schedule, shape, recompute=list(fewer))
+                assert simulate(with_fewer, sizes=SIZES).peak_memory[rank] > limit
 
 
 def test_unreachable_limit_is_refused() -> None:
@@ -291,15 +289,15 @@ def test_advice_simulates_recompute_all_and_none() -> None:
     costs = Costs(F=1, B=2)
     without_recompute = compile(one_f_one_b, PipelineShape(4, 8), costs=costs)
     with_recompute = compile(one_f_one_b, PipelineShape(4, 8), recompute="all", costs=costs)
-    for program, description, other in (
+    for program, description, other_program in (
         (without_recompute, 'recompute="all"', with_recompute),
         (with_recompute, "all saved activations kept", without_recompute),
     ):
         # There is no advice about memory without sizes.
         assert not advise(simulate(program, costs), costs).memory_changes
         (change,) = advise(simulate(program, costs, sizes=SIZES), costs).memory_changes
-        assert change.description == description and change.run.program == other
-        run = simulate(other, costs, sizes=SIZES)
+        assert change.description == description and change.run.program == other_program
+        run = simulate(other_program, costs, sizes=SIZES)
         assert change.run.span == run.span
         assert change.memory == {"device": run.peak_memory.max()}
 
@@ -373,19 +371,19 @@ def assert_refused(text: str, kind: type[SchedirError], *names: str) -> None:
     assert [str(site.instr) for site in caught.value.sites] == [*names]
 
 
-def move_line(text: str, what: str, before: str) -> str:
-    text = text.replace(f"  {what}\n", "", 1)
-    return text.replace(f"  {before}\n", f"  {what}\n  {before}\n", 1)
+def move_line(text: str, line: str, next_line: str) -> str:
+    text = text.replace(f"  {line}\n", "", 1)
+    return text.replace(f"  {next_line}\n", f"  {line}\n  {next_line}\n", 1)
 
 
 def test_misplaced_recompute_is_refused() -> None:
     text = to_flat_text(compile(one_f_one_b, PipelineShape(2, 4), recompute="all"))
     assert_refused(move_line(text, "R 0.0", "F 0.0"), OrderError, "R 0.0", "F 0.0")
     assert_refused(move_line(text, "R 0.0", "B 0.1"), OrderError, "B 0.0", "R 0.0")
-    twice = text.replace("  R 0.0\n", "  R 0.0\n  R 0.0\n")
-    assert_refused(twice, CompletenessError, "R 0.0", "R 0.0")
-    wrong = text.replace("  R 0.0\n", "  R 1.0\n", 1)
-    assert_refused(wrong, CompletenessError, "R 1.0")
+    repeated = text.replace("  R 0.0\n", "  R 0.0\n  R 0.0\n")
+    assert_refused(repeated, CompletenessError, "R 0.0", "R 0.0")
+    wrong_stage = text.replace("  R 0.0\n", "  R 1.0\n", 1)
+    assert_refused(wrong_stage, CompletenessError, "R 1.0")
     check(from_text(text.replace("  R 0.0\n", "")))  # without R, the forward keeps its activations
 
 
@@ -412,14 +410,15 @@ def test_memory_curve_counts_recomputed_activations() -> None:
     run = simulate(program, Costs(F=1, B=2, send=0.25), sizes=SIZES)
     for rank, curve in enumerate(run.memory):
         spans = run.spans[run.spans["rank"] == rank]
-        names = np.array([str(i.op.name) for i in program.streams[rank]])
+        op_names = np.array([str(i.op.name) for i in program.streams[rank]])
         for time, live_bytes in dict(zip(curve.times, curve.total, strict=True)).items():
-            begun = names[spans["start"] <= time]
-            over = names[spans["end"] <= time]
-            recomputed = {(s["stage"], s["mb"]) for s in spans[names == "Recompute"]}
+            started = op_names[spans["start"] <= time]
+            ended = op_names[spans["end"] <= time]
+            recomputed = {(s["stage"], s["mb"]) for s in spans[op_names == "Recompute"]}
             size = [
-                1 if (s["stage"], s["mb"]) in recomputed else 10 for s in spans[names == "Forward"]
+                1 if (s["stage"], s["mb"]) in recomputed else 10
+                for s in spans[op_names == "Forward"]
             ]
-            came = sum(np.array(size)[: (begun == "Forward").sum()])
-            came += 9 * (begun == "Recompute").sum()
-            assert live_bytes == came - 10 * (over == "Backward").sum()
+            expected_bytes = sum(np.array(size)[: (started == "Forward").sum()])
+            expected_bytes += 9 * (started == "Recompute").sum()
+            assert live_bytes == expected_bytes - 10 * (ended == "Backward").sum()

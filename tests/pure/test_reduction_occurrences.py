@@ -99,6 +99,10 @@ def test_looped_bfs_reduces_once_and_interleaved_zb_often() -> None:
         for reduce_at in ("update_end", "each_backward")
     )
     assert each_backward.streams == end.streams
-    late = compile(interleaved_zb, shape, dp=2, zero=2, reduce_scatter_at="each_backward")
-    counts = [sum(i.op is Opcode.ReduceScatter for i in stream) for stream in late.streams]
+    interleaved_program = compile(
+        interleaved_zb, shape, dp=2, zero=2, reduce_scatter_at="each_backward"
+    )
+    counts = [
+        sum(i.op is Opcode.ReduceScatter for i in stream) for stream in interleaved_program.streams
+    ]
     assert counts == [16, 46, 76, 106]

@@ -97,10 +97,10 @@ def test_explained_commands_give_claimed_span(
             for index in claims:
                 match = re.search(r": span ([\d.]+)( s)?, bubble", lines[index])
                 assert match and (match[2] is None) == (len(argv) > 1)
-                words = parse_command(lines[index + 1], capsys)
-                assert words[:1] == ["print"]
-                orders.add("--costs" in words)
-                run_command(capsys, *words)
+                command = parse_command(lines[index + 1], capsys)
+                assert command[:1] == ["print"]
+                orders.add("--costs" in command)
+                run_command(capsys, *command)
                 output = run_command(
                     capsys, "simulate", "other.sched", AT, f"--progress-model={model}", "--json"
                 )
@@ -108,14 +108,16 @@ def test_explained_commands_give_claimed_span(
                 if "grouped" in lines[index]:
                     assert "torch" not in lines[index + 2]
                     continue
-                words = shlex.split(lines[index + 2].partition("schedir ")[2].partition(", and")[0])
-                run_command(capsys, *words)
-                other, imported = (
+                command = shlex.split(
+                    lines[index + 2].partition("schedir ")[2].partition(", and")[0]
+                )
+                run_command(capsys, *command)
+                printed, imported = (
                     load_program("other.sched"),
                     torch_csv.from_csv(Path("other.csv").read_text()),
                 )
-                assert finish_lowering(imported).streams == other.streams
-                assert extract_compute(other).streams == extract_compute(program).streams
+                assert finish_lowering(imported).streams == printed.streams
+                assert extract_compute(printed).streams == extract_compute(program).streams
     assert orders == {False, True}
 
 
@@ -224,8 +226,8 @@ def test_explain_prints_command_for_schedule(
     settings = ("--costs=send=0.5", "--progress-model=blocking_serial")
     text = run_command(capsys, "explain", "zb_v", *settings, *options.split()).splitlines()
     (line,) = (k for k, text_line in enumerate(text) if "opposite ones grouped" in text_line)
-    words = shlex.split(text[line + 1])
-    run_command(capsys, *words[1:])
+    command = shlex.split(text[line + 1])
+    run_command(capsys, *command[1:])
     match = re.search(r"grouped: span ([\d.]+)", text[line])
     span = json.loads(run_command(capsys, "simulate", "other.sched", *settings, "--json"))["span"]
     assert match and span == pytest.approx(float(match[1]), rel=1e-3)
@@ -262,9 +264,9 @@ def test_explained_command_keeps_source_options(
     claims = [k for k, line in enumerate(text) if "the same compute" in line]
     assert claims
     for k in claims:
-        words = parse_command(text[k + 1], capsys)
-        run_command(capsys, *words)
-        assert words[words.index("--progress-model") + 1] == "blocking_serial"
+        command = parse_command(text[k + 1], capsys)
+        run_command(capsys, *command)
+        assert command[command.index("--progress-model") + 1] == "blocking_serial"
         simulate_options = options or [AT, "--progress-model=blocking_serial"]
         match = re.search(r": span ([\d.]+)", text[k])
         span = json.loads(
@@ -336,8 +338,8 @@ def test_program_file_needs_relower_for_options(
     run_refused_command(capsys, "print", "theirs.sched", "--relower", "--ranks=3")
     run_command(capsys, "print", "theirs.sched", "--relower", *options, "-o", "ours.sched")
     draft = extract_compute(import_torch_program())
-    ours = compile(draft, dp=2, clip_grad_norm=True, overlap=True, buffer_sharing="minimal")
-    assert load_source("ours.sched") == replace(ours, name=draft.name)
+    relowered = compile(draft, dp=2, clip_grad_norm=True, overlap=True, buffer_sharing="minimal")
+    assert load_source("ours.sched") == replace(relowered, name=draft.name)
 
 
 def test_import_relowers_torch_csv(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,8 +356,8 @@ def test_relowered_run_uses_mean_times(here: Path, capsys: pytest.CaptureFixture
     run = schedir.simulate(import_torch_program(), COSTS, progress_model="blocking_serial")
     schedir.save_timeline(replace(run, kind="measured", unit="s"), "x.timeline")
     facts = json.loads(run_command(capsys, "simulate", "x.timeline", "--relower", "--json"))
-    ours = compile(extract_compute(import_torch_program()))
-    expected = schedir.simulate(ours, COSTS, progress_model="blocking_serial").span
+    relowered = compile(extract_compute(import_torch_program()))
+    expected = schedir.simulate(relowered, COSTS, progress_model="blocking_serial").span
     assert (facts["kind"], facts["unit"]) == ("predicted", "s")
     assert facts["span"] == pytest.approx(expected)
     schedir.save_timeline(replace(run, progress_model="per_edge"), "edge.timeline")

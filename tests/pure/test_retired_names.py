@@ -25,16 +25,16 @@ def get_retired_hint(error: SchedirError) -> str:
 
 
 def test_retired_compile_option_has_hint() -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         schedir.compile(schedir.schedules.gpipe, PipelineShape(2, 2), open=True)  # type: ignore[call-arg]
-    assert "more microbatches" in get_retired_hint(refused.value)
+    assert "more microbatches" in get_retired_hint(caught.value)
 
 
 def test_retired_program_key_has_hint() -> None:
     text = schedir.to_text(schedir.compile(schedir.schedules.gpipe, PipelineShape(2, 2)))
-    with pytest.raises(ParseError) as refused:
+    with pytest.raises(ParseError) as caught:
         schedir.from_text(text.replace("ranks 2", "ranks 2  open yes"))
-    assert "more microbatches" in get_retired_hint(refused.value)
+    assert "more microbatches" in get_retired_hint(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_retired_program_key_has_hint() -> None:
     ],
 )
 def test_wrong_call_has_hint(call: Callable[[Any], object], words: str) -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         call(lambda name: name)
-    assert words in str(refused.value)
+    assert words in str(caught.value)
 
 
 def test_type_error_inside_function_is_kept() -> None:
@@ -104,11 +104,11 @@ def test_wrong_attribute_has_hint(read: Callable[[], object], words: str) -> Non
 
 @pytest.mark.parametrize("name", OTHER_ATTRIBUTES["schedir"])
 def test_name_of_other_module_has_hint(name: str) -> None:
-    with pytest.raises(ImportError) as refused:
+    with pytest.raises(ImportError) as caught:
         getattr(schedir, name)
-    right = OTHER_ATTRIBUTES["schedir"][name]
-    assert str(refused.value).endswith(right)
-    module, _, attribute = right.partition("(")[0].partition(",")[0].rpartition(".")
+    hint = OTHER_ATTRIBUTES["schedir"][name]
+    assert str(caught.value).endswith(hint)
+    module, _, attribute = hint.partition("(")[0].partition(",")[0].rpartition(".")
     if module.startswith("schedir") and attribute.isidentifier():
         assert hasattr(importlib.import_module(module), attribute)
 
@@ -119,9 +119,9 @@ def test_dir_lists_public_names(module: ModuleType) -> None:
 
 
 def test_schedule_string_with_options_is_refused() -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         schedir.compile("interleaved(group=4)", shape)
-    assert "functools.partial(schedir.schedules.interleaved, group=4)" in refused.value.hint
+    assert "functools.partial(schedir.schedules.interleaved, group=4)" in caught.value.hint
 
 
 def test_schedule_without_shape_has_hint() -> None:

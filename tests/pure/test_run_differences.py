@@ -29,41 +29,48 @@ PROGRAM = schedir.compile(one_f_one_b, PipelineShape(3, 4))
 @given(compute_programs(), st.data())
 def test_differences_of_rank_sum_to_span_difference(draft: Program, data: st.DataObject) -> None:
     program = lower(draft)
-    one, other = (schedir.simulate(program, data.draw(costs(draft.shape))) for _ in range(2))
-    more: dict[int, float] = defaultdict(float)
-    for difference in compare_timelines(one, other):
-        more[difference.rank] += difference.increase
-    assert {*more.values()} <= {other.span - one.span}
+    first_run, second_run = (
+        schedir.simulate(program, data.draw(costs(draft.shape))) for _ in range(2)
+    )
+    increases: dict[int, float] = defaultdict(float)
+    for difference in compare_timelines(first_run, second_run):
+        increases[difference.rank] += difference.increase
+    assert {*increases.values()} <= {second_run.span - first_run.span}
 
 
 def test_largest_difference_is_first() -> None:
-    one = schedir.simulate(PROGRAM, Costs(F=1, B=2, send=0.5))
-    other = schedir.simulate(PROGRAM, Costs(F=(1, 1, 2), B=2, send=0.5))
-    first = compare_timelines(one, other)[0]
-    assert (first.rank, first.activity, first.first_time, first.second_time) == (2, "F 2", 4, 8)
-    assert all(d.increase == 0 for d in compare_timelines(one, one))
+    even_run = schedir.simulate(PROGRAM, Costs(F=1, B=2, send=0.5))
+    slow_run = schedir.simulate(PROGRAM, Costs(F=(1, 1, 2), B=2, send=0.5))
+    largest = compare_timelines(even_run, slow_run)[0]
+    assert (largest.rank, largest.activity, largest.first_time, largest.second_time) == (
+        2,
+        "F 2",
+        4,
+        8,
+    )
+    assert all(d.increase == 0 for d in compare_timelines(even_run, even_run))
 
 
 def test_incomparable_runs_are_refused() -> None:
-    one = schedir.simulate(PROGRAM)
+    run = schedir.simulate(PROGRAM)
     with pytest.raises(UsageError, match="different programs"):
-        compare_timelines(one, schedir.simulate(schedir.compile(gpipe, PipelineShape(3, 4))))
+        compare_timelines(run, schedir.simulate(schedir.compile(gpipe, PipelineShape(3, 4))))
     with pytest.raises(UsageError, match="costs' units and s"):
-        compare_timelines(one, replace(one, unit="s"))
+        compare_timelines(run, replace(run, unit="s"))
 
 
 def test_calibrate_adds_host_delay_to_instruction() -> None:
     """A run with small delays before its instructions is predicted with the same time."""
     true_costs = Costs(F=1, B=2, send=0.5, step=1)
-    late = Costs(F=1.25, B=2.25, send=0.5, step=1.25)
+    delayed_costs = Costs(F=1.25, B=2.25, send=0.5, step=1.25)
     program = schedir.compile(interleaved, PipelineShape(2, 4, 2))
-    timeline = schedir.simulate(program, late)
+    timeline = schedir.simulate(program, delayed_costs)
     spans = timeline.spans.copy()
     spans["start"] += np.where(spans["lane"] == 0, 0.25, 0)
     calibrated = calibrate(replace(timeline, spans=spans, kind="measured"))
     for name in ("F", "B", "send", "step"):
         # The first instruction begins the run, so its delay is unknown.
-        assert np.allclose(getattr(calibrated, name), getattr(late, name), atol=0.07), name
+        assert np.allclose(getattr(calibrated, name), getattr(delayed_costs, name), atol=0.07), name
         assert getattr(calibrated, name) != getattr(true_costs, name) or name == "send"
 
 
@@ -90,12 +97,12 @@ def test_calibrate_simulate_and_compare_commands(
     monkeypatch.chdir(tmp_path)
     options = ("--costs", "F=1:1:1.5,B=2:2:3,send=0.25,step=1")
     shape = ("one_f_one_b", "--ranks=3", "--microbatches=4", "-o")
-    first = run_command(capsys, "simulate", *shape, "first.timeline", *options)
+    first_output = run_command(capsys, "simulate", *shape, "first.timeline", *options)
     calibrated = run_command(capsys, "calibrate", "first.timeline").strip()
     second_output = run_command(
         capsys, "simulate", "first.timeline", "--costs", calibrated, "-o", "again.timeline"
     )
-    assert second_output == first
+    assert second_output == first_output
     out = run_command(capsys, "compare", "first.timeline", "again.timeline")
     assert "the instructions of both runs take the same times" in out
     run_command(
@@ -127,8 +134,8 @@ def test_compare_uses_times_of_run(
     assert [(row["ranks"], row["microbatches"], row["unit"]) for row in rows] == [(3, 4, "s")] * 3
     eager = schedir.simulate(schedir.compile("eager_1f1b", ranks=3, microbatches=4), costs)
     assert rows[1]["span"] == pytest.approx(eager.span, rel=1e-4)
-    twice = json.loads(run_command(capsys, *compare, "--costs=F=2,B=4"))
-    assert twice[1]["span"] == 2 * schedir.simulate(eager.program, Costs(F=1, B=2)).span
+    doubled_rows = json.loads(run_command(capsys, *compare, "--costs=F=2,B=4"))
+    assert doubled_rows[1]["span"] == 2 * schedir.simulate(eager.program, Costs(F=1, B=2)).span
     text = run_refused_command(
         capsys, "compare", "gpipe", "--ranks=4", "--costs=F=1,B=2,step=1:1:1:1:1:1:1:1"
     )

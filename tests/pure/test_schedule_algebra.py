@@ -39,9 +39,9 @@ from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check
 
 
-def expand_to_text(word: RankSchedule, shape: PipelineShape | None = None) -> str:
+def expand_to_text(rank_schedule: RankSchedule, shape: PipelineShape | None = None) -> str:
     shape = shape or PipelineShape(1, 9, 2)
-    return " ".join(map(str, expand_schedule(lambda r, P, m: word, shape).streams[0]))
+    return " ".join(map(str, expand_schedule(lambda r, P, m: rank_schedule, shape).streams[0]))
 
 
 def test_letters_number_microbatches_in_order() -> None:
@@ -77,9 +77,9 @@ def test_impossible_repeat_count_is_refused(n: Any) -> None:
 
 @pytest.mark.parametrize("n", [2.0, np.float64(2), None, "3", np.arange(3), F])
 def test_non_integer_is_refused(n: Any) -> None:
-    for wrong in (lambda: n * F, lambda: F * n, lambda: F[n], lambda: F.at(n)):
+    for call in (lambda: n * F, lambda: F * n, lambda: F[n], lambda: F.at(n)):
         with pytest.raises(TypeError, match="takes an integer"):
-            wrong()
+            call()
 
 
 def test_weight_backwards_follow_input_backwards_in_order() -> None:

@@ -74,7 +74,7 @@ def test_byte_limit_includes_messages_and_weights() -> None:
 
 
 def test_equal_seed_and_evaluations_give_equal_result() -> None:
-    one, other = (
+    first_result, second_result = (
         search_schedule(
             PipelineShape(4, 8),
             Costs(F=3, I=(4, 5, 6, 5), W=2),
@@ -84,21 +84,21 @@ def test_equal_seed_and_evaluations_give_equal_result() -> None:
         )
         for _ in "12"
     )
-    assert to_text(one.program) == to_text(other.program)
-    assert one.num_evaluated == other.num_evaluated <= 5000
+    assert to_text(first_result.program) == to_text(second_result.program)
+    assert first_result.num_evaluated == second_result.num_evaluated <= 5000
 
 
 def test_no_move_is_tried_after_time_limit() -> None:
     problem = make_problem(PipelineShape(4, 8), Costs(F=2, I=2, W=1), max_in_flight=3)
     order = order_of_program(compile(schedules.zb_h1, problem.shape), split_backward=True)
-    hunt = HeuristicSearch(
+    search = HeuristicSearch(
         problem, 0.0, start_time=perf_counter(), seconds=1e-9, evaluations=None, seed=0,
         report=lambda _: None,
     )  # fmt: skip
-    hunt.add_order(1.0, order, "given")
-    assert not hunt.run()
-    tried = hunt.num_evaluated
-    assert list(hunt.list_finalists()) == [(1.0, order)] and hunt.num_evaluated == tried
+    search.add_order(1.0, order, "given")
+    assert not search.run()
+    tried = search.num_evaluated
+    assert list(search.list_finalists()) == [(1.0, order)] and search.num_evaluated == tried
 
 
 def test_tight_memory_is_enough_without_policy() -> None:
@@ -117,11 +117,14 @@ def test_tight_memory_is_enough_without_policy() -> None:
 def test_limit_of_four_saved_activations_holds_four(saved: float) -> None:
     """Rounding of sums does not matter, but a limit that is one byte smaller does."""
     shape, sizes = PipelineShape(4, 7), Sizes(saved=saved)
-    one = search_schedule(shape, EVEN, sizes, 4 * saved, max_evaluations=400)
-    assert one.span == search_schedule(shape, EVEN, max_in_flight=4, max_evaluations=400).span
-    check_memory(one.program, sizes, 4 * saved)
+    four_activations = search_schedule(shape, EVEN, sizes, 4 * saved, max_evaluations=400)
+    assert (
+        four_activations.span
+        == search_schedule(shape, EVEN, max_in_flight=4, max_evaluations=400).span
+    )
+    check_memory(four_activations.program, sizes, 4 * saved)
     with pytest.raises(MemoryLimitError):
-        check_memory(one.program, sizes, 4 * saved - 1)
+        check_memory(four_activations.program, sizes, 4 * saved - 1)
     smaller_limit = search_schedule(shape, EVEN, sizes, 4 * saved - 1, max_evaluations=400)
     assert (
         smaller_limit.span
@@ -227,9 +230,9 @@ def test_pair_cost_that_saves_time_is_refused() -> None:
     """There is no bound at such costs either, since a schedule with pairs may be shorter."""
     costs, shape = Costs(F=2, I=2, W=1, FB=2.5), PipelineShape(4, 8, placement="vee")
     program = compile(schedules.zb_v, shape, costs=costs)
-    for refused in (search_schedule, lower_bound):
+    for function in (search_schedule, lower_bound):
         with pytest.raises(CostsError):
-            refused(shape, costs)
+            function(shape, costs)
     assert compute_program_bound(program, costs) is None
     same = replace(costs, FB=5)
     assert lower_bound(shape, same) == lower_bound(shape, replace(same, FB=None))
@@ -313,11 +316,11 @@ def test_random_policy_finishes_and_fits(policy, placement, room, split, seed) -
         PipelineShape(3, 5, 2, placement), costs, max_in_flight=room, split_backward=split
     )
     machine = OrderEvaluator(problem)
-    takes = machine.evaluate_policy(policy)
+    policy_length = machine.evaluate_policy(policy)
     moving = machine.start_annealing(machine.last_order, 2.0, 0.99, seed)
     shorter = moving.run(60, 0.0)
-    assert shorter <= takes < float("inf")
-    for order, length in ((machine.last_order, takes), (moving.best_order, shorter)):
+    assert shorter <= policy_length < float("inf")
+    for order, length in ((machine.last_order, policy_length), (moving.best_order, shorter)):
         assert compute_length(problem, order) == length
         assert all(map(problem.fits_on_rank, compute_peaks(problem, order), count()))
         program = compile(draft_from_order(problem, order), costs=costs)

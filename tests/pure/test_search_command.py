@@ -74,9 +74,9 @@ def test_equal_searches_write_equal_files(
     monkeypatch.chdir(tmp_path)
     argv = ("search", *AT, "--max-in-flight=3", "--seed=7", "-o", "best.sched")
     run_command(capsys, *argv)
-    first = Path("best.sched").read_bytes()
+    first_bytes = Path("best.sched").read_bytes()
     run_command(capsys, *argv)
-    assert Path("best.sched").read_bytes() == first
+    assert Path("best.sched").read_bytes() == first_bytes
 
 
 def test_every_command_accepts_found_program(
@@ -117,14 +117,14 @@ def test_built_in_schedules_are_compared_at_same_costs(
             run_command(capsys, "search", *AT, *options, "--max-in-flight=9", "--json")
         )
         assert row["compared_schedules"] and {
-            one["program"] for one in row["compared_schedules"]
+            compared_row["program"] for compared_row in row["compared_schedules"]
         }.isdisjoint(row["over_limit"])
-        lengths = [one["objective_value"] for one in row["compared_schedules"]]
+        lengths = [compared_row["objective_value"] for compared_row in row["compared_schedules"]]
         assert lengths == sorted(lengths)
-        for one in row["compared_schedules"]:
-            program = compile(getattr(schedules, one["program"]), shape, costs=COSTS)
+        for compared_row in row["compared_schedules"]:
+            program = compile(getattr(schedules, compared_row["program"]), shape, costs=COSTS)
             run = simulate(program, COSTS)
-            assert run.span == one["objective_value"] and run.peak_in_flight.max() <= 9
+            assert run.span == compared_row["objective_value"] and run.peak_in_flight.max() <= 9
         for name, held in row["over_limit"].items():
             run = simulate(compile(getattr(schedules, name), shape))
             assert held == f"{run.peak_in_flight.max()} in flight"
@@ -138,7 +138,7 @@ def test_byte_limit_agrees_with_compile(capsys: pytest.CaptureFixture[str]) -> N
     )
     sizes = Sizes(activation=1e6, saved=1e9, deferred_wgrad=0.5e9, model_states=2e9)
     row = json.loads(run_command(capsys, "search", *AT, *options, "--json"))
-    fit = {one["program"] for one in row["compared_schedules"]}
+    fit = {compared_row["program"] for compared_row in row["compared_schedules"]}
     assert fit and row["over_limit"]
     for name in fit:
         compile(getattr(schedules, name), PLAN, costs=COSTS, sizes=sizes, memory_limit=7e9)
@@ -199,7 +199,7 @@ def test_costs_from_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "I and W cost half of one each" in output
     assert "cost half" not in run_command(capsys, "search", *options, "--no-split-backward")
     row = json.loads(run_command(capsys, "search", *options, "--microbatches=12", "--json"))
-    assert "traced" not in [one["program"] for one in row["compared_schedules"]]
+    assert "traced" not in [compared_row["program"] for compared_row in row["compared_schedules"]]
 
 
 def test_run_with_unsupported_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,24 +300,26 @@ def test_interrupted_search_writes_best_schedule(tmp_path: Path) -> None:
     costs = "F=1:1.2:0.9:1.4:0.8:1.1:1:1.3,I=1:1.1:0.9:1.2:1.3:0.8:1:0.7,W=0.7,send=0.05"
     argv = [sys.executable, "-m", "schedir", "search", "--ranks=8", "--microbatches=48"]
     argv += [f"--costs={costs}", "--max-in-flight=6", "--time-limit=300", "-o", "best.sched"]
-    ours, theirs = os.openpty()
+    terminal, process_terminal = os.openpty()
     pipe = subprocess.PIPE
-    with subprocess.Popen(argv, cwd=tmp_path, env=ENV, stdout=pipe, stderr=theirs) as process:
+    with subprocess.Popen(
+        argv, cwd=tmp_path, env=ENV, stdout=pipe, stderr=process_terminal
+    ) as process:
         try:
-            os.close(theirs)
+            os.close(process_terminal)
             terminal_output = b""
             while b"lower bound" not in terminal_output:
-                assert select.select([ours], [], [], 100)[0]
-                terminal_output += os.read(ours, 1000)
+                assert select.select([terminal], [], [], 100)[0]
+                terminal_output += os.read(terminal, 1000)
             assert not (tmp_path / "best.sched").exists()
             process.send_signal(signal.SIGINT)
             out, _ = process.communicate(timeout=100)
         finally:
             process.kill()
     with contextlib.suppress(OSError):  # a closed terminal raises an error
-        while more := os.read(ours, 1000):
-            terminal_output += more
-    os.close(ours)
+        while chunk := os.read(terminal, 1000):
+            terminal_output += chunk
+    os.close(terminal)
     output = out.decode()
     assert (
         process.returncode == 130

@@ -69,7 +69,7 @@ def write_segment_program(path: str, frozen: int | None, tp: int = 2) -> str:
     ],
 )
 def test_segment_settings_are_read(path: str, sets: list[str], pieces: tuple[int, ...]) -> None:
-    config = read_config(path, [f"pipeline.{one}" for one in sets])
+    config = read_config(path, [f"pipeline.{setting}" for setting in sets])
     program, chunks = build_program(config), 4 // config.segmentation.microbatch_size
     assert config.segmentation.segments_per_stage == pieces and sum(pieces) == program.shape.stages
     assert program.shape.microbatches == 4 * chunks

@@ -49,8 +49,10 @@ def orders(draw: st.DrawFn) -> tuple[PipelineShape, list[tuple[str, int, int]]]:
     for mb in range(shape.microbatches):
         for s in range(stages):
             ahead["F", s, mb] = [("F", s - 1, mb)] * (s > 0)
-            back = "I" if split else "B"
-            ahead[back, s, mb] = [("F", s, mb)] + [(back, s + 1, mb)] * (s + 1 < stages)
+            backward_op = "I" if split else "B"
+            ahead[backward_op, s, mb] = [("F", s, mb)] + [(backward_op, s + 1, mb)] * (
+                s + 1 < stages
+            )
             if split:
                 ahead["W", s, mb] = [("I", s, mb)]
     done: list[tuple[str, int, int]] = []
@@ -71,9 +73,13 @@ def find_out_of_order(
     for k, (op, s, mb) in enumerate(done):
         if op == "W":
             continue
-        first = mb // shape.sequence_chunks * shape.sequence_chunks
-        earlier = range(first, mb) if op == "F" else range(mb + 1, first + shape.sequence_chunks)
-        if any((op, s, other) not in done[:k] for other in earlier):
+        first_chunk = mb // shape.sequence_chunks * shape.sequence_chunks
+        earlier = (
+            range(first_chunk, mb)
+            if op == "F"
+            else range(mb + 1, first_chunk + shape.sequence_chunks)
+        )
+        if any((op, s, other_mb) not in done[:k] for other_mb in earlier):
             return op, s, mb
     return None
 
@@ -89,8 +95,8 @@ def test_wrong_chunk_order_is_refused(
         return sum((letters[op][s].at(mb) for op, s, mb in done), EMPTY)
 
     drafted = expand_schedule(mine, shape)
-    wrong = find_out_of_order(done, shape)
-    if wrong is None:
+    out_of_order = find_out_of_order(done, shape)
+    if out_of_order is None:
         program = compile(drafted)
         assert (
             from_text(to_text(program)) == program
@@ -99,12 +105,12 @@ def test_wrong_chunk_order_is_refused(
         return
     with pytest.raises(OrderError) as caught:
         compile(drafted)
-    early, late = (cast("Instr", site.instr) for site in caught.value.sites)
-    assert early.op is late.op and early.stage == late.stage
-    assert early.mb // shape.sequence_chunks == late.mb // shape.sequence_chunks
-    assert (early.mb > late.mb) is (str(early)[0] == "F")
-    spot = [f"{op} {s}.{mb}" for op, s, mb in done]
-    assert spot.index(str(early)) < spot.index(str(late))
+    early_instr, late_instr = (cast("Instr", site.instr) for site in caught.value.sites)
+    assert early_instr.op is late_instr.op and early_instr.stage == late_instr.stage
+    assert early_instr.mb // shape.sequence_chunks == late_instr.mb // shape.sequence_chunks
+    assert (early_instr.mb > late_instr.mb) is (str(early_instr)[0] == "F")
+    texts = [f"{op} {s}.{mb}" for op, s, mb in done]
+    assert texts.index(str(early_instr)) < texts.index(str(late_instr))
     assert compile(
         expand_schedule(mine, PipelineShape(1, shape.microbatches, shape.stages))
     )  # without chunks there is no rule
@@ -123,8 +129,12 @@ def test_schedule_receives_sequence_chunks() -> None:
 
 
 def test_sequence_chunks_change_digest() -> None:
-    three, none = (compile(forward_only, PipelineShape(2, 6, sequence_chunks=n)) for n in (3, 1))
-    assert three.digest != none.digest and "sequence_chunks" not in to_text(none)
+    three, without_chunks = (
+        compile(forward_only, PipelineShape(2, 6, sequence_chunks=n)) for n in (3, 1)
+    )
+    assert three.digest != without_chunks.digest and "sequence_chunks" not in to_text(
+        without_chunks
+    )
     assert "sequence_chunks 3" in to_text(three)
     assert check(from_text(to_text(three))).shape == PipelineShape(2, 6, sequence_chunks=3)
 
@@ -134,8 +144,8 @@ def test_advice_keeps_chunk_order() -> None:
 
     def late(rank: int, ranks: int, microbatches: int) -> Any:
         yield microbatches * F
-        for first in range(0, microbatches, 2):
-            yield B.at(first + 1) + B.at(first)
+        for first_mb in range(0, microbatches, 2):
+            yield B.at(first_mb + 1) + B.at(first_mb)
 
     run = simulate(compile(late, PipelineShape(2, 6, sequence_chunks=2)), Costs(F=(1, 2), B=(2, 4)))
     for change in advise(run, Costs(F=(1, 2), B=(2, 4)), late).changes:

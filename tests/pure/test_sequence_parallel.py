@@ -39,9 +39,9 @@ PLAN = PipelineShape(2, 4)
 
 
 def compile_sequence_parallel(
-    schedule: Any = one_f_one_b, shape: PipelineShape = PLAN, **how: Any
+    schedule: Any = one_f_one_b, shape: PipelineShape = PLAN, **options: Any
 ) -> Program:
-    return compile(schedule, shape, tp=2, dp=2, sequence_parallel=True, **how)
+    return compile(schedule, shape, tp=2, dp=2, sequence_parallel=True, **options)
 
 
 @given(
@@ -109,12 +109,12 @@ EDITS: dict[str, tuple[Callable[[list[int], int], object], str]] = {
 @pytest.mark.parametrize("zero", [0, 3])
 def test_missing_or_repeated_sum_is_refused(name: str, zero: int) -> None:
     change, fact = EDITS[name]
-    e = Edit.of(compile_sequence_parallel(clip_grad_norm=True, zero=zero), Random(0))
-    change(e.lists[0], [op(word) for word in e.lists[0]].index(O.ReduceSequenceParallelGrads))
-    with pytest.raises(ReductionError, match=fact) as refused:
-        check(e.result())
+    edit = Edit.of(compile_sequence_parallel(clip_grad_norm=True, zero=zero), Random(0))
+    change(edit.lists[0], [op(word) for word in edit.lists[0]].index(O.ReduceSequenceParallelGrads))
+    with pytest.raises(ReductionError, match=fact) as caught:
+        check(edit.result())
     if name == "dropped":
-        assert "'sequence_parallel yes'" in refused.value.hint
+        assert "'sequence_parallel yes'" in caught.value.hint
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -124,18 +124,20 @@ def test_misplaced_sum_is_refused(tied: bool, clip: bool) -> None:
     program = compile_sequence_parallel(tied_weights=tied, clip_grad_norm=clip)
     ops = [i.op for i in program.streams[0]]
     sum_index, end = ops.index(O.ReduceSequenceParallelGrads), len(ops)
-    last = ops.index(O.ReduceTied if tied else O.ReduceGrads)
-    uses = ops.index(O.ReduceNorm if clip else O.OptimizerStep)
+    last_reduction = ops.index(O.ReduceTied if tied else O.ReduceGrads)
+    first_use = ops.index(O.ReduceNorm if clip else O.OptimizerStep)
     for place in range(end):
-        e = Edit.of(program, Random(0))
-        move(e.lists[0], sum_index, place if place <= sum_index else place + 1)
-        moved_ops = [op(word) for word in e.lists[0]]
+        edit = Edit.of(program, Random(0))
+        move(edit.lists[0], sum_index, place if place <= sum_index else place + 1)
+        moved_ops = [op(word) for word in edit.lists[0]]
         assert moved_ops.index(O.ReduceSequenceParallelGrads) == place
-        if last <= place < uses and (place > last or moved_ops[place - 1] is ops[last]):
-            check(e.result())
+        if last_reduction <= place < first_use and (
+            place > last_reduction or moved_ops[place - 1] is ops[last_reduction]
+        ):
+            check(edit.result())
         elif place != sum_index:
             with pytest.raises(SchedirError):
-                check(e.result())
+                check(edit.result())
 
 
 def test_sum_before_tied_reduction_is_refused() -> None:
@@ -145,10 +147,10 @@ def test_sum_before_tied_reduction_is_refused() -> None:
     )
     texts = [str(i) for i in program.streams[0]]
     for moved_sum in ("reduce_sequence_parallel_grads 0", "reduce_sequence_parallel_grads 3"):
-        e = Edit.of(program, Random(0))
-        move(e.lists[0], texts.index(moved_sum), texts.index("reduce_tied 0"))
+        edit = Edit.of(program, Random(0))
+        move(edit.lists[0], texts.index(moved_sum), texts.index("reduce_tied 0"))
         with pytest.raises(SchedirError, match=f"{moved_sum} needs .* which reduce_tied 0 gives"):
-            check(e.result())
+            check(edit.result())
 
 
 def test_sum_without_sequence_parallel_is_refused() -> None:
@@ -158,9 +160,9 @@ def test_sum_without_sequence_parallel_is_refused() -> None:
 
 
 def test_scatter_of_sharded_tensor_is_refused() -> None:
-    with pytest.raises(UsageError, match="rank has only its own tokens") as refused:
+    with pytest.raises(UsageError, match="rank has only its own tokens") as caught:
         compile_sequence_parallel(boundary="replicated")
-    assert refused.value.fields == ("boundary", "sequence_parallel")
+    assert caught.value.fields == ("boundary", "sequence_parallel")
     program = compile(one_f_one_b, PipelineShape(2, 1), tp=2)  # has a scatter and its gather
     with pytest.raises(SchedirError, match="are shards already"):
         check(replace(program, sequence_parallel=True))
@@ -168,9 +170,9 @@ def test_scatter_of_sharded_tensor_is_refused() -> None:
 
 def test_sequence_parallel_needs_tensor_parallelism() -> None:
     for dp in (1, 2):
-        with pytest.raises(ShapeError, match="tp is 1") as refused:
+        with pytest.raises(ShapeError, match="tp is 1") as caught:
             compile(one_f_one_b, PipelineShape(2, 4), dp=dp, sequence_parallel=True)
-        assert refused.value.fields == ("sequence_parallel", "tp")
+        assert caught.value.fields == ("sequence_parallel", "tp")
 
 
 def test_evaluation_program_has_no_sum() -> None:
@@ -196,9 +198,9 @@ def test_config_sets_sequence_parallel() -> None:
     pipeline: Any = {"tp": 2, "sequence_parallel": True}
     config = Config(GPTConfig(heads=2, context=8), PipelineConfig(**pipeline))
     assert config.request.program.sequence_parallel
-    with pytest.raises(UsageError, match="tp 2 does not divide the context of 9 tokens") as refused:
+    with pytest.raises(UsageError, match="tp 2 does not divide the context of 9 tokens") as caught:
         Config(GPTConfig(heads=2, context=9), PipelineConfig(**pipeline))
-    assert refused.value.fields == ("context", "sequence_parallel")
+    assert caught.value.fields == ("context", "sequence_parallel")
     with pytest.raises(ShapeError, match="tp is 1"):
         Config(pipeline=PipelineConfig(**pipeline | {"tp": 1})).request.program  # noqa: B018
 

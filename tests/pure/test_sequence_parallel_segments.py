@@ -42,8 +42,12 @@ O = Opcode
 MET = (O.TPGatherAct, O.TPReduceAct, O.TPGatherGrad, O.TPReduceGrad)
 
 
-def compile_segments(schedule: Any, shape: PipelineShape, cut: Any = 3, **how: Any) -> Program:
-    return compile(schedule, shape, tp=2, stage_segments=cut, sequence_parallel=True, **how)
+def compile_segments(
+    schedule: Any, shape: PipelineShape, segments: Any = 3, **options: Any
+) -> Program:
+    return compile(
+        schedule, shape, tp=2, stage_segments=segments, sequence_parallel=True, **options
+    )
 
 
 def make_shape(schedule: Any) -> PipelineShape:
@@ -110,8 +114,8 @@ def test_collectives_follow_segment_boundaries(data: st.DataObject) -> None:
     if not places:
         return
     rank, position = data.draw(st.sampled_from(places))
-    e = Edit.of(program, Random(0))
-    words = e.lists[rank]
+    edit = Edit.of(program, Random(0))
+    words = edit.lists[rank]
     change = data.draw(st.sampled_from(["drop", "double", "move"]))
     if change == "move":
         move(words, position, data.draw(st.integers(0, len(words))))
@@ -119,14 +123,14 @@ def test_collectives_follow_segment_boundaries(data: st.DataObject) -> None:
         pull(words, position)
     else:
         push(words, data.draw(st.integers(0, len(words))), words[position])
-    wrong = verdict(e.result(), "per_edge").kind != "ok"
-    assert wrong or change == "move"
+    is_wrong = verdict(edit.result(), "per_edge").kind != "ok"
+    assert is_wrong or change == "move"
     try:
-        check(e.result(), "per_edge")
+        check(edit.result(), "per_edge")
     except SchedirError:
-        assert wrong
+        assert is_wrong
     else:
-        assert not wrong
+        assert not is_wrong
 
 
 def test_instruction_order_with_segments() -> None:
@@ -193,7 +197,7 @@ def test_checker_requires_gathers() -> None:
             check(from_text(text.replace(line, "")))
         with pytest.raises(CompletenessError, match="exists twice"):
             check(from_text(text.replace(line, 2 * line)))
-    more = from_text(
+    with_extra_gather = from_text(
         to_text(program, folded=False).replace(
             "  tp_gather_act 1.0\n", "  tp_gather_act 1.0\n  tp_gather_act 2.0\n"
         )
@@ -201,7 +205,7 @@ def test_checker_requires_gathers() -> None:
     with pytest.raises(
         CompletenessError, match=r"tp_gather_act 2\.0 is not needed: .* no such collective"
     ):
-        check(more)
+        check(with_extra_gather)
     with pytest.raises(
         SchedirError,
         match=r"tp_gather_act 1\.0 has no tp_scatter_act .*\n(.*\n)* .*sequence_parallel yes",

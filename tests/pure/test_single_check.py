@@ -60,7 +60,10 @@ def test_command_checks_once(
 ) -> None:
     run_command(capsys, *argv.split())
     # A schedule that is proved shortest is compared with built-in ones, which are checked too.
-    assert [one for one in proven if one[1] == "mine"] == [("complete", "mine"), ("proof", "mine")]
+    assert [proof for proof in proven if proof[1] == "mine"] == [
+        ("complete", "mine"),
+        ("proof", "mine"),
+    ]
     assert Path("loaded").read_text() == "once\n"
 
 
@@ -75,8 +78,8 @@ def test_program_file_is_checked_once(
     argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
 ) -> None:
     run_command(capsys, *argv.split())
-    once = [("complete", "zb_v"), ("proof", "zb_v")]
-    assert proven == ([] if argv.startswith("print") else once)
+    checked_once = [("complete", "zb_v"), ("proof", "zb_v")]
+    assert proven == ([] if argv.startswith("print") else checked_once)
 
 
 def test_explain_loads_file_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,13 +90,13 @@ def test_mutated_skip_agrees_with_oracle(
 ) -> None:
     """Each instruction of a skip is dropped, doubled, swapped with its neighbour, or replaced."""
     program = compile(schedule, shape, skips=skips)
-    refused = 0
+    num_refused = 0
     for rank, stream in enumerate(program.streams):
         words = stream.words.tolist()
         for k, i in enumerate(stream):
             if i.op not in OF_SKIPS:
                 continue
-            other = words[k] + ((int(Opcode.SendAct) - int(Opcode.SendSkip)) << OP_SHIFT)
+            other_word = words[k] + ((int(Opcode.SendAct) - int(Opcode.SendSkip)) << OP_SHIFT)
             if len(stream) > 24 and i.mb not in (0, shape.microbatches - 1):
                 continue  # large programs test only the first and the last microbatch
             for mutant in (
@@ -105,24 +105,24 @@ def test_mutated_skip_agrees_with_oracle(
                 [*words[:k], *words[k + 1 : k + 2], words[k], *words[k + 2 :]],
                 [*words[: max(k - 1, 0)], words[k], *words[max(k - 1, 0) : k], *words[k + 1 :]],
                 [*words[:k], words[k] + (1 << 32), *words[k + 1 :]],  # the next stage
-                [*words[:k], other, *words[k + 1 :]],
+                [*words[:k], other_word, *words[k + 1 :]],
             ):
                 if mutant == words:
                     continue
                 for model in MODELS:
-                    one, outcome = (
+                    changed_program, outcome = (
                         replace_stream(program, rank, mutant),
                         verdict(replace_stream(program, rank, mutant), model, k),
                     )
-                    error = refusal(one, model)
+                    error = refusal(changed_program, model)
                     assert bool(error) == (outcome.kind != "ok"), (
-                        to_text(one),
+                        to_text(changed_program),
                         model,
                         error,
                         outcome,
                     )
-                    refused += bool(error)
-    assert refused
+                    num_refused += bool(error)
+    assert num_refused
 
 
 def test_missing_skip_errors_name_instructions() -> None:
@@ -134,9 +134,9 @@ def test_missing_skip_errors_name_instructions() -> None:
     ):
         with pytest.raises(Exception, match=rf"{present} has no {lost} on rank 0\n +{place} "):
             check(read(text.replace(f"  {lost}\n", "")))
-    gone = text.replace("  send_skip 0.1\n", "").replace("  recv_skip 2.1\n", "")
+    without_skip = text.replace("  send_skip 0.1\n", "").replace("  recv_skip 2.1\n", "")
     with pytest.raises(Exception, match=r"send_skip 0.1 and its receive are missing"):
-        check(read(gone))
+        check(read(without_skip))
     with pytest.raises(Exception, match=r"send_skip 0.0 is not needed: no skip leads from"):
         check(replace(program, skips=()))
 
@@ -149,8 +149,8 @@ def test_times_match_machine(seed: int, model: Any, slots: Any) -> None:
     shape = PipelineShape(
         ranks, int(rng.integers(1, 5)), v, rng.choice(["loop", "vee"]) if v > 1 else "loop"
     )
-    ends = sorted(rng.permutation(shape.stages)[:2].tolist())
-    skips = [(ends[0], ends[1])] if ends[1] > ends[0] + 1 else []
+    skip_ends = sorted(rng.permutation(shape.stages)[:2].tolist())
+    skips = [(skip_ends[0], skip_ends[1])] if skip_ends[1] > skip_ends[0] + 1 else []
     draft = random_compute_program(shape, random.Random(seed))
     program = compile(draft, skips=skips, buffer_sharing=slots or None)
     costs = Costs(F=1, I=1.5, W=0.5, B=2, send=0.25)
@@ -203,10 +203,12 @@ def test_programs_without_skips_are_unchanged() -> None:
         for op in (Opcode.SendSkip, Opcode.SendSkipGrad)
     )
     assert compile(schedules.zb_h1, PipelineShape(4, 8), skips=()).digest == program.digest
-    other = compile(schedules.zb_h1, PipelineShape(4, 8), skips=[(0, 2)])
-    assert replace(program, skips=((0, 2),)).digest not in (program.digest, other.digest)
-    assert len(Dataflow.from_program(other).givers) == 3
-    assert from_text(to_text(other)) == other and from_text(to_text(other)).skips == ((0, 2),)
+    with_skips = compile(schedules.zb_h1, PipelineShape(4, 8), skips=[(0, 2)])
+    assert replace(program, skips=((0, 2),)).digest not in (program.digest, with_skips.digest)
+    assert len(Dataflow.from_program(with_skips).givers) == 3
+    assert from_text(to_text(with_skips)) == with_skips and from_text(
+        to_text(with_skips)
+    ).skips == ((0, 2),)
 
 
 def test_neighbor_stages_of_skips() -> None:
@@ -216,11 +218,11 @@ def test_neighbor_stages_of_skips() -> None:
     assert program.neighbor_stages(PeerRule.SKIP_TO).tolist() == [2, 3, -1, -1]
     assert program.neighbor_stages(PeerRule.SKIP_FROM).tolist() == [-1, -1, 0, 1]
     index = Graph.from_program(program).index
-    for one, other in pairwise((PeerRule.SKIP_TO, PeerRule.SKIP_FROM)):
+    for rule, opposite_rule in pairwise((PeerRule.SKIP_TO, PeerRule.SKIP_FROM)):
         positions = index.positions[Opcode.Forward]
-        skip_keys = index.find_neighbor_keys(one, positions)
+        skip_keys = index.find_neighbor_keys(rule, positions)
         back = index.find_neighbor_keys(
-            other, index.find_positions(Opcode.Forward, skip_keys)[skip_keys >= 0]
+            opposite_rule, index.find_positions(Opcode.Forward, skip_keys)[skip_keys >= 0]
         )
         assert back.tolist() == index.key[positions][skip_keys >= 0].tolist()
 
@@ -273,9 +275,9 @@ def test_eager_limit_needs_skip_size() -> None:
     ):
         assert original in hangs
         hangs = hangs.replace(original, replacement)
-    with pytest.raises(DeadlockError) as stuck:
+    with pytest.raises(DeadlockError) as deadlock:
         check(from_text(hangs), "per_device", sizes=Sizes(activation=16e6))
-    assert stuck.value.eager_limit is None and "finishes" not in stuck.value.hint
-    with pytest.raises(DeadlockError) as stuck:
+    assert deadlock.value.eager_limit is None and "finishes" not in deadlock.value.hint
+    with pytest.raises(DeadlockError) as deadlock:
         check(from_text(hangs), "per_device", sizes=Sizes(activation=16e6, skip=1e3))
-    assert stuck.value.eager_limit == 1e3
+    assert deadlock.value.eager_limit == 1e3

@@ -94,10 +94,10 @@ def test_values_never_share_slot(
             if kind in BOUNDARY_VALUES:
                 fill, freed_at = values.pop((kind.name.lower(), stage, mb))
             else:  # only compute instructions fill and free this slot
-                ends = [k for i, k in positions.items() if i[1:] == (stage, mb)
+                uses = [k for i, k in positions.items() if i[1:] == (stage, mb)
                         and kind in (*INSTRUCTIONS[i.op].gives,
                             *INSTRUCTIONS[i.op].frees)]  # fmt: skip
-                fill, freed_at = min(ends), max(ends)
+                fill, freed_at = min(uses), max(uses)
             lives.setdefault((kind.name, slot), []).append((fill, freed_at))
             if program.slots and kind in BOUNDARY_VALUES:
                 assert slot < program.slots[rank][BOUNDARY_VALUES.index(kind)]
@@ -172,10 +172,10 @@ def test_latency_preserving_keeps_span(
     assert all(
         max(counts[:4]) <= max(n, 1) for counts, n in zip(shared.slots, stream_lengths, strict=True)
     )
-    one, other = (
+    unshared_span, shared_span = (
         simulate(p, priced, progress_model=progress_model).span for p in (program, shared)
     )
-    assert one == other
+    assert unshared_span == shared_span
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
@@ -188,8 +188,8 @@ def test_minimal_slots_finish_under_every_model(schedule: Schedule, overlap: boo
         )
         assert simulate(program, Costs(send=0.5), progress_model=model).span > 0
         if not overlap:
-            for other in MODELS:
-                check(program, other)
+            for checked_model in MODELS:
+                check(program, checked_model)
 
 
 def test_minimal_slots_slow_gpipe() -> None:
@@ -216,11 +216,11 @@ def test_slots_for_free_messages_keep_span_of_others(schedule: Schedule) -> None
     unslotted = compile(schedule, shape, progress_model="per_edge", overlap=True)
     shared = share_slots(unslotted, "latency_preserving", None, "per_edge")
     for send in (0, 0.02, 0.1, 0.2, 0.3, 0.5):
-        one, other = (
+        unshared_span, shared_span = (
             simulate(p, Costs(send=send), progress_model="per_edge").span
             for p in (unslotted, shared)
         )
-        assert other == pytest.approx(one, rel=1e-9)
+        assert shared_span == pytest.approx(unshared_span, rel=1e-9)
 
 
 def test_latency_preserving_slots_are_minimal() -> None:
@@ -315,8 +315,8 @@ def test_critical_path_includes_slot_wait() -> None:
     timeline = simulate(program, priced, progress_model="per_edge")
     unslotted = simulate(replace(program, slots=()), priced, progress_model="per_edge")
     assert (timeline.span, unslotted.span) == (13, 12)
-    second = int(program.offsets[1]) + 2
-    assert timeline.critical_predecessor[second] == second - 1  # F 1.0
+    second_receive = int(program.offsets[1]) + 2
+    assert timeline.critical_predecessor[second_receive] == second_receive - 1  # F 1.0
 
 
 GROUPED = """schedir 1

@@ -37,8 +37,10 @@ def run_solver(problem: SchedulingProblem, **options: object) -> SolverResult:
     return solve(problem, 60, workers=1, **options)  # type: ignore[arg-type]
 
 
-def select_small_cases(stages_per_rank: int, most: int) -> list[Case]:
-    small_cases = [c for c in cases() if c.stages_per_rank == stages_per_rank and c.cells <= most]
+def select_small_cases(stages_per_rank: int, max_cells: int) -> list[Case]:
+    small_cases = [
+        c for c in cases() if c.stages_per_rank == stages_per_rank and c.cells <= max_cells
+    ]
     return small_cases[:: len(small_cases) // 5 + 1]
 
 
@@ -54,9 +56,9 @@ def test_solver_finds_certified_optimum(case: Case) -> None:
         for rank, held in enumerate(compute_peaks(problem, result.order))
     )
     # There is no shorter order than the optimum, and starting from it finds none.
-    none = run_solver(problem, shorter_than=case.optimum)
-    assert none.order is None and none.is_proved
-    assert none.bound.value == pytest.approx(case.optimum, rel=2 * PROOF_TOLERANCE)
+    shorter = run_solver(problem, shorter_than=case.optimum)
+    assert shorter.order is None and shorter.is_proved
+    assert shorter.bound.value == pytest.approx(case.optimum, rel=2 * PROOF_TOLERANCE)
     hinted = run_solver(problem, hint=result.order)
     assert hinted.is_proved and hinted.value <= result.value
 
@@ -83,12 +85,12 @@ def tiny_problems(draw: st.DrawFn) -> SchedulingProblem:
     """Draw problems that are small enough to try every order, where all work takes time."""
     ranks, microbatches, v, split = draw(st.sampled_from(SHAPES))
     shape = PipelineShape(ranks, microbatches, v, draw(st.sampled_from(["loop", "vee"][:v])))
-    one = draw(st.sampled_from([st.integers(1, 6).map(float), st.floats(0.5, 2.0)]))
+    times = draw(st.sampled_from([st.integers(1, 6).map(float), st.floats(0.5, 2.0)]))
 
-    def row(each: st.SearchStrategy[float]) -> tuple[float, ...]:
-        return tuple(draw(st.lists(each, min_size=shape.stages, max_size=shape.stages)))
+    def row(element: st.SearchStrategy[float]) -> tuple[float, ...]:
+        return tuple(draw(st.lists(element, min_size=shape.stages, max_size=shape.stages)))
 
-    costs = Costs(F=row(one), I=row(one), W=row(one), send=draw(st.just(0.0) | one))
+    costs = Costs(F=row(times), I=row(times), W=row(times), send=draw(st.just(0.0) | times))
     objective = draw(st.sampled_from(OBJECTIVES))
     if draw(st.booleans()):
         in_flight = draw(st.integers(v, 6))

@@ -112,12 +112,15 @@ def test_early_replica_sums_never_lengthen_step(
     # Different times of two holders may delay a reduction of only one of them.
     slack = grads * isinstance(schedule, str) + 1e-9
     program = compile_mirrored(ranks, units, schedule, costs, tied)
-    late = move_sums_to_end(program)
+    sums_at_end = move_sums_to_end(program)
     for model in MODELS:
         for blocks in (False, True):
-            early = compute_span(program, costs, model, blocking_hosts=blocks)
+            early_span = compute_span(program, costs, model, blocking_hosts=blocks)
             if model in APART:
-                assert early <= compute_span(late, costs, model, blocking_hosts=blocks) + slack
+                assert (
+                    early_span
+                    <= compute_span(sums_at_end, costs, model, blocking_hosts=blocks) + slack
+                )
 
 
 def test_data_parallel_sum_order_is_unchanged() -> None:

@@ -89,9 +89,9 @@ def test_segments_are_neighbor_stages_on_rank() -> None:
         program.shape.first_rank_per_stage.tolist() == [0, 0, 1, 1, 1]
         and program.segment_boundaries == "f-gf"
     )
-    last = [str(i) for i in program.streams[1] if i.op in {*COMPUTE_OPS, *_SUMS}]
-    assert last[:5] == ["F 2.0", "tp_reduce_act 3.0", "F 3.0", "F 4.0", "I 4.0"]
-    assert last[5:9] == ["tp_reduce_grad 3.0", "I 3.0", "I 2.0", "F 2.1"]
+    rank_1_order = [str(i) for i in program.streams[1] if i.op in {*COMPUTE_OPS, *_SUMS}]
+    assert rank_1_order[:5] == ["F 2.0", "tp_reduce_act 3.0", "F 3.0", "F 4.0", "I 4.0"]
+    assert rank_1_order[5:9] == ["tp_reduce_grad 3.0", "I 3.0", "I 2.0", "F 2.1"]
     assert [i.stage for i in program.streams[1] if i.op is Opcode.BackwardWeight] == [4, 3, 2] * 2
 
 
@@ -166,9 +166,9 @@ def test_compare_divides_segments_over_stages(capsys: pytest.CaptureFixture[str]
         "--costs=F=8,B=16,tp_reduce=1",
         "--json",
     )
-    names = ("one_f_one_b", "interleaved", "zb_v", "dualpipe")
+    schedule_names = ("one_f_one_b", "interleaved", "zb_v", "dualpipe")
     rows = json.loads(
-        commands.run_command(capsys, "compare", *names, "-O", "stage_segments=9", *options)
+        commands.run_command(capsys, "compare", *schedule_names, "-O", "stage_segments=9", *options)
     )
     assert [row["stages"] for row in rows] == [18, 20, 20, 18]
     recommended = json.loads(
@@ -185,7 +185,7 @@ def test_compare_divides_segments_over_stages(capsys: pytest.CaptureFixture[str]
     for segments in ("9", "9,5", "1,9"):  # the number of segments does not change the memory
         rows = json.loads(
             commands.run_command(
-                capsys, "compare", *names, "-O", f"stage_segments={segments}", *options
+                capsys, "compare", *schedule_names, "-O", f"stage_segments={segments}", *options
             )
         )
         assert [row["peak_activations"] for row in rows] == [2, 2.5, 2, 3]
@@ -206,7 +206,7 @@ def test_segment_file_compares_like_its_schedule(
     file, stages = str(tmp_path / "x.sched"), 4 if name == "interleaved" else 2
     shape = ("--ranks=2", "--microbatches=4", "-O", f"tp={tp}", "-O", "microbatch_chunks=2")
     options = ("--costs=F=8,B=16,I=8,W=8,tp_reduce=1", "--sizes=saved=40,activation=2", "--json")
-    of_stages = ",".join(str(one) for one in divide_over_stages(cut, 2, stages))
+    of_stages = ",".join(str(segments) for segments in divide_over_stages(cut, 2, stages))
     commands.run_command(
         capsys, "print", name, *shape, "-O", f"stage_segments={of_stages}", "-o", file
     )
@@ -225,7 +225,7 @@ def test_segment_file_compares_like_its_schedule(
             capsys, "compare", name, *shape, "-O", f"stage_segments={cut}", *options
         )
     ]
-    file_row, live = (json.loads(one)[0] for one in outputs)
+    file_row, live = (json.loads(output)[0] for output in outputs)
     live["digest"] = file_row["digest"]  # the order of transfers depends on the costs
     assert file_row == live and file_row["peak_activations"] < 4
     assert file_row["segment_boundary_sizes"] == "as between stages"
@@ -252,16 +252,16 @@ def test_compare_options_count_unsegmented_stages(
         file,
     )
 
-    def compared(*words: str) -> list[dict[str, Any]]:
-        return list(json.loads(commands.run_command(capsys, "compare", *words, costs, "--json")))
+    def compared(*argv: str) -> list[dict[str, Any]]:
+        return list(json.loads(commands.run_command(capsys, "compare", *argv, costs, "--json")))
 
     assert [row["microbatches"] for row in compared(file, "gpipe", *shape)] == [8, 4]
-    for words, error in (
+    for argv, error in (
         ("--microbatches=8", "has microbatches 4, not 8"),
         ("-O frozen_stages=1", "has frozen_stages 0, not 1"),
         ("--relower -O stage_segments=5", "already have segments"),
     ):
-        assert error in commands.run_refused_command(capsys, "compare", file, *words.split(), costs)
+        assert error in commands.run_refused_command(capsys, "compare", file, *argv.split(), costs)
     (relowered,) = compared(file, "--relower", "-O", "frozen_stages=1")
     live = compared(
         "one_f_one_b",
@@ -297,9 +297,9 @@ def test_declared_chunks_count_like_split_chunks(capsys: pytest.CaptureFixture[s
     command = ("compare", "gpipe", "--ranks=2")
     spans = [
         json.loads(
-            commands.run_command(capsys, *command, *words.split(), "--costs=F=8,B=16", "--json")
+            commands.run_command(capsys, *command, *options.split(), "--costs=F=8,B=16", "--json")
         )[0]
-        for words in (
+        for options in (
             "--microbatches=2 -O microbatch_chunks=2",
             "--microbatches=4 -O chunks_per_microbatch=2",
         )
@@ -332,8 +332,8 @@ def refused(say: Any, kind: type[SchedirError], *words: str) -> None:
 def test_wrong_segments_are_refused() -> None:
     shape = PipelineShape(2, 2)
 
-    def cut(pieces: Any, **more: Any) -> Any:
-        return lambda: compile(schedules.gpipe, shape, tp=2, stage_segments=pieces, **more)
+    def cut(segments: Any, **options: Any) -> Any:
+        return lambda: compile(schedules.gpipe, shape, tp=2, stage_segments=segments, **options)
 
     nothing: list[Any] = [0, "fx", "g-g", 2.5, True, [1], (1, 2, 3), {}, "", "5,x"]
     for wrong in nothing:
@@ -374,12 +374,12 @@ def test_wrong_segments_are_refused() -> None:
             "collectives between the segments",
         )
         assert torch_csv.to_csv(compile(schedules.gpipe, shape, stage_segments=3), form)
-    for shares, words in (
+    for shares, message in (
         ((1, -1, 1), "not be negative"),
         ((1, 1), "shares has 2 numbers"),
         ((0, 0, 0), "not all be 0"),
     ):
-        refused(lambda s=shares: split_costs(WHOLE, 3, shape, s), UsageError, words)
+        refused(lambda s=shares: split_costs(WHOLE, 3, shape, s), UsageError, message)
 
 
 @pytest.mark.parametrize(
@@ -415,11 +415,15 @@ def test_checker_requires_sums() -> None:
             sums.strip(),
         )
         refused(lambda s=sums: check(edited(program, s, 2 * s)), CompletenessError, "twice")
-    late = edited(program, "  tp_reduce_act 1.0\n  F 1.0\n", "  F 1.0\n  tp_reduce_act 1.0\n")
-    refused(lambda: check(late), OrderError, "F 1.0", "tp_reduce_act 1.0")
-    other = edited(program, "  tp_reduce_act 1.0\n", "  tp_reduce_act 1.0\n  tp_reduce_act 2.0\n")
+    wrong_order = edited(
+        program, "  tp_reduce_act 1.0\n  F 1.0\n", "  F 1.0\n  tp_reduce_act 1.0\n"
+    )
+    refused(lambda: check(wrong_order), OrderError, "F 1.0", "tp_reduce_act 1.0")
+    with_extra_sum = edited(
+        program, "  tp_reduce_act 1.0\n", "  tp_reduce_act 1.0\n  tp_reduce_act 2.0\n"
+    )
     refused(
-        lambda: check(other),
+        lambda: check(with_extra_sum),
         CompletenessError,
         "tp_reduce_act 2.0 is not needed",
         "has no such collective",

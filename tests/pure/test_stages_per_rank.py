@@ -31,8 +31,8 @@ def test_commands_print_default_stages_per_rank(capsys: pytest.CaptureFixture[st
     two = "2 stages per rank"
     for name in ("simulate", "draw", "check", "explain"):
         assert two in run_command(capsys, name, "interleaved")
-        one = run_command(capsys, name, "interleaved", "--stages-per-rank=1")
-        assert two not in one.split("\n")[0]
+        single_stage = run_command(capsys, name, "interleaved", "--stages-per-rank=1")
+        assert two not in single_stage.split("\n")[0]
         assert "3 stages per rank" in run_command(capsys, name, "interleaved(v=3)")
     assert "stages_per_rank 2" in run_command(capsys, "print", "interleaved")
     assert "stages_per_rank 1" in run_command(capsys, "print", "interleaved", "--placement=0,1,2,3")

@@ -26,8 +26,8 @@ ZERO_BUBBLE = [
 def compile_both_norm_checks(
     source: Any, shape: PipelineShape | None = None
 ) -> tuple[Program, Program]:
-    one = compile(source, shape, clip_grad_norm=True)
-    return one, compile(source, shape, clip_grad_norm=True, norm_check="after_step")
+    before_step = compile(source, shape, clip_grad_norm=True)
+    return before_step, compile(source, shape, clip_grad_norm=True, norm_check="after_step")
 
 
 @pytest.mark.parametrize("slow", [1.0, 1.3])

@@ -73,8 +73,8 @@ def ask(question: object, studio: Studio = STUDIO) -> dict[str, Any]:
     return answer
 
 
-def expand_in_process(of: StudioState) -> str:
-    return expand_code(of)
+def expand_in_process(state: StudioState) -> str:
+    return expand_code(state)
 
 
 WITH_CODE = Studio(expand_code=expand_in_process)
@@ -180,8 +180,8 @@ def test_move_is_checked_and_keeps_work(schedule: str, data: st.DataObject) -> N
     check(shown_program, "per_device")
     assert answer["runs"][0]["digest"] == shown_program.digest
 
-    def work(of: Any) -> list[list[int]]:
-        return [sorted((stream.words & 0xFFFFFFFFFFFF).tolist()) for stream in of.streams]
+    def work(program: Any) -> list[list[int]]:
+        return [sorted((stream.words & 0xFFFFFFFFFFFF).tolist()) for stream in program.streams]
 
     assert work(extract_compute(moved_program)) == work(extract_compute(program))
 
@@ -194,8 +194,8 @@ def test_message_moves_in_lowered_program() -> None:
     assert answer["source_type"] == "lowered"
     moved_stream = from_text(answer["state"]["program"]).streams[1]
     assert [str(instr) for instr in moved_stream][index + 1] == "send_act 1.0"
-    refused = ask({"state": make_state(), "move": [1, texts.index("recv_act 1.0"), len(texts)]})
-    assert refused["error"]["is_refused"] and refused["error"]["sites"]
+    refusal = ask({"state": make_state(), "move": [1, texts.index("recv_act 1.0"), len(texts)]})
+    assert refusal["error"]["is_refused"] and refusal["error"]["sites"]
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_v", "interleaved(group=4)", "dualpipe_v"])
@@ -209,9 +209,9 @@ def test_exports_reproduce_program(schedule: str) -> None:
         for name in ("sched", "python", "call")
     }
     assert from_text(texts["sched"]) == program
-    names: dict[str, Any] = {}
-    exec(texts["python"], names)
-    function = names[program.name]
+    exported_names: dict[str, Any] = {}
+    exec(texts["python"], exported_names)
+    function = exported_names[program.name]
     shape = program.shape
     recompiled = compile(
         function,
@@ -291,9 +291,9 @@ def test_run_is_shown_with_prediction(tmp_path: Any) -> None:
 
 def test_two_schedules_are_compared_per_rank() -> None:
     answer = ask({"state": make_state(costs="F=1,B=2") | {"other": "zb_v"}})
-    one, other = answer["runs"]
-    assert [one["label"], other["label"]] == ["one_f_one_b", "zb_v"]
-    busy = [run["span"] * (1 - run["bubble"]) for run in (one, other)]
+    this_run, other_run = answer["runs"]
+    assert [this_run["label"], other_run["label"]] == ["one_f_one_b", "zb_v"]
+    busy = [run["span"] * (1 - run["bubble"]) for run in (this_run, other_run)]
     assert busy[0] == pytest.approx(busy[1])  # both runs have the work of the same model
     assert answer["comparison"].startswith("Compared with zb_v: span +")
     moved_answer = ask({"state": make_state() | {"other": "zb_h1"}, "move": [0, 0, 4]})
@@ -319,12 +319,16 @@ SOLUTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CHALLENGES)
 def test_challenge_has_solution_and_proof(name: str) -> None:
     challenge = CHALLENGES[name]
-    first = challenge.make_state(name)
-    before = ask({"state": first}, WITH_CODE)
+    first_state = challenge.make_state(name)
+    before = ask({"state": first_state}, WITH_CODE)
     assert "error" in before or not before["challenge"]["is_solved"]
     solution = SOLUTIONS[name]
-    options = first["options"] | {k: v for k, v in solution.items() if k not in first}
-    solved = {**first, **{k: v for k, v in solution.items() if k in first}, "options": options}
+    options = first_state["options"] | {k: v for k, v in solution.items() if k not in first_state}
+    solved = {
+        **first_state,
+        **{k: v for k, v in solution.items() if k in first_state},
+        "options": options,
+    }
     after = ask({"state": solved}, WITH_CODE)
     assert after["challenge"]["is_solved"], after["challenge"]
     assert ("optimal" in after["challenge"]["text"]) is (challenge.goal == challenge.bound)
@@ -373,21 +377,21 @@ def test_code_compiles_its_function() -> None:
 def test_code_runs_again_only_if_request_allows() -> None:
     runs: list[str] = []
 
-    def expand(of: StudioState) -> str:
-        runs.append(of.code)
-        return expand_code(of)
+    def expand(state: StudioState) -> str:
+        runs.append(state.code)
+        return expand_code(state)
 
     studio, changed_code = Studio(expand_code=expand), make_state() | {"code": f"# changed\n{CODE}"}
-    first = make_state() | {"code": CODE}
-    assert ask({"state": first, "run_code": False}, studio)["error"]["hint"] == "press Run"
+    first_state = make_state() | {"code": CODE}
+    assert ask({"state": first_state, "run_code": False}, studio)["error"]["hint"] == "press Run"
     for code_state in (
-        first,
+        first_state,
         changed_code,
-        first | {"options": first["options"] | {"costs": "F=2"}},
+        first_state | {"options": first_state["options"] | {"costs": "F=2"}},
     ):
         assert "error" not in ask({"state": code_state}, studio)
     assert runs == [CODE, changed_code["code"]]
-    for code_state in (first, changed_code):
+    for code_state in (first_state, changed_code):
         assert "error" not in ask({"state": code_state, "run_code": False}, studio)
     assert "error" not in ask({"state": make_state(ranks="3") | {"code": CODE}}, studio)
     assert len(runs) == 3
@@ -403,8 +407,8 @@ def test_code_runs_within_limits() -> None:
 
     try:
         assert "mine" in runner.expand(StudioState(code=CODE, options=DEFAULTS))
-        large = "def f(r, p, m):\n    return bytearray(2 * 10**9)"
-        assert "MemoryError" in fails(large).fact and fails(large).line == 2
+        large_code = "def f(r, p, m):\n    return bytearray(2 * 10**9)"
+        assert "MemoryError" in fails(large_code).fact and fails(large_code).line == 2
         assert "exit status 7" in fails("import os\nos._exit(7)").fact
         assert fails("from schedir import F\ndef f(r, p, m):\n    return 10**6 * F").fact
         runner._max_seconds = 0.2
@@ -482,20 +486,20 @@ def test_command_line_mistake_is_one_error(
 ) -> None:
     (tmp_path / "mine.py").write_text(CODE)
     (tmp_path / "bad.sched").write_text("abc")
-    for words in (
+    for arguments in (
         ["none.sched"], ["none.timeline"], ["none.py:f"], ["no_schedule"], ["--relower"],
         ["--port", str(server.server_port)], ["--port", "-1"], ["--port", "99999"],
         ["--no-code", f"{tmp_path}/mine.py:mine"], ["--ranks", "x"], [f"{tmp_path}/bad.sched"],
         [f"{tmp_path}/mine.py:nope"],
     ):  # fmt: skip
-        assert main(["studio", "--no-browser", *words]) == 2
+        assert main(["studio", "--no-browser", *arguments]) == 2
         output = capsys.readouterr()
         assert "Error" in output.err and "Traceback" not in output.err and not output.out
 
 
 def test_exported_page_has_schedules_of_shape(tmp_path: Any) -> None:
-    first = StudioState("zb_h1", options=DEFAULTS | {"ranks": "3"})
-    line = export_page(STUDIO, first, str(tmp_path / "site"))
+    first_state = StudioState("zb_h1", options=DEFAULTS | {"ranks": "3"})
+    line = export_page(STUDIO, first_state, str(tmp_path / "site"))
     page = (tmp_path / "site" / "index.html").read_text()
     assert line.startswith("wrote ") and "connect-src" not in page
     data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
@@ -506,18 +510,21 @@ def test_exported_page_has_schedules_of_shape(tmp_path: Any) -> None:
         "gpipe",
         "zb_v",
     } <= answers.keys() and "chimera" not in answers  # chimera needs an even number
-    for wrong in (StudioState("chimera", options=first.options), StudioState(code="x = 1")):
+    for wrong_state in (
+        StudioState("chimera", options=first_state.options),
+        StudioState(code="x = 1"),
+    ):
         with pytest.raises(UsageError):
-            export_page(STUDIO, wrong, str(tmp_path))
+            export_page(STUDIO, wrong_state, str(tmp_path))
     # The export replaces a page that schedir wrote.
-    assert export_page(STUDIO, first, str(tmp_path / "site")) == line
+    assert export_page(STUDIO, first_state, str(tmp_path / "site")) == line
     (tmp_path / "index.html").write_text("<title>mine</title>")
     with pytest.raises(UsageError, match="did not write it"):
-        export_page(STUDIO, first, str(tmp_path))
+        export_page(STUDIO, first_state, str(tmp_path))
     assert (tmp_path / "index.html").read_text() == "<title>mine</title>"
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError):
-        export_page(STUDIO, first, str(tmp_path / "file"))
+        export_page(STUDIO, first_state, str(tmp_path / "file"))
 
 
 def test_names_are_escaped_in_page() -> None:

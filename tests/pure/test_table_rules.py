@@ -31,17 +31,17 @@ from schedir.ir.isa.table_validation import TableError, require_tables
 O, T = Opcode, Value
 
 
-def change_instruction_row(op: Opcode, **other: Any) -> list[Row]:
+def change_instruction_row(op: Opcode, **changes: Any) -> list[Row]:
     """Return the table with one changed row."""
     return [
-        instruction_row._replace(**other) if instruction_row.op is op else instruction_row
+        instruction_row._replace(**changes) if instruction_row.op is op else instruction_row
         for instruction_row in INSTRUCTIONS
     ]
 
 
-def change_value_row(token: Value, **other: Any) -> list[ValueRow]:
+def change_value_row(token: Value, **changes: Any) -> list[ValueRow]:
     return [
-        value_row._replace(**other) if value_row.value is token else value_row
+        value_row._replace(**changes) if value_row.value is token else value_row
         for value_row in VALUES
     ]
 

@@ -60,10 +60,10 @@ def test_text_chart_of_small_run() -> None:
 
 
 def test_uneven_boxes_fill_width() -> None:
-    first = color_lines(
+    first_row = color_lines(
         text_chart(simulate_schedule(ranks=2, m=3, B=2, send=0.1), 60)
     ).splitlines()[2]
-    assert len(first) == 60
+    assert len(first_row) == 60
 
 
 @given(compute_programs(), st.data(), st.integers(20, 200))
@@ -84,8 +84,8 @@ def test_short_boxes_have_full_labels() -> None:
 
 
 def test_long_run_is_wrapped_or_condensed() -> None:
-    one = color_lines(text_chart(simulate_schedule(), 130))
-    assert one.count("rank 0 ") == 1 and "B7" in one
+    single = color_lines(text_chart(simulate_schedule(), 130))
+    assert single.count("rank 0 ") == 1 and "B7" in single
     wrapped = color_lines(text_chart(simulate_schedule(), 60))
     assert wrapped.count("rank 0 ") == 3 and all(f"F{k}" in wrapped for k in range(8))
     condensed = color_lines(text_chart(simulate_schedule(ranks=16, m=200), 80))
@@ -181,17 +181,23 @@ def test_pixel_picture_has_colors_at_their_times() -> None:
     pixels = imread(BytesIO(png), format="png")
     rows, columns, _ = pixels.shape
     assert rows % 16 == 0 and columns > 400
-    first, last = pixels[0], pixels[rows - rows // 16]
+    first_rank_pixels, last_rank_pixels = pixels[0], pixels[rows - rows // 16]
     forward = tuple(int(format_hex(choose_box_color(0, 0, 1))[k : k + 2], 16) for k in (1, 3, 5))
-    assert (first[0] * 255).tolist() == pytest.approx([*forward, 255], abs=2)
-    assert last[0, 3] == 0 and last[-1, 3] == 0 and last[columns // 2, 3] == 1
+    assert (first_rank_pixels[0] * 255).tolist() == pytest.approx([*forward, 255], abs=2)
+    assert (
+        last_rank_pixels[0, 3] == 0
+        and last_rank_pixels[-1, 3] == 0
+        and last_rank_pixels[columns // 2, 3] == 1
+    )
 
 
 def test_any_program_has_notebook_output() -> None:
-    stuck = from_text(STUCK)
-    assert "B 0.0" in stuck._repr_html_() and not list_svg_elements(stuck._repr_html_())
+    stuck_program = from_text(STUCK)
+    assert "B 0.0" in stuck_program._repr_html_() and not list_svg_elements(
+        stuck_program._repr_html_()
+    )
     hostile_program = Program(
-        "<b>&", stuck.shape, compile(one_f_one_b, PipelineShape(1, 1)).streams
+        "<b>&", stuck_program.shape, compile(one_f_one_b, PipelineShape(1, 1)).streams
     )
     (picture,) = list_svg_elements(hostile_program._repr_html_())
     assert picture.find("{http://www.w3.org/2000/svg}title") is not None
@@ -204,13 +210,19 @@ def test_any_program_has_notebook_output() -> None:
 def test_drawing_functions_refuse_wrong_types(tmp_path: Path) -> None:
     """`text_chart` is called twice: before and after its module is loaded."""
     program = compile(one_f_one_b, PipelineShape(2, 2))
-    one: list[Any] = [viz.gantt, viz.idle_map, viz.html, viz.text_chart, viz.text_chart]
-    several: list[Any] = [viz.compare, viz.bubble_vs_memory]
-    for draw in one:
+    single_run_functions: list[Any] = [
+        viz.gantt,
+        viz.idle_map,
+        viz.html,
+        viz.text_chart,
+        viz.text_chart,
+    ]
+    several_run_functions: list[Any] = [viz.compare, viz.bubble_vs_memory]
+    for draw in single_run_functions:
         with pytest.raises(UsageError, match="timeline must be a Timeline, not <program"):
             draw(program)
         draw(simulate(program))
-    for draw in several:
+    for draw in several_run_functions:
         with pytest.raises(UsageError, match="must be a Sequence, not <predicted"):
             draw(simulate(program))
     with pytest.raises(UsageError, match="timeline must be a Timeline, not <program"):

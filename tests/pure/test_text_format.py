@@ -172,26 +172,28 @@ def test_byte_order_mark_is_ignored() -> None:
 
 def test_digest_depends_on_program_but_not_name() -> None:
     shape = PipelineShape(2, 4)
-    one = compile(one_f_one_b, shape)
-    assert one.digest == replace(one, name="other").digest
+    program = compile(one_f_one_b, shape)
+    assert program.digest == replace(program, name="other").digest
     others = [
         compile(gpipe, shape),
         compile(one_f_one_b, shape, tp=2),
         compile(one_f_one_b, shape, dp=2),
         compile(one_f_one_b, PipelineShape(2, 5)),
         compile(partial(interleaved, v=1), shape),
-        group_opposite_transfers(one),
+        group_opposite_transfers(program),
     ]
-    assert len({one.digest, *(o.digest for o in others)}) == 1 + len(others)
+    assert len({program.digest, *(o.digest for o in others)}) == 1 + len(others)
 
 
 def test_program_with_extra_stream_prints() -> None:
     """The author of the program can then see what `check` refuses."""
     program = compile(one_f_one_b, PipelineShape(2, 4), buffer_sharing="minimal")
-    more = replace(program, streams=(*program.streams, program.streams[1]))
-    assert "rank 2\n" in to_text(more) and "rank 2  act_in" not in to_text(more)
+    with_extra_stream = replace(program, streams=(*program.streams, program.streams[1]))
+    assert "rank 2\n" in to_text(with_extra_stream) and "rank 2  act_in" not in to_text(
+        with_extra_stream
+    )
     with pytest.raises(CompletenessError, match="3 Streams for 2 ranks"):
-        check(more)
+        check(with_extra_stream)
 
 
 def test_renamed_header_keys_are_read() -> None:
@@ -201,10 +203,10 @@ def test_renamed_header_keys_are_read() -> None:
     sharded = compile(
         one_f_one_b, PipelineShape(2, 4), dp=2, zero=2, reduce_scatter_at="each_backward"
     )
-    for one in (program, sharded):
-        old = to_text(one)
+    for original in (program, sharded):
+        old = to_text(original)
         for before, new_name in RENAMED_FIELDS.items():
             old = re.sub(rf"\b{new_name} (?=[^;\n]*\n)", f"{before} ", old)
         old = old.replace("each_backward", "turn")
-        assert old != to_text(one) and from_text(old) == one
+        assert old != to_text(original) and from_text(old) == original
     assert {f.name for f in HEADER_FIELDS}.isdisjoint(RENAMED_FIELDS)

@@ -54,8 +54,8 @@ def test_ties_of_model_are_located_by_object_and_name() -> None:
     assert ties.locate_in_stages(shared) == TiedWeights((((0, "w"), (2, "v")),))
     copies = [Module(wte=Weight()), Module(a=Weight()), Module(lm_head=Weight())]
     assert ties.locate_in_stages(copies) == TiedWeights((((0, "wte"), (2, "lm_head")),))
-    one = Weight()
-    assert not ties.locate_in_stages([Module(a=A), Module(wte=one, lm_head=one)])
+    weight = Weight()
+    assert not ties.locate_in_stages([Module(a=A), Module(wte=weight, lm_head=weight)])
 
 
 def test_lost_tie_is_refused() -> None:
@@ -83,8 +83,10 @@ def test_other_ties_round_trip_through_text() -> None:
     assert from_text(to_text(program)) == program
     reductions = [str(i) for s in program.streams for i in s if i.op is Opcode.ReduceTied]
     assert reductions == [f"reduce_tied {s}" for s in range(5)]
-    no = schedir.compile(one_f_one_b, PipelineShape(6, 6))
-    assert len({program.digest, no.digest, replace(program, tied_weights=((1, 4),)).digest}) == 3
+    untied = schedir.compile(one_f_one_b, PipelineShape(6, 6))
+    assert (
+        len({program.digest, untied.digest, replace(program, tied_weights=((1, 4),)).digest}) == 3
+    )
 
 
 @pytest.mark.parametrize(

@@ -94,10 +94,10 @@ def test_blocking_hosts_round_trip() -> None:
 
 def test_equal_timelines_have_equal_bytes() -> None:
     save_timeline(simulate_1f1b(), FILE)
-    first = FILE.read_bytes()
+    first_bytes = FILE.read_bytes()
     save_timeline(simulate_1f1b(), FILE)
-    assert FILE.read_bytes() == first
-    assert len(first) < 40 * len(simulate_1f1b())
+    assert FILE.read_bytes() == first_bytes
+    assert len(first_bytes) < 40 * len(simulate_1f1b())
 
 
 def test_numpy_reads_file_without_schedir() -> None:
@@ -294,10 +294,10 @@ def test_other_compression_is_refused() -> None:
 
 
 def test_illegal_program_in_file_is_refused() -> None:
-    words = PROGRAM.replace("F 0.0", "F 0.1")
+    text = PROGRAM.replace("F 0.0", "F 0.1")
     forge(
-        program_sched=words.encode(),
-        header_json=make_header(digest=schedir.from_text(words).digest),
+        program_sched=text.encode(),
+        header_json=make_header(digest=schedir.from_text(text).digest),
     )
     with pytest.raises(SchedirError, match=r"F 0\.|0\.0"):
         load_timeline(FILE)
@@ -345,22 +345,24 @@ def test_commands_accept_timeline(capsys: pytest.CaptureFixture[str]) -> None:
 def test_causality_violations_appear_in_every_view(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    right = schedir.simulate(schedir.compile(one_f_one_b, PipelineShape(3, 4)), Costs(send=0.1))
-    spans, late = right.spans.copy(), right.spans["rank"] == 1
-    spans["start"], spans["end"] = ((spans[field] - 4 * late) * 1e-3 for field in ("start", "end"))
-    wrong = replace(right, spans=spans, kind="measured", unit="s")
+    predicted = schedir.simulate(schedir.compile(one_f_one_b, PipelineShape(3, 4)), Costs(send=0.1))
+    spans, is_late = predicted.spans.copy(), predicted.spans["rank"] == 1
+    spans["start"], spans["end"] = (
+        (spans[field] - 4 * is_late) * 1e-3 for field in ("start", "end")
+    )
+    shifted = replace(predicted, spans=spans, kind="measured", unit="s")
     # A message sent at 1 ms arrives at 1.1 ms, which the wrong clock shows 4 ms earlier.
     says = "effects up to 0.0039 s before causes"
-    assert wrong.causality_warning == says and says in repr(wrong) and says in wrong.caption
-    instr = wrong.graph.index.locate(int(wrong.causality_violations.amount.argmax()))[2]
-    cause = wrong.graph.index.locate(
-        int(wrong.causality_violations.cause[wrong.causality_violations.amount.argmax()])
+    assert shifted.causality_warning == says and says in repr(shifted) and says in shifted.caption
+    instr = shifted.graph.index.locate(int(shifted.causality_violations.amount.argmax()))[2]
+    cause = shifted.graph.index.locate(
+        int(shifted.causality_violations.cause[shifted.causality_violations.amount.argmax()])
     )[2]
     assert (str(instr), str(cause)) == ("recv_act 1.3", "send_act 0.3")
     # Clocks whose error may be that large prove no violation.
-    assert not replace(wrong, clock_error=0.0039001).causality_warning
-    assert replace(wrong, clock_error=0.0038).causality_warning
-    save_timeline(wrong, FILE)
+    assert not replace(shifted, clock_error=0.0039001).causality_warning
+    assert replace(shifted, clock_error=0.0038).causality_warning
+    save_timeline(shifted, FILE)
     for command in ("simulate", "explain", "draw"):
         assert says in run_command(capsys, command, str(FILE))
     assert says in run_command(capsys, "compare", str(FILE), str(FILE))
@@ -378,7 +380,7 @@ def test_causality_violations_appear_in_every_view(
     assert says in Path("x.svg").read_text()
     run_command(capsys, "export", str(FILE), "--to=perfetto", "-o", "x.json")
     assert says in Path("x.json").read_text()
-    assert says in wrong._repr_html_()
+    assert says in shifted._repr_html_()
     assert main(["calibrate", str(FILE)]) == 0
     assert says in capsys.readouterr().err  # standard output contains only the costs
 

@@ -54,8 +54,8 @@ def test_long_text_is_split_without_changing_tokens(monkeypatch: pytest.MonkeyPa
     assert max(map(len, module._split_long_text(text))) <= 100
 
 
-def modify(**change: Any) -> str:
-    return json.dumps(json.loads(MADE) | change)
+def modify(**changes: Any) -> str:
+    return json.dumps(json.loads(MADE) | changes)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ def test_each_file_ends_with_end_token(tmp_path: Path) -> None:
     tokenizer = get_tokenizer(str(path), 300)
     for name, text in (("a.txt", TEXT), ("b.txt", b""), ("c.txt", b"the fox")):
         (tmp_path / name).write_bytes(text)
-    tokens, ends = read_documents(str(tmp_path / "*.txt"), tokenizer, 300)
-    assert tokens.dtype == np.uint16 and ends is not None and len(ends) == 2
-    assert decode(MADE, tokens[: ends[0]].tolist()) == TEXT
-    assert decode(MADE, tokens[ends[0] :].tolist()) == b"the fox"
-    assert [tokens[end - 1] for end in ends] == [0, 0] and ends[1] == len(tokens)
+    tokens, document_ends = read_documents(str(tmp_path / "*.txt"), tokenizer, 300)
+    assert tokens.dtype == np.uint16 and document_ends is not None and len(document_ends) == 2
+    assert decode(MADE, tokens[: document_ends[0]].tolist()) == TEXT
+    assert decode(MADE, tokens[document_ends[0] :].tolist()) == b"the fox"
+    assert [tokens[end - 1] for end in document_ends] == [0, 0] and document_ends[1] == len(tokens)
     (tmp_path / "a.bin").write_bytes(b"ab")
     with pytest.raises(UsageError, match="contains tokens"):
         read_documents(str(tmp_path / "a.bin"), tokenizer, 300)

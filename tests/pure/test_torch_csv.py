@@ -309,8 +309,8 @@ def test_export_and_import_commands(
         assert imported.streams == program.streams
     else:  # torch sends whole activations, and so do imported programs
         assert list_compute_words(imported) == list_compute_words(program)
-    back = run_command(capsys, "export", "x.sched", "--to", form, "-o", "y.csv")
-    assert back == "wrote y.csv\n"
+    output = run_command(capsys, "export", "x.sched", "--to", form, "-o", "y.csv")
+    assert output == "wrote y.csv\n"
     assert (folder / "y.csv").read_text() == (folder / "my shape.csv").read_text()
 
 

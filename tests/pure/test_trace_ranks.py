@@ -43,10 +43,10 @@ def make_event(
 
 
 def make_kernel_launch(
-    number: int, name: str, at: float, start: float, end: float, stream: int = 7
+    number: int, name: str, launch_time: float, start: float, end: float, stream: int = 7
 ) -> list[Any]:
     return [
-        make_event("cuda_runtime", "cudaLaunchKernel", at, 0.5, correlation=number),
+        make_event("cuda_runtime", "cudaLaunchKernel", launch_time, 0.5, correlation=number),
         make_event("kernel", name, start, end - start, stream, correlation=number),
     ]
 
@@ -59,19 +59,19 @@ def write_trace(
     ahead: float = 0,
     host: str = "a",
     groups: Sequence[Sequence[int]] = (),
-    more: Sequence[dict[str, Any]] = (),
-    lost: Sequence[str] = (),
-    messages: bool = True,
+    extra_events: Sequence[dict[str, Any]] = (),
+    missing_kernels: Sequence[str] = (),
+    has_messages: bool = True,
 ) -> None:
     """Write a rank's trace, with a clock ahead, lost kernels, and messages or none."""
-    events = [*more]
+    events = [*extra_events]
     for k, (mark, start, end) in enumerate(STAGES[stage]):
         is_message = "_" in mark
-        if is_message and not messages:
+        if is_message and not has_messages:
             continue
         events.append(make_event("user_annotation", f"PP:{mark}", 5 * k, 4))
         name = NCCL if is_message else "gemm"
-        if {mark, name}.isdisjoint(lost):
+        if {mark, name}.isdisjoint(missing_kernels):
             events += make_kernel_launch(k, name, 5 * k + 1, start, end, 20 if is_message else 7)
     save_events(folder, rank, [{**e, "ts": e["ts"] + ahead} for e in events], host, groups)
 
@@ -107,18 +107,18 @@ TRUE = np.array([[0, 100, 500, 800, 150, 250, 450, 550], [100, 200, 700, 1000, 2
 def test_prefetch_on_other_streams_is_not_compute(tmp_path: Path) -> None:
     """An example is a copy for a gather of parameters while the forward waits for its message."""
     ahead = make_kernel_launch(90, "all_gather_copy_in", 26, 360, 365, 33)
-    late = make_kernel_launch(91, "chunk_cat", 11, 400, 450, 33)
-    write_trace(tmp_path, 0, 0, more=late)
-    write_trace(tmp_path, 1, 1, more=ahead)
+    late_copy = make_kernel_launch(91, "chunk_cat", 11, 400, 450, 33)
+    write_trace(tmp_path, 0, 0, extra_events=late_copy)
+    write_trace(tmp_path, 1, 1, extra_events=ahead)
     np.testing.assert_allclose(read_compute_times(tmp_path), TRUE, atol=1e-2)
 
 
 def test_missing_kernels_are_reported(tmp_path: Path) -> None:
     write_trace(tmp_path, 0, 0)
-    write_trace(tmp_path, 1, 1, lost=["1F1"])
+    write_trace(tmp_path, 1, 1, missing_kernels=["1F1"])
     notes = read_run([tmp_path]).notes
     assert notes == ("1 forwards and backwards have no kernel: they take no time",)
-    write_trace(tmp_path, 1, 1, lost=[NCCL])
+    write_trace(tmp_path, 1, 1, missing_kernels=[NCCL])
     (note,) = read_run([tmp_path]).notes
     assert note.startswith("4 messages have no kernel")
     events = [
@@ -132,8 +132,8 @@ def test_missing_kernels_are_reported(tmp_path: Path) -> None:
 
 def test_clocks_are_aligned_without_messages(tmp_path: Path) -> None:
     """Clocks are aligned by forwards and backwards, since messages must lie between them."""
-    write_trace(tmp_path, 0, 0, messages=False)
-    write_trace(tmp_path, 1, 1, messages=False, ahead=10**6, host="b")
+    write_trace(tmp_path, 0, 0, has_messages=False)
+    write_trace(tmp_path, 1, 1, has_messages=False, ahead=10**6, host="b")
     timeline = read_run([tmp_path]).timeline
     assert 0 < timeline.clock_error < 1e-3
     np.testing.assert_allclose(read_compute_times(tmp_path), TRUE, atol=1e6 * timeline.clock_error)
@@ -255,7 +255,7 @@ def test_ranks_without_common_step_are_refused(tmp_path: Path) -> None:
             tmp_path,
             rank,
             rank,
-            more=[make_event("user_annotation", f"ProfilerStep#{rank + 4}", 0, 90)],
+            extra_events=[make_event("user_annotation", f"ProfilerStep#{rank + 4}", 0, 90)],
         )
     with pytest.raises(TraceError) as caught:
         read_run([tmp_path])

@@ -74,16 +74,16 @@ def test_written_trace_reads_as_timeline(
             assert any("replicas" in note for note in run.notes) == (replicas > 1)
 
 
-def assert_same_times(got: Timeline, want: Timeline, within: float) -> None:
+def assert_same_times(got: Timeline, want: Timeline, tolerance: float) -> None:
     """Assert that forwards, backwards and messages have the times of the original Timeline."""
     assert got.program == want.program
     assert (got.kind, got.unit, got.blocking_hosts) == ("measured", "s", False)
     known = want.spans["end"] > want.spans["start"]
     for name in ("start", "end"):
-        ours = got.spans[name] - got.start_time
-        theirs = (want.spans[name] - want.start_time) * UNIT
-        np.testing.assert_allclose(ours[known], theirs[known], atol=within, rtol=0)
-    np.testing.assert_allclose(got.busy, want.busy * UNIT, atol=within * len(want))
+        got_times = got.spans[name] - got.start_time
+        expected_times = (want.spans[name] - want.start_time) * UNIT
+        np.testing.assert_allclose(got_times[known], expected_times[known], atol=tolerance, rtol=0)
+    np.testing.assert_allclose(got.busy, want.busy * UNIT, atol=tolerance * len(want))
 
 
 @settings(deadline=None, max_examples=20)
@@ -97,9 +97,9 @@ def test_batched_messages_have_one_kernel(program: Program, seed: int, own: bool
     assert got.program == program
     compute = np.isin(got.spans["op"], COMPUTE_OPS)
     for name in ("start", "end"):
-        ours = got.spans[name][compute] - got.start_time
-        theirs = (expected.spans[name][compute] - expected.start_time) * UNIT
-        np.testing.assert_allclose(ours, theirs, atol=2e-9, rtol=0)
+        got_times = got.spans[name][compute] - got.start_time
+        expected_times = (expected.spans[name][compute] - expected.start_time) * UNIT
+        np.testing.assert_allclose(got_times, expected_times, atol=2e-9, rtol=0)
     sent = np.isin(got.spans["op"], SEND_OPS)
     assert (got.spans["end"][sent] >= expected.spans["end"][sent] * UNIT - 2e-9).all()
 
@@ -126,14 +126,14 @@ def test_clocks_are_aligned(program: Program, seed: int, offsets: list[int]) -> 
 @given(st.integers(2, 5), st.integers(0, 2**31))
 def test_clock_offsets_are_within_stated_error(hosts: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    true = rng.uniform(-1, 1, hosts)
-    ring = [(a, b) for a in range(hosts) for b in ((a + 1) % hosts, (a - 1) % hosts)] * 3
-    sender, receiver = np.array(ring).T
-    took = rng.exponential(1e-3, len(ring))
+    true_offsets = rng.uniform(-1, 1, hosts)
+    ring_edges = [(a, b) for a in range(hosts) for b in ((a + 1) % hosts, (a - 1) % hosts)] * 3
+    sender, receiver = np.array(ring_edges).T
+    took = rng.exponential(1e-3, len(ring_edges))
     alignment = align_clocks(
-        "abcde"[:hosts], sender, receiver, took + true[receiver] - true[sender]
+        "abcde"[:hosts], sender, receiver, took + true_offsets[receiver] - true_offsets[sender]
     )
-    offset_errors = (alignment.offsets - alignment.offsets[0]) - (true - true[0])
+    offset_errors = (alignment.offsets - alignment.offsets[0]) - (true_offsets - true_offsets[0])
     assert np.abs(offset_errors[:, None] - offset_errors[None]).max() <= alignment.error + 1e-12
     with pytest.raises(TraceError, match="before it was sent"):
         align_clocks("ab", np.array([0, 1]), np.array([1, 0]), np.array([-1.0, 0.5]))
@@ -265,8 +265,8 @@ def test_parallel_reading_gives_same_timeline(
 ) -> None:
     alone, read_paths = read_run([traces]), list[Path]()
     monkeypatch.setattr(trace_files, "PARALLEL_READ_BYTES", 1)
-    several = read_run([traces], on_read=read_paths.append)
-    assert (alone.timeline.spans == several.timeline.spans).all()
+    parallel = read_run([traces], on_read=read_paths.append)
+    assert (alone.timeline.spans == parallel.timeline.spans).all()
     assert sorted(read_paths) == sorted(traces.iterdir())
     find_trace(traces, 1).write_text("{")
     with pytest.raises(TraceError, match="it is cut off"):

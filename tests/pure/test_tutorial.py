@@ -15,17 +15,17 @@ def test_first_schedule_tutorial(
     """The whole page runs in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    refused = 0
+    num_refused = 0
     for step in steps(FIRST_SCHEDULE.read_text()):
         if step.kind == "file":
             with open(step.named, "a") as file:
                 file.write(step.text)
             continue
         assert step.kind == "command" and step.prints, step
-        refused += main(step.argv) != 0
+        num_refused += main(step.argv) != 0
         out, err = capsys.readouterr()
         assert out + err == step.prints, step.text
-    assert refused == 2
+    assert num_refused == 2
     assert (tmp_path / "mine.png").stat().st_size > 100_000
     assert (tmp_path / "split.html").stat().st_size > 10_000
 

@@ -49,9 +49,13 @@ def make_argv(way: str, path: str) -> list[str]:
     return [word.format(path) for word in WAYS[way][0].split()]
 
 
-def is_short_error(said: Said) -> bool:
+def is_short_error(result: Said) -> bool:
     """Return whether a command ended with a single error message of schedir."""
-    return said.code == 2 and re.match(r"\w+Error: ", said.text) is not None and is_short(said.text)
+    return (
+        result.code == 2
+        and re.match(r"\w+Error: ", result.text) is not None
+        and is_short(result.text)
+    )
 
 
 def is_short(text: str) -> bool:
@@ -64,8 +68,8 @@ def is_short(text: str) -> bool:
 def create_special_files(folder: Path, way: str) -> list[Path]:
     """Create paths that are not regular files, or that cannot be read."""
     end = WAYS[way][1]
-    names = ("pipe", "zero", "folder", "socket", "closed", "missing", "loop", "endless")
-    paths = {name: folder / f"{name}{end}" for name in names}
+    kinds = ("pipe", "zero", "folder", "socket", "closed", "missing", "loop", "endless")
+    paths = {name: folder / f"{name}{end}" for name in kinds}
     os.mkfifo(paths["pipe"])
     paths["zero"].symlink_to("/dev/zero")
     paths["folder"].mkdir()
@@ -183,8 +187,11 @@ def test_timeline_without_times_is_refused_before_unfolding(tmp_path: Path) -> N
         archive.writestr("start.npy", b"")
         archive.writestr("end.npy", b"")
     commands = [["explain", "a.timeline"], ["explain", "a.timeline", "--max-instructions=1000"]]
-    small, over_limit = confined(commands, tmp_path)
-    assert is_short_error(small) and "start.npy has 0 bytes, not 33554432" in small.text
+    without_times, over_limit = confined(commands, tmp_path)
+    assert (
+        is_short_error(without_times)
+        and "start.npy has 0 bytes, not 33554432" in without_times.text
+    )
     assert (
         is_short_error(over_limit)
         and "8388608 instructions, but a program may have at most 1000" in over_limit.text

@@ -117,8 +117,8 @@ def test_single_update_has_one_version() -> None:
 def test_too_few_microbatches_per_update_are_refused(P: int) -> None:
     with pytest.raises(OrderError, match="needs the weights") as caught:
         compile(pipedream_2bw, make_2bw_shape(P, P - 2, 4))
-    needs, gives = caught.value.sites
-    assert (needs.rank, str(needs.instr)[:4], str(gives.instr)[:4]) == (0, "F 0.", "step")
+    use, step = caught.value.sites
+    assert (use.rank, str(use.instr)[:4], str(step.instr)[:4]) == (0, "F 0.", "step")
     with pytest.raises(OrderError, match="needs the weights"):
         compile(
             one_f_one_b, PipelineShape(P, 4 * P, optimizer_steps=4)
@@ -146,9 +146,12 @@ def test_input_gradient_before_step_is_refused(schedule: Schedule) -> None:
     for delay in (0, 3):
         with pytest.raises(OrderError) as caught:
             compile(schedule, PipelineShape(4, 16, 1, optimizer_steps=4, weight_delay=delay))
-        early, late, step = caught.value.sites
-        assert (str(early.instr), early.rank, str(step.instr)) == ("I 1.4", 1, "step")
-        assert str(late.instr).startswith("W 1.") and early.index < late.index < step.index
+        early_site, late_site, step = caught.value.sites
+        assert (str(early_site.instr), early_site.rank, str(step.instr)) == ("I 1.4", 1, "step")
+        assert (
+            str(late_site.instr).startswith("W 1.")
+            and early_site.index < late_site.index < step.index
+        )
         assert "pipedream_2bw" in caught.value.hint
 
 
@@ -185,8 +188,8 @@ def test_programs_with_several_updates_run(program: Program) -> None:
 def test_weight_delay_changes_digest() -> None:
     text = to_text(PROGRAMS[0])
     assert "optimizer_steps 3  weight_delay 1  #" in text
-    other = from_text(text.replace("weight_delay 1 ", "weight_delay 2 "))
-    assert check(other).digest != PROGRAMS[0].digest
+    longer_delay = from_text(text.replace("weight_delay 1 ", "weight_delay 2 "))
+    assert check(longer_delay).digest != PROGRAMS[0].digest
 
 
 REFUSED = {

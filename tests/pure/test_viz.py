@@ -53,10 +53,13 @@ def overlapped_pairs(r: int, P: int, m: int) -> RankSchedule:
     return (lead + 1) * F + (m - lead - 1) * overlapped_pair(B, F) + (lead + 1) * B
 
 
-def as_measured(t: Timeline, second: float = 1e-3) -> Timeline:
+def as_measured(t: Timeline, seconds_per_unit: float = 1e-3) -> Timeline:
     """Return the same Timeline as if measured, in seconds and not from 0."""
     spans = t.spans.copy()
-    spans["start"], spans["end"] = spans["start"] * second + 7, spans["end"] * second + 7
+    spans["start"], spans["end"] = (
+        spans["start"] * seconds_per_unit + 7,
+        spans["end"] * seconds_per_unit + 7,
+    )
     return Timeline(t.program, spans, "measured", "s")
 
 
@@ -134,9 +137,9 @@ def test_overlapped_pair_is_one_split_box() -> None:
     high = sheet.bottom - sheet.top
     halves = np.flatnonzero((abs(high - 0.5) < 0.01) & (sheet.op <= Opcode.Backward))
     assert len(halves) == 2 * sum(int(s.joined.sum()) for s in sheet.timeline.program.streams) > 0
-    first, second = halves[::2], halves[1::2]
-    assert np.allclose(sheet.bottom[first], sheet.top[second])
-    assert (sheet.left[first] == sheet.left[second]).all()
+    first_halves, second_halves = halves[::2], halves[1::2]
+    assert np.allclose(sheet.bottom[first_halves], sheet.top[second_halves])
+    assert (sheet.left[first_halves] == sheet.left[second_halves]).all()
 
 
 def test_only_lanes_that_take_time_are_drawn() -> None:
@@ -172,8 +175,8 @@ def test_boxes_stay_in_their_row() -> None:
 def test_program_without_time_or_instructions_is_drawn(tmp_path: Path) -> None:
     without_time = simulate_schedule(F=0, I=0, W=0)
     empty: Program = from_text("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
-    none = np.empty(0)
-    for k, t in enumerate([without_time, Timeline(empty, build_spans(empty, none, none))]):
+    no_times = np.empty(0)
+    for k, t in enumerate([without_time, Timeline(empty, build_spans(empty, no_times, no_times))]):
         save(gantt(t), tmp_path / f"{k}.png")
 
 
@@ -191,8 +194,8 @@ def test_any_name_can_be_a_title(tmp_path: Path) -> None:
     figure = gantt(simulate(from_text(text)))
     assert "$\\bad${}_^%流水" in figure.axes[0].get_title("left")
     save(figure, tmp_path / "x.png")  # the font may lack some letters
-    long = simulate(from_text(text.replace("$\\bad${}_^%流水", "n" * 300)))
-    assert len(gantt(long).axes[0].get_title("left")) < 80
+    long_name = simulate(from_text(text.replace("$\\bad${}_^%流水", "n" * 300)))
+    assert len(gantt(long_name).axes[0].get_title("left")) < 80
 
 
 # ---------------------------------------------------------------- several runs in one picture
@@ -208,9 +211,9 @@ def test_compare_shares_time_axis() -> None:
 def test_compare_of_different_units_notes_scaling() -> None:
     predicted, real = simulate_schedule(), as_measured(simulate_schedule(send=0.5))
     figure = compare([predicted, real])
-    ends = [axes.get_xlim()[1] for axes in figure.axes]
-    assert ends[0] / predicted.busy.mean() == pytest.approx(ends[1] / real.busy.mean())
-    assert ends[1] == pytest.approx(real.span)
+    axis_ends = [axes.get_xlim()[1] for axes in figure.axes]
+    assert axis_ends[0] / predicted.busy.mean() == pytest.approx(axis_ends[1] / real.busy.mean())
+    assert axis_ends[1] == pytest.approx(real.span)
     assert "scaled" in figure.texts[0].get_text()
     assert [axes.get_xlabel() for axes in figure.axes] == ["time in units of cost", "time in ms"]
 

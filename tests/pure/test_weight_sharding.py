@@ -113,10 +113,10 @@ Steps = list[set[int]]
 STEPS = st.lists(st.sets(st.integers(0, 3), min_size=1, max_size=2), max_size=9)
 
 
-def list_required_stages(steps: Steps, at: int, active: int, ahead: int) -> set[int]:
+def list_required_stages(steps: Steps, position: int, active: int, ahead: int) -> set[int]:
     """Return the stages used in a step and the following ones, the nearest first, that fit."""
     nearest: dict[int, None] = {}
-    for step_stages in steps[at : at + ahead + 1]:
+    for step_stages in steps[position : position + ahead + 1]:
         nearest |= dict.fromkeys(sorted(step_stages))
     return {*[*nearest][:active]}
 
@@ -139,22 +139,24 @@ def count_fewest_stays(steps: Steps, active: int, ahead: int) -> int:
 
 
 def encode_bits(stages: set[int]) -> int:
-    return sum(1 << one for one in stages)
+    return sum(1 << stage for stage in stages)
 
 
 @given(STEPS, st.integers(2, 4), st.integers(0, 4))
 def test_unshard_count_is_minimal(steps: Steps, active: int, ahead: int) -> None:
     """Compare with brute force. Required stages are unsharded, and never more than the limit."""
     step = np.array([k for k, step_stages in enumerate(steps) for _ in step_stages], np.int64)
-    stage = np.array([one for step_stages in steps for one in sorted(step_stages)], np.int64)
+    stage = np.array(
+        [used_stage for step_stages in steps for used_stage in sorted(step_stages)], np.int64
+    )
     stays = find_stays(step, stage, active, ahead)
     assert len(stays) == count_fewest_stays(steps, active, ahead)
-    begins = [-1] * active + sorted(int(step[last]) for _, last in stays)
+    begins = [-1] * active + sorted(int(step[last_use]) for _, last_use in stays)
     for position in range(len(steps)):
         unsharded = [
-            int(stage[first])
-            for begin, (first, last) in zip(begins, stays, strict=False)
-            if begin < position <= step[last]
+            int(stage[first_use])
+            for begin, (first_use, last_use) in zip(begins, stays, strict=False)
+            if begin < position <= step[last_use]
         ]
         assert list_required_stages(steps, position, active, ahead) <= {*unsharded}
         assert len(unsharded) == len({*unsharded}) <= active
@@ -162,16 +164,16 @@ def test_unshard_count_is_minimal(steps: Steps, active: int, ahead: int) -> None
 
 def test_prefetched_unshard_overlaps_compute() -> None:
     """A prefetched unshard overlaps with the run before. Without prefetch, unshards are fewer."""
-    without_prefetch, early = (
+    without_prefetch, prefetched = (
         compile(
             schedules.interleaved, PipelineShape(4, 16, 4), dp=2, zero=3, unshard_prefetch=ahead
         )
         for ahead in (0, 1)
     )
-    assert (count_unshards(without_prefetch), count_unshards(early)) == ([18] * 4, [20] * 4)
+    assert (count_unshards(without_prefetch), count_unshards(prefetched)) == ([18] * 4, [20] * 4)
     costs = Costs(F=1, B=2, send=0.05, unshard=0.5)
-    free_span = simulate(early, replace(costs, unshard=0)).span
-    spans = [simulate(program, costs).span for program in (early, without_prefetch)]
+    free_span = simulate(prefetched, replace(costs, unshard=0)).span
+    spans = [simulate(program, costs).span for program in (prefetched, without_prefetch)]
     assert free_span < spans[0] <= free_span + 0.5 + 1e-9 < spans[1]
 
 

@@ -33,8 +33,8 @@ def simulate_schedule(
     return schedir.simulate(schedir.compile(schedule, shape, costs=costs), costs)
 
 
-def get_saved_share(advice: Advice, what: str) -> float:
-    [change] = [c for c in advice.changes if what in c.description]
+def get_saved_share(advice: Advice, phrase: str) -> float:
+    [change] = [c for c in advice.changes if phrase in c.description]
     return change.saved_share
 
 
@@ -43,15 +43,15 @@ def test_saved_shares_equal_simulations() -> None:
     program, advice = timeline.program, advise(timeline, COSTS)
     assert advice.relative_error == 0 and advice.baseline.span == timeline.span
 
-    def saved(changed: Costs) -> float:
-        return 1 - schedir.simulate(program, changed).span / timeline.span
+    def saved(changed_costs: Costs) -> float:
+        return 1 - schedir.simulate(program, changed_costs).span / timeline.span
 
     assert get_saved_share(advice, "messages") == saved(replace(COSTS, send=0))
     assert get_saved_share(advice, "reductions") == saved(replace(COSTS, reduce_grads=0))
     even = get_saved_share(advice, "F and B of stage 3 on rank 3 take 1.33x")
     assert even == pytest.approx(saved(Costs(F=1.125, B=2.25, send=0.25, reduce_grads=2)))
-    twice = simulate_schedule(one_f_one_b, COSTS, PipelineShape(4, 16))
-    assert get_saved_share(advice, "twice") == pytest.approx(1 - twice.span / timeline.span / 2)
+    doubled = simulate_schedule(one_f_one_b, COSTS, PipelineShape(4, 16))
+    assert get_saved_share(advice, "twice") == pytest.approx(1 - doubled.span / timeline.span / 2)
     assert [c.saved_share for c in advice.changes] == sorted(c.saved_share for c in advice.changes)[
         ::-1
     ]
@@ -60,8 +60,8 @@ def test_saved_shares_equal_simulations() -> None:
 def test_segment_sum_advice_equals_simulation() -> None:
     shape, costs = PipelineShape(2, 4), Costs(F=1, I=1, W=1, tp_reduce=0.9)
 
-    def of(costs: Costs, **more: Any) -> float:
-        program = schedir.compile(zb_h1, shape, tp=2, stage_segments=3, costs=costs, **more)
+    def of(costs: Costs, **options: Any) -> float:
+        program = schedir.compile(zb_h1, shape, tp=2, stage_segments=3, costs=costs, **options)
         return schedir.simulate(program, costs).span
 
     base = of(costs)
@@ -98,11 +98,13 @@ def test_advice_keeps_segments_and_chunks(cut: Any, chunks: int) -> None:
     base = of(one_f_one_b)
     for schedule in (None, one_f_one_b):  # found by its name, or given
         advice = advise(base, costs, schedule)
-        twice = of(one_f_one_b, PipelineShape(2, 8)).span
-        assert get_saved_share(advice, "twice") == pytest.approx(1 - twice / base.span / 2)
-    other = next((c for c in advice.changes if "with 1 stage per rank" in c.description), None)
-    if other is not None:
-        assert other.saved_share == pytest.approx(1 - of(zb_h1).span / base.span)
+        doubled_span = of(one_f_one_b, PipelineShape(2, 8)).span
+        assert get_saved_share(advice, "twice") == pytest.approx(1 - doubled_span / base.span / 2)
+    other_change = next(
+        (c for c in advice.changes if "with 1 stage per rank" in c.description), None
+    )
+    if other_change is not None:
+        assert other_change.saved_share == pytest.approx(1 - of(zb_h1).span / base.span)
     whats = " ".join(c.description for c in advice.changes)
     assert ("(F and B of the stage of segments 0 to 4 on rank 0 take 1.43x)" in whats) == (
         cut == ("fgfg", "g")
@@ -137,8 +139,11 @@ def test_one_more_activation_is_tried_if_possible() -> None:
     ]
     assert "a greedy order, with no more activations" in whats
     assert not any("one more activation" in description for description in whats)
-    far = Costs(F=1, B=2, send=0.5)
-    whats = [c.description for c in advise(simulate_schedule(one_f_one_b, far), far).changes]
+    slow_messages = Costs(F=1, B=2, send=0.5)
+    whats = [
+        c.description
+        for c in advise(simulate_schedule(one_f_one_b, slow_messages), slow_messages).changes
+    ]
     assert any("one more activation" in description for description in whats)
 
 
@@ -175,9 +180,9 @@ def test_advice_keeps_compile_options(
         program = schedir.compile(schedule, PipelineShape(4, microbatches), costs=costs, **how)
         return schedir.simulate(program, costs)
 
-    timeline, twice = run(8), run(16)
+    timeline, doubled = run(8), run(16)
     saved = get_saved_share(advise(timeline, costs), "twice")
-    assert saved == pytest.approx(1 - twice.span / timeline.span / 2)
+    assert saved == pytest.approx(1 - doubled.span / timeline.span / 2)
 
 
 def test_advice_keeps_optimizer_steps() -> None:
@@ -243,18 +248,18 @@ def test_gain_below_simulation_error_is_omitted(
 def test_slow_stage_is_named_besides_longest_awaited(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = run_command(capsys, "explain", "one_f_one_b", "--costs=F=1:1:4:1,B=2:2:8:2")
-    slow, awaited = words.splitlines()[1:3]
+    output = run_command(capsys, "explain", "one_f_one_b", "--costs=F=1:1:4:1,B=2:2:8:2")
+    slow, awaited = output.splitlines()[1:3]
     assert slow == "slow stage: B of stage 2 on rank 2 takes 2.29x the mean of all B"
     assert awaited.startswith("longest awaited: B of stage 1 on rank 1")
     assert awaited.endswith("it takes 0.57x the mean of all B")
-    words = run_command(capsys, "explain", "one_f_one_b", "--costs=F=1,B=2")
-    assert "takes" not in next(line for line in words.splitlines() if "longest awaited" in line)
+    output = run_command(capsys, "explain", "one_f_one_b", "--costs=F=1,B=2")
+    assert "takes" not in next(line for line in output.splitlines() if "longest awaited" in line)
 
 
 def test_help_defines_each_idle_cause(capsys: pytest.CaptureFixture[str]) -> None:
-    words = run_command(capsys, "explain", "--help")
-    assert all(f"\n  {cause.text:11} " in words for cause in IdleCause)
+    output = run_command(capsys, "explain", "--help")
+    assert all(f"\n  {cause.text:11} " in output for cause in IdleCause)
 
 
 def test_explain_prints_idle_shares_of_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,8 +290,8 @@ def test_calibrate_reports_share_of_host_delay(
     spans = predicted.spans.copy()  # a delay of the host before each compute
     spans["end"] *= 2
     spans["start"] *= 2
-    late = (spans["op"] == FORWARD) & (spans["rank"] == 1)
-    spans["start"][late] += 0.5 * (spans["end"] - spans["start"])[late]
+    delayed = (spans["op"] == FORWARD) & (spans["rank"] == 1)
+    spans["start"][delayed] += 0.5 * (spans["end"] - spans["start"])[delayed]
     run = replace(predicted, spans=spans, kind="measured", unit="s")
     schedir.save_timeline(run, tmp_path / "x.timeline")
     assert main(["calibrate", str(tmp_path / "x.timeline")]) == 0
@@ -317,8 +322,8 @@ def test_explain_command(
     *_, nothing, last_line = run_command(capsys, "explain", "gpipe", "--ranks=1").splitlines()
     assert nothing.endswith("by simulation") and last_line.endswith("saves nothing")
     assert '"imbalance"' in run_command(capsys, "explain", "gpipe", "--json")
-    large = run_command(capsys, "explain", "gpipe", "--ranks=16", "--microbatches=1100")
-    assert "instructions are not tried" in large
+    large_run = run_command(capsys, "explain", "gpipe", "--ranks=16", "--microbatches=1100")
+    assert "instructions are not tried" in large_run
 
     measured = replace(simulate_schedule(one_f_one_b, COSTS), kind="measured", unit="s")
     schedir.save_timeline(measured, "x.timeline")

@@ -26,11 +26,11 @@ def is_visible(query: int, key: int, axis: Axis) -> bool:
         leader = (query // stride) * stride + stride - 1
         return key <= query and key > leader - window
     window = min(window, length)  # NATTEN refuses longer ones
-    left_side, right = window // 2, window // 2 + window % 2 - 1
+    left_side, right_side = window // 2, window // 2 + window % 2 - 1
     leader = min((query // stride) * stride + stride // 2, length - 1)
     start = max(leader - left_side, 0)
-    if leader + right >= length:
-        start += length - right - leader - 1
+    if leader + right_side >= length:
+        start += length - right_side - leader - 1
     return start <= key < start + window
 
 
@@ -38,27 +38,29 @@ Case = tuple[Axis, int, int]
 
 
 @st.composite
-def cases(draw: st.DrawFn, most: int, causal: bool | None = None) -> Case:
-    length, window = draw(st.integers(1, most)), draw(st.integers(1, most + 3))
+def cases(draw: st.DrawFn, max_length: int, causal: bool | None = None) -> Case:
+    length, window = draw(st.integers(1, max_length)), draw(st.integers(1, max_length + 3))
     stride, flag = draw(st.integers(1, window)), draw(st.booleans())
     axis = Axis(length, window, stride, flag if causal is None else causal)
-    return axis, draw(st.integers(1, most)), draw(st.integers(1, most))
+    return axis, draw(st.integers(1, max_length)), draw(st.integers(1, max_length))
 
 
-def compute_grid_by_pairs(found: list[Case]) -> tuple[np.ndarray[Any, Any], int]:
+def compute_grid_by_pairs(axis_cases: list[Case]) -> tuple[np.ndarray[Any, Any], int]:
     """Return the grid, and the number of seen pairs, by testing every query with every key."""
-    lengths = [axis.length for axis, _, _ in found]
-    counts = [[-(-axis.length // t) for t in tile_sizes] for axis, *tile_sizes in found]
+    lengths = [axis.length for axis, _, _ in axis_cases]
+    counts = [[-(-axis.length // t) for t in tile_sizes] for axis, *tile_sizes in axis_cases]
     shape = tuple(prod(c[k] for c in counts) for k in (0, 1))
     any_visible, all_of = np.zeros(shape, bool), np.ones(shape, bool)
     pairs = 0
     for query in product(*map(range, lengths)):
         for key in product(*map(range, lengths)):
             is_pair_visible = all(
-                is_visible(i, j, c[0]) for i, j, c in zip(query, key, found, strict=True)
+                is_visible(i, j, c[0]) for i, j, c in zip(query, key, axis_cases, strict=True)
             )
             row = column = 0
-            for i, j, (_, q, kv), (rows, columns) in zip(query, key, found, counts, strict=True):
+            for i, j, (_, q, kv), (rows, columns) in zip(
+                query, key, axis_cases, counts, strict=True
+            ):
                 row, column = row * rows + i // q, column * columns + j // kv
             any_visible[row, column] |= is_pair_visible
             all_of[row, column] &= is_pair_visible
@@ -66,11 +68,11 @@ def compute_grid_by_pairs(found: list[Case]) -> tuple[np.ndarray[Any, Any], int]
     return any_visible.astype(int) + (any_visible & all_of), pairs
 
 
-def compute_case_tiles(found: list[Case], **other: Any) -> Any:
-    axes, q_tiles, kv_tiles = zip(*found, strict=True)
+def compute_case_tiles(axis_cases: list[Case], **overrides: Any) -> Any:
+    axes, q_tiles, kv_tiles = zip(*axis_cases, strict=True)
     options: dict[str, Any] = {"q_tile": q_tiles, "kv_tile": kv_tiles}
     options |= {name: [getattr(a, name) for a in axes] for name in ("length", "window", "stride")}
-    return compute_tiles(causal=[a.causal for a in axes], **(options | other))
+    return compute_tiles(causal=[a.causal for a in axes], **(options | overrides))
 
 
 @given(
@@ -207,7 +209,7 @@ def test_picture_shows_each_tile() -> None:
         assert kinds.shape == tiles.grid.shape
         assert (np.maximum(kinds - 1, 0) == tiles.grid).all()
         assert (kinds > 0).sum() == tiles.dense_count
-    large = compute_tiles(10**4, 64, q_tile=1, kv_tile=1)
-    for wrong in ((), (causal, large)):
+    large_tiles = compute_tiles(10**4, 64, q_tile=1, kv_tile=1)
+    for wrong in ((), (causal, large_tiles)):
         with pytest.raises(UsageError):
             viz.window_tiles(*wrong)

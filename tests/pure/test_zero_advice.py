@@ -30,8 +30,8 @@ COSTS = Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.5, reduce_grads=1, step=2)
 SIZES = Sizes(activation=1e7, saved=1e8, params=1e9, grads=1e9, optimizer=6e9)
 
 
-def simulate_zero(zero: int, sizes: Sizes | None = SIZES, dp: int = 4, **more: Any) -> Timeline:
-    program = compile(schedules.interleaved, PLAN, dp=dp, zero=zero, **more)
+def simulate_zero(zero: int, sizes: Sizes | None = SIZES, dp: int = 4, **options: Any) -> Timeline:
+    program = compile(schedules.interleaved, PLAN, dp=dp, zero=zero, **options)
     return simulate(program, COSTS, sizes=sizes)
 
 
@@ -56,8 +56,8 @@ def test_changes_are_simulated_and_undominated(zero: int) -> None:
     current, held = advice.current, advice.memory_changes
     assert current.run.span == run.span and get_peak(current) == run.peak_memory.max()
     assert held
-    for one in held:
-        program = one.run.program
+    for change in held:
+        program = change.run.program
         assert program.proofs and (program.zero, program.reduce_scatter_at) in {
             (0, "update_end"), (1, "update_end"), (2, "update_end"), (2, "each_backward"),
             (3, "update_end"), (3, "each_backward"),
@@ -65,10 +65,14 @@ def test_changes_are_simulated_and_undominated(zero: int) -> None:
         resimulated = simulate(
             program, adjust_for_zero(COSTS, run.program, program.zero, SIZES), sizes=SIZES
         )
-        assert (resimulated.span, resimulated.peak_memory.max()) == (one.run.span, get_peak(one))
-        assert one.run.span < current.run.span or get_peak(one) < get_peak(current)
+        assert (resimulated.span, resimulated.peak_memory.max()) == (
+            change.run.span,
+            get_peak(change),
+        )
+        assert change.run.span < current.run.span or get_peak(change) < get_peak(current)
         assert not any(
-            other.run.span < one.run.span and get_peak(other) <= get_peak(one) for other in held
+            other_change.run.span < change.run.span and get_peak(other_change) <= get_peak(change)
+            for other_change in held
         )
 
 
@@ -77,21 +81,21 @@ def test_advice_stays_within_memory_limit() -> None:
     run = simulate_zero(3, unsharded_stages=1)
     changes = advise(run, COSTS).memory_changes
     high = 1.1 * max(map(get_peak, changes))
-    assert [one.description for one in advise(run, COSTS, memory_limit=high).memory_changes] == [
-        one.description for one in changes
-    ]
+    assert [
+        change.description for change in advise(run, COSTS, memory_limit=high).memory_changes
+    ] == [change.description for change in changes]
     fitting_changes = advise(run, COSTS, memory_limit=run.peak_memory.max()).memory_changes
-    assert all(get_peak(one) <= run.peak_memory.max() for one in fitting_changes) and len(
+    assert all(get_peak(change) <= run.peak_memory.max() for change in fitting_changes) and len(
         fitting_changes
     ) < len(changes)
 
 
 def test_advice_needs_replicas_and_sizes() -> None:
-    def levels(here: Timeline, costs: Costs = COSTS) -> list[str]:
+    def levels(timeline: Timeline, costs: Costs = COSTS) -> list[str]:
         return [
-            one.description
-            for one in advise(here, costs).memory_changes
-            if "zero" in one.description
+            change.description
+            for change in advise(timeline, costs).memory_changes
+            if "zero" in change.description
         ]
 
     assert levels(simulate_zero(3, dp=1)) == []
@@ -103,9 +107,9 @@ def test_advice_needs_replicas_and_sizes() -> None:
 def test_advice_without_sizes_compares_time() -> None:
     advice = advise(simulate_zero(3, sizes=None, unsharded_stages=1), COSTS)
     assert advice.memory_changes and all(
-        one.run.span < advice.baseline.span for one in advice.memory_changes
+        change.run.span < advice.baseline.span for change in advice.memory_changes
     )
-    assert not any("GB" in one.describe() for one in advice.memory_changes)
+    assert not any("GB" in change.describe() for change in advice.memory_changes)
 
 
 # ---------------------------------------------------------------- costs of another level
@@ -122,10 +126,12 @@ def test_all_reduce_costs_reduce_scatter_and_gather(
     assert costs.reduce_scatter == costs.unshard == pytest.approx(whole / 2)
     assert costs.step == pytest.approx(step / dp)
     without_all_reduce = replace(costs, reduce_grads=None)
-    back = adjust_for_zero(
+    all_reduce_costs = adjust_for_zero(
         without_all_reduce, compile(schedules.gpipe, PipelineShape(2, 2), dp=dp, zero=zero), 0
     )
-    assert back.reduce_grads == pytest.approx(whole) and back.step == pytest.approx(step)
+    assert all_reduce_costs.reduce_grads == pytest.approx(
+        whole
+    ) and all_reduce_costs.step == pytest.approx(step)
     assert adjust_for_zero(plain, program, 0) == plain
 
 
@@ -144,10 +150,10 @@ def test_unsharded_stages_are_limited_to_stages_of_rank() -> None:
     program = compile(schedules.interleaved, PLAN, dp=2, zero=3, unsharded_stages=2)
     lowering = Lowering(program, "per_device")
     assert lowering.options["unsharded_stages"] == 2
-    other = lowering.compile_draft(
+    recompiled = lowering.compile_draft(
         expand_schedule(schedules.one_f_one_b, PipelineShape(2, 6)), COSTS
     )
-    assert other.zero == 3 and [slots.unsharded_params for slots in other.slots] == [1, 1]
+    assert recompiled.zero == 3 and [slots.unsharded_params for slots in recompiled.slots] == [1, 1]
 
 
 @pytest.mark.parametrize("command", ["recommend", "compare one_f_one_b interleaved"])
@@ -180,8 +186,8 @@ def test_explain_prints_zero_changes(capsys: pytest.CaptureFixture[str]) -> None
     assert SAID in run_command(capsys, *shape)
     facts = json.loads(run_command(capsys, *shape, "--json"))
     assert facts["current"]["span"] == 70 and facts["fits_memory"]
-    could = [(row["description"], row["span"]) for row in facts["memory_changes"]]
-    assert could == [
+    change_spans = [(row["description"], row["span"]) for row in facts["memory_changes"]]
+    assert change_spans == [
         ('zero=1, reduce_scatter_at="update_end"', 60), ("looped_bfs, breadth-first", 62),
         ('reduce_scatter_at="each_backward"', 70)
     ]  # fmt: skip

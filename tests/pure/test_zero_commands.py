@@ -168,8 +168,8 @@ def test_found_program_is_relowered_with_zero(
     monkeypatch.chdir(tmp_path)
     shape = ("--ranks=2", "--microbatches=4", "--max-evaluations=1")
     run_command(capsys, "search", *shape, "-o", "found.sched")
-    words = ("--relower", "-O", "dp=2", "-O", "zero=3")
-    facts = json.loads(run_command(capsys, "simulate", "found.sched", *words, "--json"))
+    options = ("--relower", "-O", "dp=2", "-O", "zero=3")
+    facts = json.loads(run_command(capsys, "simulate", "found.sched", *options, "--json"))
     assert (facts["zero"], facts["unshards"]) == (3, [1, 1])
 
 

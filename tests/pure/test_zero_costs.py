@@ -42,8 +42,8 @@ ZOO = {
 
 
 @cache
-def compile_zero(name: str, **traits: object) -> Program:
-    return compile(getattr(schedules, name), ZOO[name], **traits)  # type: ignore[arg-type]
+def compile_zero(name: str, **attributes: object) -> Program:
+    return compile(getattr(schedules, name), ZOO[name], **attributes)  # type: ignore[arg-type]
 
 
 def cluster(nodes: int = 1, gpus_per_node: int = 4, latency: float = 0.0) -> Cluster:
@@ -89,13 +89,13 @@ def test_sent_bytes_match_instructions(name: str) -> None:
         (3, "each_backward"),
     ):
         program = compile_zero(name, dp=4, zero=zero, reduce_scatter_at=reduce, tp=2)
-        once = {"unshard": 2e9, "reduce_scatter": 4e9, "reduce_grads": 8e9}
+        sent_per_op = {"unshard": 2e9, "reduce_scatter": 4e9, "reduce_grads": 8e9}
         expected = np.zeros((len(Lane), program.shape.ranks))
         for rank, stream in enumerate(program.streams):
             for i in stream:
                 if i.op.name in ("Unshard", "ReduceScatter", "ReduceGrads"):
                     lane = Lane.PARAMS if i.op is Opcode.Unshard else Lane.DP
-                    expected[lane, rank] += once[str(i).split()[0]] * 3 / 4
+                    expected[lane, rank] += sent_per_op[str(i).split()[0]] * 3 / 4
                 if (
                     i.op is Opcode.ReduceReplicatedStages
                 ):  # two holders exchange the part that each has
@@ -143,12 +143,12 @@ def test_simulate_prints_sent_bytes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unshard_and_reduce_scatter_cost_half_all_reduce() -> None:
     """Replicas share a node or have a node each, and the time is that of the link they cross."""
     for nodes, gpus_per_node, link in ((1, 8, 300e9), (2, 4, 20e9)):
-        near, shape = cluster(nodes, gpus_per_node, 1e-5), PipelineShape(4, 8)
-        plain = near.fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2)
+        near_cluster, shape = cluster(nodes, gpus_per_node, 1e-5), PipelineShape(4, 8)
+        plain = near_cluster.fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2)
         assert plain.unshard is None and plain.reduce_scatter is None
         assert plain.reduce_grads == pytest.approx(2 * (1e-5 + 4e9 / 2 / link))
         for zero in (1, 2, 3):
-            costs = near.fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
+            costs = near_cluster.fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
             assert costs.unshard == pytest.approx(1e-5 + 2e9 / 2 / link)
             assert costs.reduce_scatter == pytest.approx(1e-5 + 4e9 / 2 / link)
             assert costs.reduce_grads is None  # it has no all-reduce
@@ -280,5 +280,5 @@ def test_advice_keeps_zero_level() -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 4), dp=2, zero=3)
     costs = Costs(F=1, B=2, unshard=100)
     changes = advise(simulate(program, costs), costs).changes
-    other = max(c.saved_share for c in changes if "gathers of weights" not in c.description)
-    assert other < 0.6  # twice as many microbatches have as many gathers
+    other_share = max(c.saved_share for c in changes if "gathers of weights" not in c.description)
+    assert other_share < 0.6  # twice as many microbatches have as many gathers

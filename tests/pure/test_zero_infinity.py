@@ -53,8 +53,8 @@ def test_figure_2a_matches_equations(
         zi.largest_operator_bytes(hidden) / GiB,
         zi.activation_working_bytes(hidden, heads, K, 4) / GiB,
     )
-    for ours, theirs in zip(computed, told, strict=True):
-        assert theirs is None or abs(ours - theirs) < 0.00501
+    for computed_value, published_value in zip(computed, told, strict=True):
+        assert published_value is None or abs(computed_value - published_value) < 0.00501
 
 
 @given(nl=SIZE, hd=SIZE, seq=SIZE, bsz=SIZE, ci=SIZE, heads=SIZE, bw=RATE)
@@ -76,8 +76,8 @@ def test_equations_match_paper(
         24 * hd * ci: ait,
         ait * bw / (ait * bw + PEAK): zi.compute_efficiency(ait, bw, PEAK),
     }
-    for theirs, ours in printed.items():
-        assert ours == pytest.approx(theirs, rel=1e-12)
+    for printed_value, computed_value in printed.items():
+        assert computed_value == pytest.approx(printed_value, rel=1e-12)
 
 
 @given(SIZE, SIZE, st.integers(1, 64), st.integers(1, 64))
@@ -85,8 +85,8 @@ def test_bytes_and_operations_match_other_papers(
     layers: int, hidden: int, sequence: int, batch: int
 ) -> None:
     """They equal the checkpoint of arXiv 2205.05198, the states of 1910.02054, and the planner."""
-    one = schedir.activation_bytes_per_layer(sequence, batch, hidden, 1, recompute="full")
-    assert zi.checkpoint_bytes(layers, hidden, sequence, batch) == layers * one
+    layer_bytes = schedir.activation_bytes_per_layer(sequence, batch, hidden, 1, recompute="full")
+    assert zi.checkpoint_bytes(layers, hidden, sequence, batch) == layers * layer_bytes
     psi = zi.count_parameters(layers, hidden)
     states = schedir.zero_model_states(2 * psi, 2 * psi, 16 * psi, zero=0, dp=1)
     assert zi.zero_model_states(layers, hidden) == pytest.approx(states.total)
@@ -133,12 +133,12 @@ def compile_checkpoint_offload(
     """
     lead = min(lead, microbatches)
     out = "  F 0.{0}\n  offload 0.{0}\n" + "  spill 0.{0}\n" * disk
-    back = "  fetch 0.{0}\n" * disk + "  reload 0.{0}\n"
+    load_text = "  fetch 0.{0}\n" * disk + "  reload 0.{0}\n"
     text = "".join(out.format(k) for k in range(lead))
     ahead = min(slots - 1, 2)
-    text += "".join(back.format(k) for k in range(min(ahead, microbatches)))
+    text += "".join(load_text.format(k) for k in range(min(ahead, microbatches)))
     for k in range(microbatches):
-        text += back.format(k + ahead) if k + ahead < microbatches else ""
+        text += load_text.format(k + ahead) if k + ahead < microbatches else ""
         text += f"  R 0.{k}\n  B 0.{k}\n"
         text += out.format(lead + k) if lead + k < microbatches else ""
     head, _, _ = to_text(compile(schedules.gpipe, PipelineShape(1, microbatches))).partition(
@@ -172,12 +172,12 @@ def test_equation_6_is_exact_with_one_slot(hidden: int, bandwidth: float) -> Non
     Each F waits for the offload that frees the slot, each reload for the previous B, and each R
     for its reload.
     """
-    theirs = zi.compute_efficiency(zi.intensity_of_checkpoints(hidden), bandwidth, PEAK)
+    published = zi.compute_efficiency(zi.intensity_of_checkpoints(hidden), bandwidth, PEAK)
     for microbatches in (1, 2, 7, 64):
-        ours = measure_efficiency(
+        measured = measure_efficiency(
             compile_checkpoint_offload(microbatches, microbatches, 1), hidden, bandwidth
         )
-        assert ours == pytest.approx(theirs, rel=1e-9)
+        assert measured == pytest.approx(published, rel=1e-9)
 
 
 @pytest.mark.parametrize(("hidden", "bandwidth"), CASES)
@@ -186,17 +186,18 @@ def test_efficiency_with_many_slots_reaches_overlapped_limit(hidden: int, bandwi
 
     Transfers in both directions use the one lane of the disk, since the paper has one bandwidth.
     """
-    theirs = zi.compute_efficiency(
+    published = zi.compute_efficiency(
         zi.intensity_of_checkpoints(hidden), bandwidth, PEAK, overlapped=True
     )
     errors = []
     for microbatches in (32, 128, 512):
-        ours = measure_efficiency(
+        measured = measure_efficiency(
             compile_checkpoint_offload(microbatches, 6, 8, disk=True), hidden, bandwidth, disk=True
         )
-        errors.append(abs(ours / theirs - 1))
+        errors.append(abs(measured / published - 1))
     assert errors[2] < 0.01 and errors[2] <= errors[1] <= errors[0]
-    if theirs < 1:  # the ends do not overlap, and their share falls with the number of microbatches
+    # The ends do not overlap, and their share falls with the number of microbatches.
+    if published < 1:
         assert errors[0] > 3 * errors[1] > 9 * errors[2] > 0
 
 
@@ -204,9 +205,9 @@ def test_efficiency_with_many_slots_reaches_overlapped_limit(hidden: int, bandwi
 def test_two_lanes_equal_one_of_twice_bandwidth(hidden: int, bandwidth: float) -> None:
     """The host's two lanes run in parallel, and equal amounts go in each direction."""
     ait = zi.intensity_of_checkpoints(hidden)
-    theirs = zi.compute_efficiency(ait, 2 * bandwidth, PEAK, overlapped=True)
-    ours = measure_efficiency(compile_checkpoint_offload(512, 6, 8), hidden, bandwidth)
-    assert ours == pytest.approx(theirs, rel=0.01)
+    published = zi.compute_efficiency(ait, 2 * bandwidth, PEAK, overlapped=True)
+    measured = measure_efficiency(compile_checkpoint_offload(512, 6, 8), hidden, bandwidth)
+    assert measured == pytest.approx(published, rel=0.01)
 
 
 @pytest.mark.parametrize(

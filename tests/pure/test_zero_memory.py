@@ -77,13 +77,13 @@ def list_predicted_bytes(program: Program, sizes: Sizes, name: str, rank: int) -
     )
     bytes_of, running_bytes = footprint.dynamic_memory[name][1], []
     for k in range(len(joined)):
-        first = last = k
-        while joined[first]:
-            first -= 1
-        while last + 1 < len(joined) and joined[last + 1]:
-            last += 1
-        began = (footprint.positions < first) | footprint.is_at_start & (
-            footprint.positions <= last
+        group_first = group_last = k
+        while joined[group_first]:
+            group_first -= 1
+        while group_last + 1 < len(joined) and joined[group_last + 1]:
+            group_last += 1
+        began = (footprint.positions < group_first) | footprint.is_at_start & (
+            footprint.positions <= group_last
         )
         running_bytes.append(float(bytes_of[np.flatnonzero(began)[-1]]))
     return running_bytes
@@ -111,7 +111,7 @@ def test_unsharded_memory_matches_hand_count(
         name: np.array(data.draw(stage_sizes), float) for name in ("params", "grads", "optimizer")
     }
     sizes = Sizes(**{name: tuple((4 * size).tolist()) for name, size in shard_sizes.items()})
-    late = compute_footprints(program, sizes, worst_case=True)
+    worst_case = compute_footprints(program, sizes, worst_case=True)
     time = data.draw(costs(draft.shape))
     slow = replace(time, **{op: float(rng.randrange(9)) for op in ("unshard", "reduce_scatter")})
     curves = simulate(program, slow, sizes=sizes).memory
@@ -126,13 +126,13 @@ def test_unsharded_memory_matches_hand_count(
                 assert name not in footprint.dynamic_memory
                 continue
             assert list_predicted_bytes(program, sizes, name, rank) == unsharded_bytes
-            max_bytes = late[rank].dynamic_memory[name][1].max()  # whatever the timing
+            max_bytes = worst_case[rank].dynamic_memory[name][1].max()  # whatever the timing
             assert (
                 max(unsharded_bytes) <= max_bytes and curves[rank].by_kind[name].max() <= max_bytes
             )
             assert (
                 max(footprint.total_bytes.max(), curves[rank].total.max())
-                <= late[rank].total_bytes.max()
+                <= worst_case[rank].total_bytes.max()
             )
         static_sizes = {name: size for name, (_, size) in footprint.static_memory.items()}
         for name, sharded_name, level in (
@@ -259,7 +259,7 @@ def test_simulate_prints_sharded_memory(capsys: pytest.CaptureFixture[str]) -> N
     command += ["--stages-per-rank", "2", "-O", "zero=3", "--json", "--sizes"]
     assert main([*command, "saved=10,params=160,grads=160,optimizer=480:480:80:80"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    names = ("sharded_weights", "sharded_gradients", "sharded_optimizer_state")
-    assert [facts[name] for name in names] == [[80, 80], [80, 80], [140, 140]]
+    keys = ("sharded_weights", "sharded_gradients", "sharded_optimizer_state")
+    assert [facts[name] for name in keys] == [[80, 80], [80, 80], [140, 140]]
     assert facts["unsharded_weights"] == facts["unsharded_gradients"] == [320, 320]
     assert main([*command, "weights=10"]) == 2

@@ -25,8 +25,8 @@ COST = st.sampled_from([0.0, 0.25, 1.0, 3.0])
 
 
 def simulate_zero(name: str, zero: int = 3, active: int | None = None, **costs: float) -> Timeline:
-    more: dict[str, Any] = {} if active is None or zero < 3 else {"unsharded_stages": active}
-    program = compile(getattr(schedules, name), ZOO[name], dp=2, zero=zero, **more)
+    options: dict[str, Any] = {} if active is None or zero < 3 else {"unsharded_stages": active}
+    program = compile(getattr(schedules, name), ZOO[name], dp=2, zero=zero, **options)
     return simulate(program, Costs(F=1, B=2, **costs))
 
 
@@ -67,8 +67,8 @@ def test_chart_and_legend_name_lane_and_band(palette: str) -> None:
     assert texts.count("params") == texts.count("unsharded") == 1
     assert [t for t in texts if t in {"s0", "s1", "s2", "s3"}][-6:] != []
     (legend,) = figure.legends
-    names = [t.get_text() for t in legend.get_texts()]
-    assert names[-2:] == ["gathers of weights", "unsharded weights"]
+    legend_names = [t.get_text() for t in legend.get_texts()]
+    assert legend_names[-2:] == ["gathers of weights", "unsharded weights"]
 
 
 def test_chart_without_lanes_has_no_bands() -> None:
@@ -83,9 +83,9 @@ def test_html_page_has_bands() -> None:
     run = simulate_zero("interleaved", active=2, unshard=0.5)
     text = viz.html(run)
     data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
-    (one,) = data["runs"]
-    assert one["bandRows"] == 2 and len(data["unshardedStages"]["light"]) == 3
-    assert one["columns"]["bandRank"][2] == len(find_unsharded_intervals(run).rank)
+    (page_run,) = data["runs"]
+    assert page_run["bandRows"] == 2 and len(data["unshardedStages"]["light"]) == 3
+    assert page_run["columns"]["bandRank"][2] == len(find_unsharded_intervals(run).rank)
     assert data["unshardedStages"]["name"] == "unsharded weights"
     assert data["lanes"][Lane.PARAMS] == "params"
 

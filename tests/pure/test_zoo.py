@@ -214,8 +214,8 @@ def test_two_directions_are_symmetric() -> None:
             for r, stream in enumerate(program.streams):
                 mirrored = [(op, s, (mb + m // 2) % m) for op, s, mb in stream]
                 assert mirrored == [*program.streams[P - 1 - r]]
-                first = {r, 2 * P - 1 - r}  # the rank's stages in the first direction
-                assert {(mb < m // 2) == (s in first) for _, s, mb in stream} == {True}
+                first_direction = {r, 2 * P - 1 - r}  # the rank's stages in the first direction
+                assert {(mb < m // 2) == (s in first_direction) for _, s, mb in stream} == {True}
 
 
 @pytest.mark.parametrize(("schedule", "more"), [(chimera, 0), (bitpipe, 1)])
@@ -394,8 +394,8 @@ def test_interleaved_needs_loop_placement(schedule: Schedule) -> None:
 def test_gpipe_has_longest_span_and_most_in_flight() -> None:
     """GPipe has the longest span and the largest number of microbatches in flight."""
     shape = PipelineShape(4, 8)
-    last = run(gpipe, shape, Costs())
+    gpipe_run = run(gpipe, shape, Costs())
     for schedule in (one_f_one_b, eager_1f1b, zb_h1, zb_h2):
         timeline = run(schedule, shape, Costs())
-        assert timeline.span <= last.span
-        assert timeline.peak_in_flight.max() <= last.peak_in_flight.max()
+        assert timeline.span <= gpipe_run.span
+        assert timeline.peak_in_flight.max() <= gpipe_run.peak_in_flight.max()
