@@ -26,7 +26,7 @@ FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 
 @pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
+def fill_empty_with_nan() -> Iterator[None]:
     """Make torch.empty return NaN, so that numbers no kernel wrote fail the test."""
     pytest.importorskip("triton")
     torch.use_deterministic_algorithms(True)
@@ -172,7 +172,7 @@ def test_cuda_graph_replays_kernels() -> None:
     weight, bias = (make_random(n, dtype=torch.bfloat16, seed=s) for s in (4, 5))
     targets = torch.arange(64, device="cuda") * 7 % n
 
-    def run() -> list[Tensor]:
+    def run_kernels() -> list[Tensor]:
         inputs = make_leaves(x, residual, weight, bias)
         h, y = add_layer_norm(inputs[0], inputs[1], inputs[2], inputs[3])
         z = bias_gelu(y, inputs[3])
@@ -180,13 +180,13 @@ def test_cuda_graph_replays_kernels() -> None:
         torch.autograd.backward((h, z, loss), (dh, dy, torch.ones_like(loss)))
         return [h.detach(), loss.detach(), *(t.grad for t in inputs if t.grad is not None)]
 
-    run()  # compiles
+    run_kernels()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = run()
+        captured = run_kernels()
     x.copy_(make_random(64, n, dtype=torch.bfloat16, seed=9))
     graph.replay()
-    for replayed, recomputed in zip(captured, run(), strict=True):
+    for replayed, recomputed in zip(captured, run_kernels(), strict=True):
         assert torch.equal(replayed, recomputed)
 
 

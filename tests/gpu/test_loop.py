@@ -30,7 +30,7 @@ from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 from tests.cpu.train_command import ALONE, CONFIG, alone, losses
 from tests.gpu.shared import no_wait
 
-LONG = 2_000_000_000  # cycles, about a second
+LONG_CYCLES = 2_000_000_000  # cycles, about a second
 
 pytestmark = [
     pytest.mark.usefixtures("real_gpu"),
@@ -43,7 +43,7 @@ def test_async_scalar_copy_does_not_block_host() -> None:
     readings = AsyncScalarBuffer(device, 2, 2)
     numbers = torch.tensor([1.5, math.nan], dtype=torch.float64, device=device)
     with no_wait():
-        torch.cuda._sleep(LONG)
+        torch.cuda._sleep(LONG_CYCLES)
         first_copy = readings.copy(numbers)
         second_copy = readings.copy(numbers + 1)
         assert not first_copy.row.copy_event.query()
@@ -58,7 +58,7 @@ def test_prefetched_batches_are_ordered_without_host_wait() -> None:
     ) as prefetch:
         for step in range(8):
             with no_wait():
-                torch.cuda._sleep(LONG // 100)
+                torch.cuda._sleep(LONG_CYCLES // 100)
                 prefetched = prefetch.take(step)
             expected = source.read_batch(4 * step, 4)
             assert torch.equal(prefetched.inputs.cpu(), expected[0][2:])
@@ -87,11 +87,11 @@ def test_stall_error_names_hanging_instruction() -> None:
     k = executor.state.index_of[Instr(Opcode.Forward, 1, 1)]
     wait, run_it = executor.runner.calls[k]
 
-    def hangs() -> None:
-        torch.cuda._sleep(2 * LONG)
+    def run_after_hang() -> None:
+        torch.cuda._sleep(2 * LONG_CYCLES)
         run_it()
 
-    executor.runner.calls[k] = Call(wait, hangs)
+    executor.runner.calls[k] = Call(wait, run_after_hang)
     world.step(inputs, targets, scale)
     sleep(0.5)  # the rest of the step ends much earlier
     stall_sites = []
@@ -114,13 +114,13 @@ def test_unreported_step_has_no_host_wait(
     config.write_text(CONFIG.format(text=text))
     issue = StepQueue.issue
 
-    def guarded(self: StepQueue, *args: Any) -> None:
+    def issue_without_host_wait(self: StepQueue, *args: Any) -> None:
         if self.last_issued_step < 2:
             return issue(self, *args)
         with no_wait():
             return issue(self, *args)
 
-    monkeypatch.setattr(StepQueue, "issue", guarded)
+    monkeypatch.setattr(StepQueue, "issue", issue_without_host_wait)
     sets = ["train.log_every=100", "output.record=false", f"train.precision={precision}"]
     cuda = [*ALONE, *sets, "train.device=cuda", f'output.dir="{tmp_path / "gpu"}"']
     assert run(str(config), cuda) == 0

@@ -96,10 +96,10 @@ def compute_eager_gradients(rank: int, *arguments: Any) -> list[Gradients]:
     return [*results, copy_gradients(executor)]
 
 
-WAYS = [("per_edge", None), ("per_edge", "minimal"), ("grouped", None)]
+TRANSPORT_OPTIONS = [("per_edge", None), ("per_edge", "minimal"), ("grouped", None)]
 
 
-@pytest.mark.parametrize(("kind", "buffer_sharing"), WAYS)
+@pytest.mark.parametrize(("kind", "buffer_sharing"), TRANSPORT_OPTIONS)
 @pytest.mark.parametrize(("schedule", "shape"), PLANS)
 def test_eager_gradients_match_cpu(
     kind: Kind,

@@ -34,8 +34,8 @@ from tests.cpu.gloo_processes import run_fresh as run
 from tests.cpu.tiny_stages import batch, gpt_executor, own_batch
 from tests.gpu.shared import REHEARSED, make_transport, no_wait, share_gpu, wait_for_device
 
-HANG = 100_000_000_000  # cycles, about a minute
-PATIENCE = 10.0  # seconds, of the watchdog
+HANG_CYCLES = 100_000_000_000  # cycles, about a minute
+WATCHDOG_SECONDS = 10.0  # seconds, of the watchdog
 
 
 class Case(NamedTuple):
@@ -197,16 +197,16 @@ def run_failing_step(rank: int, folder: str, failure: str) -> None:
         k = executor.state.index_of[Instr(Opcode.Forward, 1, 1)]
         wait, forward = executor.runner.calls[k]
         fail = {"dies": partial(os.kill, os.getpid(), signal.SIGKILL),
-                "hangs": partial(torch.cuda._sleep, HANG)}[failure]  # fmt: skip
+                "hangs": partial(torch.cuda._sleep, HANG_CYCLES)}[failure]  # fmt: skip
 
-        def fails() -> None:
+        def run_failing_forward() -> None:
             fail()
             forward()
 
-        executor.runner.calls[k] = Call(wait, fails)
+        executor.runner.calls[k] = Call(wait, run_failing_forward)
     member = RunMember(folder, ProcessLayout.from_program(program), rank)
     member.black_box.enter_phase(ProcessPhase.STEP, executor.random_streams.step)
-    with Watchdog(member, PATIENCE) as watchdog, watchdog.watch(executor):
+    with Watchdog(member, WATCHDOG_SECONDS) as watchdog, watchdog.watch(executor):
         executor.step(*step_inputs)
         wait_for_device()
 

@@ -96,7 +96,7 @@ def test_advice_tries_free_copies_and_free_snapshots_apart() -> None:
 
 # ---------------------------------------------------------------- memory advice
 
-PRICED = Costs(F=1, B=2, offload=1, reload=1)
+COPY_COSTS = Costs(F=1, B=2, offload=1, reload=1)
 SIZES = Sizes(saved=10, recompute_inputs=1)
 
 
@@ -106,48 +106,48 @@ def advise_gpipe(costs: Costs, limit: float | None = None, **options: Any) -> Ad
 
 
 def test_offload_without_extra_time_is_proposed() -> None:
-    advice = advise_gpipe(PRICED)
+    advice = advise_gpipe(COPY_COSTS)
     (best,) = [change for change in advice.memory_changes if change.description == 'offload="all"']
     assert best.run.span == advice.baseline.span
     assert best.memory["device"] < advice.current.memory["device"] and best.memory["host"] > 0
     for change in advice.memory_changes:  # each is a program compiled with its options
         options = {k: v for k, v in change.row.options.items() if v is not None}
-        program = compile(schedules.gpipe, PipelineShape(2, 8), costs=PRICED, **options)
+        program = compile(schedules.gpipe, PipelineShape(2, 8), costs=COPY_COSTS, **options)
         assert program == change.run.program
 
 
 def test_dominated_memory_change_is_not_proposed() -> None:
-    slow = replace(PRICED, offload=6, reload=6)
+    slow = replace(COPY_COSTS, offload=6, reload=6)
     advice = advise_gpipe(slow)
     assert [change.description for change in advice.memory_changes] == ['recompute="all"']
     best_change, *_ = advise_gpipe(slow, offload=[0, 1]).memory_changes
     assert best_change.description == "all saved activations kept" and best_change.saved_share > 0
-    peaks = [change.memory["device"] for change in advise_gpipe(PRICED).memory_changes]
+    peaks = [change.memory["device"] for change in advise_gpipe(COPY_COSTS).memory_changes]
     assert peaks == sorted(peaks, reverse=True) and len({*peaks}) == len(peaks)
 
 
 def test_proposed_changes_fit_memory_limit() -> None:
-    advice = advise_gpipe(PRICED, limit=35)
+    advice = advise_gpipe(COPY_COSTS, limit=35)
     assert not advice.fits_memory and any(
         "offload" in change.description for change in advice.memory_changes
     )
     assert all(change.memory["device"] <= 35 for change in advice.memory_changes)
     best_change, *_ = advise_gpipe(
-        PRICED, limit=50
+        COPY_COSTS, limit=50
     ).memory_changes  # the same time as "all", and fewer copies
     assert (
         best_change.description == 'offload="fit"' and best_change.run.span == advice.baseline.span
     )
-    advice = advise_gpipe(PRICED, limit=5)
+    advice = advise_gpipe(COPY_COSTS, limit=5)
     assert not advice.fits_memory and not advice.memory_changes
-    assert advise_gpipe(PRICED, limit=500).fits_memory
+    assert advise_gpipe(COPY_COSTS, limit=500).fits_memory
 
 
 def test_offload_advice_needs_copy_costs_and_sizes() -> None:
     program, free_costs = compile(schedules.gpipe, PipelineShape(2, 8)), Costs(F=1, B=2)
     held = advise(simulate(program, free_costs, sizes=SIZES), free_costs).memory_changes
     assert not any("offload" in change.description for change in held)
-    assert advise(simulate(program, PRICED), PRICED).memory_changes == []  # no sizes
+    assert advise(simulate(program, COPY_COSTS), COPY_COSTS).memory_changes == []  # no sizes
 
 
 def test_explain_prints_memory_changes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,12 +219,12 @@ def test_selection_that_moves_no_activation_warns(how: dict[str, Any], told: str
 def test_command_prints_warning_as_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
 
-    def shown(*warning: Any, **more: Any) -> None:
+    def record_warning(*warning: Any, **more: Any) -> None:
         messages.append(warnings.formatwarning(*warning[:4]))
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        monkeypatch.setattr(warnings, "showwarning", shown)
+        monkeypatch.setattr(warnings, "showwarning", record_warning)
         assert (
             main(["check", "one_f_one_b", "--ranks=4", "--microbatches=8", "-O", "offload=3"]) == 0
         )

@@ -19,7 +19,7 @@ from tests.offload_programs import offloaded
 COSTS = Costs(
     F=1, B=2, send=0.1, offload=0.5, reload=0.5, offload_to_disk=0.6, reload_from_disk=0.6
 )
-MOVES = (Opcode.Offload, Opcode.Reload, Opcode.OffloadToDisk, Opcode.ReloadFromDisk)
+COPY_OPS = (Opcode.Offload, Opcode.Reload, Opcode.OffloadToDisk, Opcode.ReloadFromDisk)
 
 
 @cache
@@ -33,9 +33,9 @@ def simulate_offloaded(*, spilled: bool = False, ranks: int = 4) -> Timeline:
 @pytest.mark.parametrize("name", [*PALETTES, "night"])
 def test_copies_have_distinct_colors_in_every_palette(name: str) -> None:
     palette = DARK_PALETTE if name == "night" else PALETTES[name]
-    light = {op: lightness(format_hex(choose_box_color(op, 0, 1, palette))) for op in MOVES}
-    assert len({*light.values()}) == len(MOVES)
-    out, reload, spill, fetch = (light[op] for op in MOVES)
+    light = {op: lightness(format_hex(choose_box_color(op, 0, 1, palette))) for op in COPY_OPS}
+    assert len({*light.values()}) == len(COPY_OPS)
+    out, reload, spill, fetch = (light[op] for op in COPY_OPS)
     assert min(abs(out - reload), abs(spill - fetch), abs(out - spill)) > 10, light
     assert fetch > spill  # loads are paler
 
@@ -69,16 +69,19 @@ def test_chart_has_copy_lanes_and_curve_per_tier(spilled: bool) -> None:
 
 
 def test_memory_limits_are_lines_on_their_tier() -> None:
-    def dashed(**limits: float) -> list[float]:
+    def list_dashed_heights(**limits: float) -> list[float]:
         axes = viz.gantt(simulate_offloaded(), show="memory", limits=limits).axes[0]
         lines = [c for c in axes.collections if getattr(c, "get_linestyle", list)()[0][1]]
         return [float(c.get_segments()[0][0][1]) for c in lines if hasattr(c, "get_segments")]
 
-    assert dashed() == [] and len(dashed(device=8e7)) == len(dashed(host=3e7)) == 4
-    heights = dashed(device=1e8, host=1e8)
+    assert (
+        list_dashed_heights() == []
+        and len(list_dashed_heights(device=8e7)) == len(list_dashed_heights(host=3e7)) == 4
+    )
+    heights = list_dashed_heights(device=1e8, host=1e8)
     assert len(heights) == 8 and len({round(y, 6) for y in heights}) == 8
     # Limits use the scale of the curve: at its peak of 10 MB, half as high, or at the top.
-    low, peak, above = (np.array(dashed(host=size)) for size in (5e6, 1e7, 2e7))
+    low, peak, above = (np.array(list_dashed_heights(host=size)) for size in (5e6, 1e7, 2e7))
     assert low - peak == pytest.approx(CURVE_HEIGHT / 2) and above == pytest.approx(peak)
     (legend,) = viz.gantt(simulate_offloaded(), show="memory", limits={"device": 1e8}).legends
     assert "memory limit" in [t.get_text() for t in legend.get_texts()]

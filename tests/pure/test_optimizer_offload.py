@@ -28,20 +28,20 @@ from schedir.schedules import dualpipe, forward_only, gpipe, interleaved, looped
 from schedir.testing import shapes
 from schedir.testing.strategies import random_compute_program
 
-ROWS = (Opcode.ReloadState, Opcode.StageOptimizerStep, Opcode.OffloadState)
+STATE_OPS = (Opcode.ReloadState, Opcode.StageOptimizerStep, Opcode.OffloadState)
 
 
-PLAN = PipelineShape(2, 4, 3)
+SHAPE = PipelineShape(2, 4, 3)
 
 
 def compile_on_host(
-    schedule: Any = interleaved, shape: PipelineShape = PLAN, **options: Any
+    schedule: Any = interleaved, shape: PipelineShape = SHAPE, **options: Any
 ) -> Program:
     return schedir.compile(schedule, shape, optimizer_placement="host", **options)
 
 
 def list_state_instructions(program: Program, rank: int) -> list[str]:
-    return [str(i) for i in program.streams[rank] if i.op in ROWS]
+    return [str(i) for i in program.streams[rank] if i.op in STATE_OPS]
 
 
 # ---------------------------------------------------------------- positions of instructions
@@ -54,13 +54,13 @@ def test_state_loads_run_ahead_by_slot_count() -> None:
         "offload_state 3", "reload_state 1", "stage_step 1", "offload_state 1",
     ]  # fmt: skip
     alone = list_state_instructions(compile_on_host(optimizer_device_buffers=1), 1)
-    assert alone == [f"{op} {s}" for s in (5, 3, 1) for op in _WORDS]
+    assert alone == [f"{op} {s}" for s in (5, 3, 1) for op in STATE_OP_NAMES]
     assert {slots.specified()["state"] for slots in compile_on_host().slots} == {2}
     # With one slot per stage, no load waits.
     assert not compile_on_host(shape=PipelineShape(2, 4, 2)).slots
 
 
-_WORDS = ("reload_state", "stage_step", "offload_state")
+STATE_OP_NAMES = ("reload_state", "stage_step", "offload_state")
 
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.booleans(), st.integers(0, 3))
@@ -78,19 +78,19 @@ def test_random_draft_loads_each_state_once(
     for model in MODELS:
         schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
-    for op in ROWS:
+    for op in STATE_OPS:
         assert np.count_nonzero(program.op == op) == shape.replica_ranks.size
     plain = schedir.compile(draft, shape, **options)
     assert program.digest != plain.digest
-    same = ~np.isin(program.op, ROWS)
+    same = ~np.isin(program.op, STATE_OPS)
     assert (program.words[same] == plain.words).all()
 
 
 def test_frozen_or_evaluated_stage_loads_no_state() -> None:
     assert list_state_instructions(compile_on_host(frozen_stages=3), 0) == [
-        f"{op} 4" for op in _WORDS
+        f"{op} 4" for op in STATE_OP_NAMES
     ]
-    assert not compile_on_host(forward_only, PipelineShape(2, 4)).used_opcodes & {*ROWS}
+    assert not compile_on_host(forward_only, PipelineShape(2, 4)).used_opcodes & {*STATE_OPS}
     program = compile_on_host(
         dualpipe, PipelineShape(2, 4, placement="mirror")
     )  # each holder has its own states
@@ -140,7 +140,7 @@ def test_step_before_last_gradient_of_rank_is_refused() -> None:
         schedir.check(move_line(text, "reduce_grads 1", "reload_state 1"))
 
 
-@pytest.mark.parametrize("op", _WORDS)
+@pytest.mark.parametrize("op", STATE_OP_NAMES)
 def test_repeated_or_unrequested_state_moves_are_refused(op: str) -> None:
     text = schedir.to_text(compile_on_host(), folded=False)
     with pytest.raises(SchedirError):
@@ -289,4 +289,4 @@ def test_device_buffers_need_host_optimizer() -> None:
     with pytest.raises(
         UsageError, match="optimizer_device_buffers is 2, but optimizer_placement is 'device'"
     ):
-        schedir.compile(interleaved, PLAN, optimizer_device_buffers=2)
+        schedir.compile(interleaved, SHAPE, optimizer_device_buffers=2)

@@ -23,19 +23,19 @@ from schedir.testing import shapes
 from schedir.testing.strategies import random_compute_program
 from schedir.training.config.run_config import MemoryConfig
 
-OF_DISK = (Opcode.ReadStateFromDisk, Opcode.WriteStateToDisk)
-ROWS = (*OF_DISK, Opcode.ReloadState, Opcode.StageOptimizerStep, Opcode.OffloadState)
-PLAN = PipelineShape(2, 4, 3)
+DISK_OPS = (Opcode.ReadStateFromDisk, Opcode.WriteStateToDisk)
+STATE_OPS = (*DISK_OPS, Opcode.ReloadState, Opcode.StageOptimizerStep, Opcode.OffloadState)
+SHAPE = PipelineShape(2, 4, 3)
 
 
 def compile_on_disk(
-    schedule: Any = interleaved, shape: PipelineShape = PLAN, **options: Any
+    schedule: Any = interleaved, shape: PipelineShape = SHAPE, **options: Any
 ) -> Program:
     return schedir.compile(schedule, shape, optimizer_placement="disk", **options)
 
 
 def list_state_instructions(program: Program, rank: int) -> list[str]:
-    return [str(i) for i in program.streams[rank] if i.op in ROWS]
+    return [str(i) for i in program.streams[rank] if i.op in STATE_OPS]
 
 
 def test_disk_reads_run_ahead_by_host_buffer_count() -> None:
@@ -104,7 +104,7 @@ def test_chart_names_tiers_of_offloaded_activations_only() -> None:
     """Optimizer states do not count, so a chart without offloaded activations names no tiers."""
     (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(compile_on_disk()))
     assert "peak" in head[0][0] and "host" not in head[0][0] and "disk" not in head[0][0]
-    program = schedir.compile(interleaved, PLAN, optimizer_placement="disk", offload=[0])
+    program = schedir.compile(interleaved, SHAPE, optimizer_placement="disk", offload=[0])
     (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(program))
     assert "host" in head[0][0] and "disk" not in head[0][0]
 
@@ -126,12 +126,12 @@ def test_random_draft_reads_and_writes_each_state_once(
     for model in MODELS:
         schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
-    for op in ROWS:
+    for op in STATE_OPS:
         assert np.count_nonzero(program.op == op) == shape.replica_ranks.size
     host = schedir.compile(
         draft, shape, optimizer_placement="host", optimizer_device_buffers=slots, **options
     )
-    assert (program.words[~np.isin(program.op, OF_DISK)] == host.words).all()
+    assert (program.words[~np.isin(program.op, DISK_OPS)] == host.words).all()
     assert program.digest != host.digest
     relowered = compile_on_disk(
         draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **options
@@ -194,9 +194,9 @@ def test_incompatible_options_are_refused() -> None:
     with pytest.raises(
         UsageError, match="optimizer_host_buffers is 2, but optimizer_placement is 'host'"
     ):
-        schedir.compile(interleaved, PLAN, optimizer_placement="host", optimizer_host_buffers=2)
+        schedir.compile(interleaved, SHAPE, optimizer_placement="host", optimizer_host_buffers=2)
     with pytest.raises(UsageError, match="but optimizer_placement is 'device'"):
-        schedir.compile(interleaved, PLAN, optimizer_host_buffers=2)
+        schedir.compile(interleaved, SHAPE, optimizer_host_buffers=2)
     with pytest.raises(
         UsageError, match="optimizer of a stage is not on the device: it is on the disk"
     ):
@@ -358,7 +358,7 @@ def test_cluster_disk_costs_cause_disk_idle_time() -> None:
         latency=0.0, host_bandwidth=10e9, disk_bandwidth=2e9,
     )  # fmt: skip
     sizes = Sizes(activation=1e6, params=1e9, grads=1e9, optimizer=6e9)
-    costs = node.fill_costs(PLAN, sizes, Costs(F=0.01, B=0.02), optimizer_placement="disk")
+    costs = node.fill_costs(SHAPE, sizes, Costs(F=0.01, B=0.02), optimizer_placement="disk")
     assert (costs.reload_state, costs.read_state_from_disk, costs.write_state_to_disk) == (
         0.6,
         3.0,

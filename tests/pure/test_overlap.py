@@ -20,7 +20,7 @@ from schedir.testing import compute_programs
 from tests.edits import written
 
 O = Opcode
-TAKEN = {O.TPGatherAct: (O.RecvAct, (O.Forward,)),
+GATHER_NEIGHBORS = {O.TPGatherAct: (O.RecvAct, (O.Forward,)),
          O.TPGatherGrad: (O.RecvGrad, (O.Backward, O.BackwardInput))}  # fmt: skip
 
 
@@ -40,8 +40,8 @@ def find_gather_positions(program: Program) -> Iterator[tuple[int, int, int, lis
         group_of = {instr: k for k, group in enumerate(issued) for instr in group}
         computes = [k for k, group in enumerate(issued) if group[0].op in COMPUTE_OPS]
         for instr, k in group_of.items():
-            if instr.op in TAKEN:
-                receive, users = TAKEN[instr.op]
+            if instr.op in GATHER_NEIGHBORS:
+                receive, users = GATHER_NEIGHBORS[instr.op]
                 (user,) = (group_of[u] for op in users if (u := instr._replace(op=op)) in group_of)
                 yield k, group_of[instr._replace(op=receive)], user, computes
 

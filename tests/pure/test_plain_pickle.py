@@ -16,7 +16,7 @@ from schedir.errors import TraceError
 from schedir.hang_diagnosis import safe_unpickler
 from schedir.hang_diagnosis.safe_unpickler import loads
 
-PLAIN = st.recursive(
+PLAIN_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False)
     | st.text(max_size=300),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.lists(inner).map(tuple),
@@ -24,7 +24,7 @@ PLAIN = st.recursive(
 )  # fmt: skip
 
 
-@given(PLAIN, st.integers(2, 5))
+@given(PLAIN_VALUES, st.integers(2, 5))
 def test_plain_values_round_trip(value: Any, protocol: int) -> None:
     pair = [value, value]  # the second comes from the memo
     read = loads(pickle.dumps(pair, protocol))
@@ -106,20 +106,20 @@ def test_recursive_and_deep_lists_load_without_recursion() -> None:
     assert deep == []
 
 
-WHOLE = pickle.dumps(
+PICKLE = pickle.dumps(
     {"entries": [{"name": "x" * 300, "sizes": [(1, 2)], "t": 1.5, "n": 2**40}] * 2}, 4
 )
 
 
 def test_truncated_pickle_is_refused() -> None:
-    for end in range(len(WHOLE)):
+    for end in range(len(PICKLE)):
         with pytest.raises(TraceError):
-            loads(WHOLE[:end])
+            loads(PICKLE[:end])
 
 
 @given(st.data())
 def test_damaged_pickle_is_refused_or_plain(data: st.DataObject) -> None:
-    raw = bytearray(WHOLE)
+    raw = bytearray(PICKLE)
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     try:

@@ -283,7 +283,7 @@ def test_sequence_parallel_gradient_sum_costs(
         full_params + 2 * model.hidden,
     ]
 
-    def costs(choice: planner.ParallelPlan) -> Costs:
+    def compute_plan_costs(choice: planner.ParallelPlan) -> Costs:
         times = compute_stage_times(model, nodes, choice)
         return compute_costs(
             model, nodes, choice, build_pipeline_shape(choice), times, planner.SoftwareConstants()
@@ -292,9 +292,12 @@ def test_sequence_parallel_gradient_sum_costs(
     sizes = [2 * number / (2 if zero else 1) for number in numbers]
     ring = [nodes.all_reduce_time(size, 4) for size in sizes]
     tree = [nodes.small_all_reduce_time(size, 4) for size in sizes]
-    sum_costs: Any = costs(choice).reduce_sequence_parallel_grads
+    sum_costs: Any = compute_plan_costs(choice).reduce_sequence_parallel_grads
     assert sum_costs == pytest.approx(tuple(map(min, ring, tree)), rel=1e-9)
-    assert costs(replace(choice, sequence_parallel=False)).reduce_sequence_parallel_grads is None
+    assert (
+        compute_plan_costs(replace(choice, sequence_parallel=False)).reduce_sequence_parallel_grads
+        is None
+    )
     assert (
         Opcode.ReduceSequenceParallelGrads
         in plan_program(choice, tied_weights=model.tied).used_opcodes

@@ -24,7 +24,7 @@ from schedir.planner.transformer.layer_division import (
     get_layers_per_stage,
 )
 
-ALL = [pytest.param(each, id=name) for name, each in SCHEDULE_FORMULAS.items()]
+ALL_FORMULAS = [pytest.param(each, id=name) for name, each in SCHEDULE_FORMULAS.items()]
 
 
 def make_shape(formulas: ScheduleFormulas, P: int, v: int, rounds: int) -> PipelineShape:
@@ -40,7 +40,7 @@ def simulate_span(formulas: ScheduleFormulas, shape: PipelineShape, **costs: flo
     return simulate(program, Costs(**costs)).span
 
 
-@pytest.mark.parametrize("each", ALL)
+@pytest.mark.parametrize("each", ALL_FORMULAS)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_idle_time_and_messages_match_program(each: ScheduleFormulas, data: Any) -> None:
@@ -58,7 +58,7 @@ def test_idle_time_and_messages_match_program(each: ScheduleFormulas, data: Any)
     )
 
 
-@pytest.mark.parametrize("each", ALL)
+@pytest.mark.parametrize("each", ALL_FORMULAS)
 @given(P=st.integers(1, 6), v=st.integers(2, 4), turns=st.integers(1, 3))
 @settings(max_examples=8)
 def test_live_activations_match_program(each: ScheduleFormulas, P: int, v: int, turns: int) -> None:

@@ -21,13 +21,13 @@ from schedir.planner.hardware.cluster_fit import (
     fit_cluster,
 )
 
-HERE = Cluster(
+CPU_CLUSTER = Cluster(
     1, 4, flops=50e9, memory=6e9, hbm_bandwidth=6e9, nvlink_bandwidth=0.8e9,
     network_bandwidth=0.8e9, latency=200e-6,
     kernel_us=25, itemsize=4, processors=2,
 )  # fmt: skip
-NODE = replace(
-    HERE, flops=600e12, hbm_bandwidth=2e12, nvlink_bandwidth=400e9, network_bandwidth=400e9,
+GPU_NODE = replace(
+    CPU_CLUSTER, flops=600e12, hbm_bandwidth=2e12, nvlink_bandwidth=400e9, network_bandwidth=400e9,
     latency=1e-5, itemsize=2,
     processors=None,
 )  # fmt: skip
@@ -64,7 +64,7 @@ def measure_cluster(cluster: Cluster, copy_factor: float = 10.0) -> MachineMeasu
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("cluster", [HERE, NODE], ids=["processors", "GPUs"])
+@pytest.mark.parametrize("cluster", [CPU_CLUSTER, GPU_NODE], ids=["processors", "GPUs"])
 def test_fit_returns_measured_cluster(cluster: Cluster) -> None:
     """The fit returns the same Cluster, except the hidden time of the smallest layers."""
     fitted = fit_cluster(measure_cluster(cluster))
@@ -88,19 +88,19 @@ def test_fit_returns_measured_cluster(cluster: Cluster) -> None:
 def test_fit_error_stays_near_measurement_noise(data: st.DataObject) -> None:
     """If each measurement is wrong by a tenth at most, the fit is wrong by little more."""
     error_factors = st.floats(0.9, 1.1)
-    exact_measurements = measure_cluster(HERE)
+    exact_measurements = measure_cluster(CPU_CLUSTER)
 
-    def noisy(measurements: Any) -> Any:
+    def add_noise(measurements: Any) -> Any:
         return [
             measurement._replace(seconds=measurement.seconds * data.draw(error_factors))
             for measurement in measurements
         ]
 
     measured = exact_measurements._replace(
-        gemms=noisy(exact_measurements.gemms),
-        tiny_layers=noisy(exact_measurements.tiny_layers),
-        layers=noisy(exact_measurements.layers),
-        all_reduces=noisy(exact_measurements.all_reduces),
+        gemms=add_noise(exact_measurements.gemms),
+        tiny_layers=add_noise(exact_measurements.tiny_layers),
+        layers=add_noise(exact_measurements.layers),
+        all_reduces=add_noise(exact_measurements.all_reduces),
     )
     fitted = fit_cluster(measured)
     assert (
@@ -110,7 +110,7 @@ def test_fit_error_stays_near_measurement_noise(data: st.DataObject) -> None:
 
 
 def test_fast_layers_use_copy_bandwidth() -> None:
-    exact_measurements = measure_cluster(HERE)
+    exact_measurements = measure_cluster(CPU_CLUSTER)
     quick = exact_measurements._replace(
         layers=[layer._replace(seconds=layer.seconds / 2) for layer in exact_measurements.layers]
     )
@@ -118,7 +118,7 @@ def test_fast_layers_use_copy_bandwidth() -> None:
 
 
 def test_single_process_has_no_latency() -> None:
-    alone = measure_cluster(HERE)._replace(processes=1, all_reduces=[])
+    alone = measure_cluster(CPU_CLUSTER)._replace(processes=1, all_reduces=[])
     fitted = fit_cluster(alone)
     assert fitted.latency == 0
     assert fitted.nvlink_bandwidth == alone.copy_bandwidth
@@ -130,7 +130,7 @@ def test_latency_is_not_negative() -> None:
         MeasuredAllReduce(2, 2e6, 2.2e-3),
         MeasuredAllReduce(2, 4e6, 4.6e-3),
     ]
-    fitted = fit_cluster(measure_cluster(HERE)._replace(all_reduces=falling))
+    fitted = fit_cluster(measure_cluster(CPU_CLUSTER)._replace(all_reduces=falling))
     assert fitted.latency == 0
     assert 0.8e9 < fitted.nvlink_bandwidth < 1e9
 
@@ -139,4 +139,4 @@ def test_missing_measurements_are_refused() -> None:
     with pytest.raises(
         UsageError, match="gemms, tiny_layers and layers must each have at least one measurement"
     ):
-        fit_cluster(measure_cluster(HERE)._replace(layers=[]))
+        fit_cluster(measure_cluster(CPU_CLUSTER)._replace(layers=[]))

@@ -39,7 +39,7 @@ NODE = Cluster(nodes=1, gpus_per_node=4, flops=250e12, memory=8e9, hbm_bandwidth
     nvlink_bandwidth=230e9,
                network_bandwidth=25e9, latency=5e-6, kernel_us=2, host_bandwidth=240e9,
                host_memory=60e9)  # fmt: skip
-CLOSE = 1e-9
+RELATIVE_ERROR = 1e-9
 
 
 def resize_node(gpus: int, **changes: Any) -> Cluster:
@@ -89,7 +89,7 @@ def test_offload_breakdown_and_memory_match_program(
         assert choice.offload == "fit" and not plain.fits
         return
     assert (
-        sum(estimate.breakdown) == pytest.approx(estimate.step_time, rel=CLOSE)
+        sum(estimate.breakdown) == pytest.approx(estimate.step_time, rel=RELATIVE_ERROR)
         and min(estimate.breakdown) >= 0
     )
     assert (estimate.host_memory.optimizer > 0) == (choice.optimizer_placement == "host")
@@ -102,18 +102,18 @@ def test_offload_breakdown_and_memory_match_program(
     costs = compute_costs(MODEL, node, choice, program.shape, times, constants)
     held = compute_sizes(MODEL, choice, program.shape, constants)
     run = simulate(program, costs, progress_model="per_edge", sizes=held)
-    assert run.span == pytest.approx(estimate.step_time, rel=CLOSE)
+    assert run.span == pytest.approx(estimate.step_time, rel=RELATIVE_ERROR)
     # Costs also determine the order of messages, so the program to compare with is lowered with
     # the same costs.
     lowered: dict[str, Any] = {} if choice.offload == "none" else {"costs": costs}
     without_offload = simulate(
         plan_program(remove_offload(choice), **lowered), costs, progress_model="per_edge"
     )
-    assert estimate.step_time >= without_offload.span * (1 - CLOSE)
+    assert estimate.step_time >= without_offload.span * (1 - RELATIVE_ERROR)
     peak_bytes = run.peak_memory.max() * (1 + constants.allocator_share) + constants.reserved_bytes
-    assert peak_bytes == pytest.approx(estimate.memory.total, rel=CLOSE)
+    assert peak_bytes == pytest.approx(estimate.memory.total, rel=RELATIVE_ERROR)
     host_bytes = max(curve.total.max() for curve in run.memory_on("host"))
-    assert host_bytes == pytest.approx(estimate.host_memory.total, rel=CLOSE)
+    assert host_bytes == pytest.approx(estimate.host_memory.total, rel=RELATIVE_ERROR)
     # No rank copies faster than the link. The bytes that each rank stores, and those that it
     # loads, fit into the time of the step.
     for stream in program.streams:
@@ -138,8 +138,8 @@ def test_single_stage_optimizer_copies_are_exposed() -> None:
     )
     assert NODE.host_bandwidth is not None
     copy_time = NODE.latency + plain.memory.optimizer / NODE.host_bandwidth
-    assert estimate.breakdown.host_copies == pytest.approx(2 * copy_time, rel=CLOSE)
-    assert estimate.step_time == pytest.approx(plain.step_time + 2 * copy_time, rel=CLOSE)
+    assert estimate.breakdown.host_copies == pytest.approx(2 * copy_time, rel=RELATIVE_ERROR)
+    assert estimate.step_time == pytest.approx(plain.step_time + 2 * copy_time, rel=RELATIVE_ERROR)
     assert estimate.host_memory == planner.HostMemory(optimizer=plain.memory.optimizer)
 
 
@@ -167,7 +167,7 @@ def test_offload_cost_is_saved_bytes_over_bandwidth(recompute: Recompute) -> Non
     for stage in range(tight.stages):
         offload_cost = costs.for_opcode(Opcode.Offload, program.shape)[stage]
         assert offload_cost == pytest.approx(
-            NODE.latency + saved[stage] / NODE.host_bandwidth, rel=CLOSE
+            NODE.latency + saved[stage] / NODE.host_bandwidth, rel=RELATIVE_ERROR
         )
     if recompute == "none":
         estimate, offload_program = (
@@ -321,7 +321,7 @@ def make_offload_text(node: Cluster) -> str:
     return to_text(program)
 
 
-SHAPE = ("--layers=8", "--hidden=2048", "--heads=16", "--vocab=8192", "--sequence=1024")
+MODEL_OPTIONS = ("--layers=8", "--hidden=2048", "--heads=16", "--vocab=8192", "--sequence=1024")
 
 
 def test_plan_command_with_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,7 +330,7 @@ def test_plan_command_with_offload(tmp_path: Path, capsys: pytest.CaptureFixture
     numbers = vars(resize_node(2, memory=4e9))
     lines = [f"{name} = {value}" for name, value in numbers.items() if value]
     node.write_text("\n".join(lines), encoding="utf-8")
-    command = ("plan", *SHAPE, f"--cluster={node}", "--batch=8", "--pp=1", "--top=2")
+    command = ("plan", *MODEL_OPTIONS, f"--cluster={node}", "--batch=8", "--pp=1", "--top=2")
     text = run_command(capsys, *command, "--offload", "-o", str(out))
     for phrase in ("host copies", " of 60 GB", "optimizer state on the host",
                   "offload: no plan fits without offload", "bound by "):  # fmt: skip

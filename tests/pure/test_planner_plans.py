@@ -59,7 +59,7 @@ models = st.builds(
     st.sampled_from([8, 16]), st.sampled_from([64, 128]), st.integers(4, 14), st.integers(1, 2),
     st.sampled_from([0, 128]), st.booleans(), st.sampled_from([1, 4]), st.booleans(),
 )  # fmt: skip
-EVERY = tuple(SCHEDULE_FORMULAS)
+ALL_SCHEDULES = tuple(SCHEDULE_FORMULAS)
 
 
 @settings(max_examples=8)
@@ -74,7 +74,7 @@ def test_batch_estimate_equals_single_estimates(
     e = data.draw(st.sampled_from([1, 2])) if model.experts > 1 else 1
     c = data.draw(st.sampled_from([1, 2]))
     field_filter = build_field_filter(
-        schedules=EVERY, rank_order=order, attention=attention, cp=c, ep=e
+        schedules=ALL_SCHEDULES, rank_order=order, attention=attention, cp=c, ep=e
     )
     plans = enumerate_plans(model, cluster, batch, field_filter)
     estimates = estimate_closed_form(model, cluster, plans, SoftwareConstants(), ADAM)
@@ -164,11 +164,11 @@ def test_best_plans_are_simulated_and_ranked_again() -> None:
 @settings(max_examples=4)
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([16, 64]), st.booleans())
 def test_faster_cluster_never_slows_best_plan(nodes: int, batch: int, sp: bool) -> None:
-    def best(**fields: Any) -> float:
+    def find_best_time(**fields: Any) -> float:
         cluster = make_cluster(nodes, **{"memory": "16GB", **fields})
         return plan(SMALL, cluster, batch, top=1, sequence_parallel=sp, exact=False)[0].step_time
 
-    base_time = best()
+    base_time = find_best_time()
     for changed_field in (
         "memory",
         "nvlink_bandwidth",
@@ -177,7 +177,9 @@ def test_faster_cluster_never_slows_best_plan(nodes: int, batch: int, sp: bool) 
         "flops",
     ):
         larger_value = {"memory": "40GB", "flops": "500TFLOP/s"}.get(changed_field, "3TB/s")
-        assert best(**{changed_field: larger_value}) <= base_time * (1 + 1e-12), changed_field
+        assert find_best_time(**{changed_field: larger_value}) <= base_time * (1 + 1e-12), (
+            changed_field
+        )
 
 
 def test_plans_are_ranked_with_bottleneck() -> None:

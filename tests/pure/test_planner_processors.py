@@ -11,7 +11,7 @@ from schedir import Cluster, planner
 from schedir.planner import ParallelPlan
 
 MODEL = planner.TransformerSpec(layers=8, hidden=256, heads=8, vocab=256, sequence=128)
-HERE = Cluster(
+CPU_CLUSTER = Cluster(
     1, 4, flops=50e9, memory=6e9, hbm_bandwidth=6e9, nvlink_bandwidth=1e9, network_bandwidth=1e9,
     latency=200e-6, kernel_us=25,
     itemsize=4, processors=2,
@@ -37,7 +37,7 @@ PLANS = [
 def estimate_step_time(
     choice: ParallelPlan, *, exact: bool, **changes: Any
 ) -> planner.PlanEstimate:
-    return planner.estimate_step(MODEL, replace(HERE, **changes), choice, exact=exact)
+    return planner.estimate_step(MODEL, replace(CPU_CLUSTER, **changes), choice, exact=exact)
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,16 @@ from benchmarks import planner as tables
 from tests import published_runs as published
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "planner.md"
-SUM = re.compile(r"^([a-z][a-z ,]+): ([\d.]+)% in the mean.* ([+-][\d.]+)% at worst", re.M)
+SUMMARY_LINE = re.compile(r"^([a-z][a-z ,]+): ([\d.]+)% in the mean.* ([+-][\d.]+)% at worst", re.M)
 
 
 @pytest.mark.parametrize("name", ["layers", "stages", "node", "sc21"])
 def test_errors_are_at_most_documented(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = PAGE.read_text().split(f"`python benchmarks/planner.py {name}`", 1)[1]
-    documented = SUM.search(text)
+    documented = SUMMARY_LINE.search(text)
     assert documented
     tables.TABLES[name]()
-    printed = SUM.search(capsys.readouterr().out)
+    printed = SUMMARY_LINE.search(capsys.readouterr().out)
     assert printed and printed[1] == documented[1]
     assert float(printed[2]) <= float(documented[2])
     assert abs(float(printed[3])) <= abs(float(documented[3]))

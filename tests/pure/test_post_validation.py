@@ -31,11 +31,11 @@ from schedir.training.config.run_config import Config, PipelineConfig
 from schedir.verify.check import check
 
 O = Opcode
-PLAN = PipelineShape(4, 8)
+SHAPE = PipelineShape(4, 8)
 
 
 def compile_with_norm_check(norm_check: str, **options: Any) -> Any:
-    return compile(schedules.zb_h1, PLAN, clip_grad_norm=True, norm_check=norm_check, **options)
+    return compile(schedules.zb_h1, SHAPE, clip_grad_norm=True, norm_check=norm_check, **options)
 
 
 def test_every_rank_validates_after_its_step() -> None:
@@ -105,10 +105,10 @@ def test_updated_state_is_held_twice() -> None:
 )
 def test_wrong_norm_check_is_refused(how: dict[str, Any], fields: tuple[str, ...] | None) -> None:
     if fields is None:
-        assert compile(schedules.gpipe, PLAN, **how).norm_check == "before_step"
+        assert compile(schedules.gpipe, SHAPE, **how).norm_check == "before_step"
         return
     with pytest.raises(ShapeError) as error:
-        compile(schedules.gpipe, PLAN, **how)
+        compile(schedules.gpipe, SHAPE, **how)
     assert tuple(error.value.fields) == fields
 
 
@@ -126,7 +126,7 @@ def test_several_updates_are_refused() -> None:
 def test_advice_keeps_norm_check() -> None:
     """Other schedules are also simulated without a wait for the norm."""
     costs = Costs(F=(1, 1, 1, 2))
-    other_draft = expand_schedule(schedules.zb_h1, PLAN)
+    other_draft = expand_schedule(schedules.zb_h1, SHAPE)
     assert (
         Lowering(compile_with_norm_check("after_step"), "per_device")
         .compile_draft(other_draft, costs)

@@ -43,8 +43,8 @@ Runs = list[list[Program]]
 
 TRAIN = compile(schedules.one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True)
 EVALUATE = compile(schedules.forward_only, PipelineShape(3, 4))
-THERE = compile(schedules.forward_only, PipelineShape(2, 1))
-BACK = from_text(
+FORWARD_ORDER = compile(schedules.forward_only, PipelineShape(2, 1))
+REVERSED_ORDER = from_text(
     "schedir 1\nprogram back\nranks 2  microbatches 1  stages_per_rank 1  placement 1,0\n"
     "rank 0\n  recv_act 1.0; F 1.0\nrank 1\n  F 0.0; send_act 0.0\n"
 )
@@ -85,7 +85,7 @@ def test_message_without_partner_is_refused() -> None:
 
 def test_opposite_directions_deadlock_in_shared_queue() -> None:
     """No messages cross, but with one queue for both directions both ranks wait in their send."""
-    runs = [[THERE, BACK], [BACK, THERE]]
+    runs = [[FORWARD_ORDER, REVERSED_ORDER], [REVERSED_ORDER, FORWARD_ORDER]]
     check_program_sequence(runs, "per_edge")
     for model in ("per_pair", "per_device", "blocking_serial"):
         assert list_sites(check_refused(runs, model)) == [
@@ -151,9 +151,9 @@ def test_command_output_matches_golden_file(
 ) -> None:
     """Commands have the output in `golden/steps.txt`."""
     monkeypatch.chdir(tmp_path)
-    for program in (TRAIN, EVALUATE, THERE, BACK):
+    for program in (TRAIN, EVALUATE, FORWARD_ORDER, REVERSED_ORDER):
         name = {"one_f_one_b": "train", "forward_only": "evaluate"}.get(program.name, program.name)
-        name = "there" if program is THERE else name
+        name = "there" if program is FORWARD_ORDER else name
         Path(f"{name}.sched").write_text(to_text(replace(program, name=name)))
     golden = (Path(__file__).parents[1] / "golden" / "steps.txt").read_text()
     output = ""

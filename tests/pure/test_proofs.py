@@ -48,32 +48,32 @@ from tests.strategies import costs, with_slots
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+def checked_programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """Return the list of programs whose completeness is checked."""
     checked: list[Program] = []
     module = import_module("schedir.verify.check")
     real = module.require_complete
 
-    def counted(program: Program, *, is_draft: bool) -> object:
+    def record_check(program: Program, *, is_draft: bool) -> object:
         checked.append(program)
         return real(program, is_draft=is_draft)
 
-    monkeypatch.setattr(module, "require_complete", counted)
+    monkeypatch.setattr(module, "require_complete", record_check)
     return checked
 
 
-def test_proof_is_kept_until_program_changes(looks: list[Program]) -> None:
+def test_proof_is_kept_until_program_changes(checked_programs: list[Program]) -> None:
     program = from_text(to_text(compile(one_f_one_b, PipelineShape(3, 6))))
-    looks.clear()
+    checked_programs.clear()
     for _ in range(2):
         simulate(check(program))
-    assert looks == [program] and program.proofs == {Proof("per_device")}
+    assert checked_programs == [program] and program.proofs == {Proof("per_device")}
     renamed = replace(program, name="another")
     assert not renamed.proofs
     simulate(renamed)
     simulate(renamed, Costs(F=3))
     check(renamed)
-    assert len(looks) == 2 and looks[1] is renamed
+    assert len(checked_programs) == 2 and checked_programs[1] is renamed
 
 
 @pytest.mark.parametrize("copied", [copy, deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
@@ -98,15 +98,15 @@ def test_copy_has_no_proof_and_is_read_only(copied: Callable[[Program], Program]
             words[0] = words[1]
 
 
-def test_proof_for_blocking_hosts_implies_nonblocking(looks: list[Program]) -> None:
+def test_proof_for_blocking_hosts_implies_nonblocking(checked_programs: list[Program]) -> None:
     program = from_text(to_text(compile(one_f_one_b, PipelineShape(3, 6))))
-    looks.clear()
+    checked_programs.clear()
     check(program, "per_edge", blocking_hosts=True)
     simulate(program, progress_model="per_edge")
     assert program.proofs == {Proof("per_edge"), Proof("per_edge", blocking_hosts=True)}
     check(program, "blocking_serial")
     assert Proof("blocking_serial", blocking_hosts=True) not in program.proofs
-    assert len(looks) == 1  # it is complete under every model
+    assert len(checked_programs) == 1  # it is complete under every model
     hosts = ((False, False), (True, False), (True, True))
     ordered = compile(one_f_one_b, PipelineShape(3, 6)).proofs
     assert ordered == {Proof(model, *host) for model in MODELS for host in hosts}
@@ -280,54 +280,58 @@ def test_derived_objects_are_freed_with_program() -> None:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def created_objects(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Return the list of all indexes, flows and graphs that are created from now on."""
     all_made: list[object] = []
     for kind in (InstructionIndex, Dataflow, Graph):
         before = kind.__init__
 
-        def counted(self: object, *given: Any, _before: Any = before, **options: Any) -> None:
+        def record_creation(
+            self: object, *given: Any, _before: Any = before, **options: Any
+        ) -> None:
             all_made.append(self)
             _before(self, *given, **options)
 
-        monkeypatch.setattr(kind, "__init__", counted)
+        monkeypatch.setattr(kind, "__init__", record_creation)
     return all_made
 
 
-def test_index_and_flow_are_created_once(made: list[object]) -> None:
+def test_index_and_flow_are_created_once(created_objects: list[object]) -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4), buffer_sharing="minimal")
-    made.clear()
+    created_objects.clear()
     timeline = simulate(program, sizes=Sizes(activation=1, saved=10))
     assert timeline.peak_memory.any() and timeline.critical_path.size and timeline.idle.any()
-    assert not made
+    assert not created_objects
     check(program, "per_edge")
-    assert not made
+    assert not created_objects
     slots = compile(one_f_one_b, PipelineShape(2, 4)).with_slots(program.slots)
-    made.clear()
+    created_objects.clear()
     check(slots)
-    assert [type(value) for value in made] == [Graph]
+    assert [type(value) for value in created_objects] == [Graph]
     check(from_text(to_text(program)))
-    assert sorted(type(value).__name__ for value in made[1:]) == [
+    assert sorted(type(value).__name__ for value in created_objects[1:]) == [
         "Dataflow",
         "Graph",
         "InstructionIndex",
     ]
 
 
-def test_large_program_caches_nothing(made: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_program_caches_nothing(
+    created_objects: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = from_text(
         to_text(compile(one_f_one_b, PipelineShape(2, 4), buffer_sharing="minimal"))
     )
     monkeypatch.setattr("schedir.ir.program._MAX_CACHED_INSTRUCTIONS", 10)
-    made.clear()
+    created_objects.clear()
     check(program)  # one index for completeness, and one for the graph
-    assert sorted(type(value).__name__ for value in made) == [
+    assert sorted(type(value).__name__ for value in created_objects) == [
         "Dataflow",
         "Graph",
         "InstructionIndex",
         "InstructionIndex",
     ]
-    alive = [weakref.ref(value) for value in made]
-    made.clear()
+    alive = [weakref.ref(value) for value in created_objects]
+    created_objects.clear()
     gc.collect()
     assert [ref() for ref in alive] == [None] * 4

@@ -23,7 +23,7 @@ from schedir.schedules.schedule_algebra import get_placement_mark, get_weight_de
 from tests.commands import run_command, run_refused_command
 
 DOCS = Path(__file__).parents[2] / "docs"
-AT = "--costs=F=1,B=2,send=0.05"
+COSTS_OPTION = "--costs=F=1,B=2,send=0.05"
 
 
 def simulate_schedule(name: str, v: int, P: int, m: int, send: float) -> Timeline:
@@ -49,7 +49,7 @@ def run_recommend(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[s
 @pytest.mark.parametrize(("P", "m"), [(4, 8), (4, 3), (3, 7), (2, 1)])
 def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m: int) -> None:
     """The output has each schedule that compiles and trains once, the shortest first."""
-    shape = (f"--ranks={P}", f"--microbatches={m}", "--progress-model=per_edge", AT)
+    shape = (f"--ranks={P}", f"--microbatches={m}", "--progress-model=per_edge", COSTS_OPTION)
     result_rows = run_recommend(capsys, *shape)
     keys = [(float(f"{row['span']:.9g}"), row["peak_activations"]) for row in result_rows]
     assert keys == sorted(keys)

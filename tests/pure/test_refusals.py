@@ -11,7 +11,7 @@ from schedir.ir.text_format import to_text
 from schedir.schedules import one_f_one_b
 from tests.commands import run_refused_command
 
-MINE = """
+SCHEDULES_SOURCE = """
 from schedir import B, F
 from schedir.schedules.schedule_algebra import with_weight_delay
 
@@ -59,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("f.sched").write_text(
         to_text(compile(one_f_one_b, PipelineShape(4, 8), tp=2, clip_grad_norm=True))
     )
-    Path("mine.py").write_text(MINE)
+    Path("mine.py").write_text(SCHEDULES_SOURCE)
     Path("folder.sched").mkdir()
     Path("binary.sched").write_bytes(b"\xff\xfe\x00")
     header = "schedir 1\nprogram p\nranks 1 microbatches"

@@ -52,7 +52,7 @@ def load_program(path: str) -> Program:
 
 
 @pytest.fixture
-def here(
+def torch_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Path:
     """Change to a temporary folder with torch's program in it, and return the folder."""
@@ -61,7 +61,9 @@ def here(
     return tmp_path
 
 
-def test_explain_torch_interleaved_1f1b(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_torch_interleaved_1f1b(
+    torch_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = run_command(capsys, "explain", "theirs.sched", AT)
     assert text == (GOLDEN / "explain_transfers.txt").read_text()
     assert text in (GOLDEN.parents[1] / "docs" / "how-to" / "speed-up-a-run.md").read_text()
@@ -75,7 +77,7 @@ def parse_command(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_explained_commands_give_claimed_span(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    torch_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For programs and progress models, each command of `explain` gives the span it claims."""
     odd = compile(zb_v, PipelineShape(4, 8, 2, "vee"), costs=Costs(F=1, I=3, W=0.1))
@@ -197,12 +199,14 @@ def test_useless_transfer_advice_is_omitted() -> None:
 
 
 def test_grouping_advice_only_where_it_helps() -> None:
-    def told(run: Timeline) -> set[str]:
+    def list_advised_kinds(run: Timeline) -> set[str]:
         return {c.row.kind for c in advise(run, COSTS).changes} & {"transfers", "grouped"}
 
-    assert told(schedir.simulate(import_torch_program(), COSTS)) == {"transfers"}
+    assert list_advised_kinds(schedir.simulate(import_torch_program(), COSTS)) == {"transfers"}
     program = compile(zb_v, PipelineShape(4, 8, 2, "vee"), costs=COSTS)
-    assert told(schedir.simulate(program, COSTS, progress_model="blocking_serial")) == {
+    assert list_advised_kinds(
+        schedir.simulate(program, COSTS, progress_model="blocking_serial")
+    ) == {
         "transfers",
         "grouped",
     }
@@ -321,7 +325,7 @@ def test_relowered_program_is_unchanged(
 
 
 def test_program_file_needs_relower_for_options(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    torch_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = (
         "-O",
@@ -342,7 +346,7 @@ def test_program_file_needs_relower_for_options(
     assert load_source("ours.sched") == replace(relowered, name=draft.name)
 
 
-def test_import_relowers_torch_csv(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_relowers_torch_csv(torch_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = str(GOLDEN / "torch_interleaved_1f1b.csv")
     run_refused_command(capsys, "import", text, "-O", "overlap", "-o", "ours.sched")
     run_command(capsys, "import", text, "--relower", "-O", "overlap", "-o", "ours.sched")
@@ -351,7 +355,9 @@ def test_import_relowers_torch_csv(here: Path, capsys: pytest.CaptureFixture[str
     )
 
 
-def test_relowered_run_uses_mean_times(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_relowered_run_uses_mean_times(
+    torch_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The prediction uses the progress model and the unit of the run."""
     run = schedir.simulate(import_torch_program(), COSTS, progress_model="blocking_serial")
     schedir.save_timeline(replace(run, kind="measured", unit="s"), "x.timeline")

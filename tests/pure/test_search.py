@@ -148,13 +148,15 @@ def test_interrupt_during_compile_keeps_result(
 ) -> None:
     calls = []
 
-    def interrupted(*args: Any, **more: Any) -> Any:
+    def compile_with_interrupt(*args: Any, **more: Any) -> Any:
         calls.append(args)
         if len(calls) == 1:
             signal.raise_signal(signal.SIGINT)
         return compile(*args, **more)
 
-    monkeypatch.setattr("schedir.schedule_search.heuristics.program_builder.compile", interrupted)
+    monkeypatch.setattr(
+        "schedir.schedule_search.heuristics.program_builder.compile", compile_with_interrupt
+    )
     uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
     result = search_schedule(PipelineShape(4, 8), uneven, max_in_flight=3, max_evaluations=300)
     assert result.stop_reason == "interrupted" and result.span == result.improvements[-1].span
@@ -333,19 +335,19 @@ def test_move_on_several_ranks() -> None:
     nth = [0, 1, 0, 0] * 3
     rank_at = [x // 4 for x in range(12)]
 
-    def after(low: int, high: int, behind: int) -> tuple[int, list[int]]:
+    def run_move(low: int, high: int, behind: int) -> tuple[int, list[int]]:
         code = list(codes)
         return move_on_several_ranks(
             low, high, local_stages, begin, first, code, nth, rank_at, 6, behind
         ), code
 
     # Rank 1's I0 moves before its F1, and so on ranks 0 and 2 where these are included.
-    changed_ranks, code = after(1, 2, 0)
+    changed_ranks, code = run_move(1, 2, 0)
     assert changed_ranks == 2 and code == [0, 0, 1, 2, 3, 4, 3, 5, 6, 7, 6, 8]
-    assert after(0, 2, 1)[1] == [0, 1, 0, 2, 3, 4, 3, 5, 6, 7, 6, 8]
+    assert run_move(0, 2, 1)[1] == [0, 1, 0, 2, 3, 4, 3, 5, 6, 7, 6, 8]
 
 
-LITTLE = """
+SEARCH_SCRIPT = """
 import sys
 if sys.argv[2] == "hide":
     sys.modules["numba"] = None
@@ -360,7 +362,7 @@ print(found.numba, found.span, found.num_evaluated)
 def run_search_process(seconds: float, cache: Path, hide: str = "no") -> tuple[str, list[str]]:
     """Run a search that is long enough for numba, with a cache folder for compiled loops."""
     done = subprocess.run(
-        [sys.executable, "-c", LITTLE, str(seconds), hide],
+        [sys.executable, "-c", SEARCH_SCRIPT, str(seconds), hide],
         env=os.environ | {"NUMBA_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,

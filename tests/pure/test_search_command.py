@@ -28,15 +28,15 @@ from schedir.schedule_search.search_results import describe_numba
 from tests.commands import ENV, run_command, run_refused_command
 
 RUN = Path(__file__).parents[2] / "examples" / "traced.timeline"
-AT = ("--ranks=4", "--microbatches=8", "--costs=F=2,I=2,W=1,send=0.1", "--max-evaluations=40")
-COSTS, PLAN = Costs(F=2, I=2, W=1, send=0.1), PipelineShape(4, 8)
+OPTIONS = ("--ranks=4", "--microbatches=8", "--costs=F=2,I=2,W=1,send=0.1", "--max-evaluations=40")
+COSTS, SHAPE = Costs(F=2, I=2, W=1, send=0.1), PipelineShape(4, 8)
 
 
 def test_file_has_program_and_search_comments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    argv = ("search", *AT, "--max-in-flight=4", "-o", "best.sched")
+    argv = ("search", *OPTIONS, "--max-in-flight=4", "-o", "best.sched")
     output = run_command(capsys, *argv)
     text = Path("best.sched").read_text()
     comments = [line for line in text.splitlines() if line.startswith("# ")]
@@ -47,7 +47,7 @@ def test_file_has_program_and_search_comments(
     run = simulate(from_text(text), COSTS)
     assert (run.peak_in_flight <= 4).all()
     assert f"span {run.span:.6g}," in output and f"span: {run.span:.6g};" in text
-    lower_bound = schedir.lower_bound(PLAN, COSTS, max_in_flight=4)
+    lower_bound = schedir.lower_bound(SHAPE, COSTS, max_in_flight=4)
     assert (
         f"is shorter than {lower_bound.value:.6g}:" in output
         and f"bound: {lower_bound.value:.6g};" in text
@@ -72,7 +72,7 @@ def test_equal_searches_write_equal_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    argv = ("search", *AT, "--max-in-flight=3", "--seed=7", "-o", "best.sched")
+    argv = ("search", *OPTIONS, "--max-in-flight=3", "--seed=7", "-o", "best.sched")
     run_command(capsys, *argv)
     first_bytes = Path("best.sched").read_bytes()
     run_command(capsys, *argv)
@@ -83,8 +83,8 @@ def test_every_command_accepts_found_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run_command(capsys, "search", *AT, "--max-in-flight=4", "-o", "best.sched")
-    costs = AT[2]
+    run_command(capsys, "search", *OPTIONS, "--max-in-flight=4", "-o", "best.sched")
+    costs = OPTIONS[2]
     assert "search" in run_command(capsys, "check", "best.sched")
     for model in ("blocking_serial", "per_edge", "per_pair", "per_direction"):
         run_command(capsys, "check", "best.sched", f"--progress-model={model}")
@@ -99,9 +99,15 @@ def test_every_command_accepts_found_program(
     for form in ("torch", "torch-2.13"):
         run_command(capsys, "export", "best.sched", "--to", form, "-o", "best.csv")
         program = schedir.torch_csv.from_csv(Path("best.csv").read_text())
-        assert program.shape == PLAN
+        assert program.shape == SHAPE
     run_command(
-        capsys, "search", *AT, "--max-in-flight=4", "--initial-schedules", "best.sched", "zb_h1"
+        capsys,
+        "search",
+        *OPTIONS,
+        "--max-in-flight=4",
+        "--initial-schedules",
+        "best.sched",
+        "zb_h1",
     )
 
 
@@ -109,12 +115,12 @@ def test_built_in_schedules_are_compared_at_same_costs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for options, shape in (
-        ((), PLAN),
+        ((), SHAPE),
         (("--stages-per-rank=2",), PipelineShape(4, 8, 2)),
         (("--placement=vee",), PipelineShape(4, 8, placement="vee")),
     ):
         row = json.loads(
-            run_command(capsys, "search", *AT, *options, "--max-in-flight=9", "--json")
+            run_command(capsys, "search", *OPTIONS, *options, "--max-in-flight=9", "--json")
         )
         assert row["compared_schedules"] and {
             compared_row["program"] for compared_row in row["compared_schedules"]
@@ -137,14 +143,14 @@ def test_byte_limit_agrees_with_compile(capsys: pytest.CaptureFixture[str]) -> N
         "--memory-limit=7GB",
     )
     sizes = Sizes(activation=1e6, saved=1e9, deferred_wgrad=0.5e9, model_states=2e9)
-    row = json.loads(run_command(capsys, "search", *AT, *options, "--json"))
+    row = json.loads(run_command(capsys, "search", *OPTIONS, *options, "--json"))
     fit = {compared_row["program"] for compared_row in row["compared_schedules"]}
     assert fit and row["over_limit"]
     for name in fit:
-        compile(getattr(schedules, name), PLAN, costs=COSTS, sizes=sizes, memory_limit=7e9)
+        compile(getattr(schedules, name), SHAPE, costs=COSTS, sizes=sizes, memory_limit=7e9)
     for name in row["over_limit"]:
         with pytest.raises(MemoryLimitError):
-            compile(getattr(schedules, name), PLAN, costs=COSTS, sizes=sizes, memory_limit=7e9)
+            compile(getattr(schedules, name), SHAPE, costs=COSTS, sizes=sizes, memory_limit=7e9)
 
 
 def test_search_full_backwards_by_active_span(
@@ -152,7 +158,7 @@ def test_search_full_backwards_by_active_span(
 ) -> None:
     file = str(tmp_path / "x.sched")
     output = run_command(
-        capsys, "search", *AT, "--no-split-backward", "--objective=active_span", "-o", file
+        capsys, "search", *OPTIONS, "--no-split-backward", "--objective=active_span", "-o", file
     )
     program = from_text(Path(file).read_text())
     assert BACKWARD_INPUT not in program.used_opcodes
@@ -167,9 +173,9 @@ def test_search_full_backwards_by_active_span(
 def test_old_objective_name_is_accepted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    expected = schedir.lower_bound(PLAN, COSTS, objective="active_span")
-    assert schedir.lower_bound(PLAN, COSTS, objective="own") == expected  # type: ignore[arg-type]
-    command = ("search", *AT, "--objective=own", "--json")
+    expected = schedir.lower_bound(SHAPE, COSTS, objective="active_span")
+    assert schedir.lower_bound(SHAPE, COSTS, objective="own") == expected  # type: ignore[arg-type]
+    command = ("search", *OPTIONS, "--objective=own", "--json")
     assert json.loads(run_command(capsys, *command))["objective"] == "active_span"
 
 
@@ -228,15 +234,17 @@ def test_unwritable_file_is_refused_before_search(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.sched").mkdir()
     for name in ("no/such/x.sched", "x.csv", "folder.sched"):
-        assert name in run_refused_command(capsys, "search", *AT, "--time-limit=500", "-o", name)
+        assert name in run_refused_command(
+            capsys, "search", *OPTIONS, "--time-limit=500", "-o", name
+        )
     (tmp_path / "old.sched").write_text("old")
-    run_refused_command(capsys, "search", *AT, "--max-in-flight=0", "-o", "old.sched")
+    run_refused_command(capsys, "search", *OPTIONS, "--max-in-flight=0", "-o", "old.sched")
     assert (tmp_path / "old.sched").read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} == {"folder.sched", "old.sched"}
 
 
 def test_pipe_gets_no_progress_output(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["search", *AT]) == 0
+    assert main(["search", *OPTIONS]) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -275,7 +283,7 @@ def test_refusals_match_golden_file(told: str, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_wrong_python_arguments_are_refused(wrong: dict[str, Any], names: str) -> None:
-    arguments: dict[str, Any] = {"shape": PLAN, "max_evaluations": 5} | wrong
+    arguments: dict[str, Any] = {"shape": SHAPE, "max_evaluations": 5} | wrong
     with pytest.raises(SchedirError, match=names):
         schedir.search_schedule(**arguments)
 
@@ -288,7 +296,7 @@ def test_missing_solver_is_refused(
     monkeypatch.setitem(
         sys.modules, "ortools", None
     )  # its import fails as if it were not installed
-    assert "schedir[solver]" in run_refused_command(capsys, "search", *AT, "--bound=solver")
+    assert "schedir[solver]" in run_refused_command(capsys, "search", *OPTIONS, "--bound=solver")
 
 
 # ---------------------------------------------------------------- progress, and interrupts

@@ -119,12 +119,14 @@ def test_wrong_chunk_order_is_refused(
 def test_schedule_receives_sequence_chunks() -> None:
     received = set()
 
-    def told(rank: int, ranks: int, microbatches: int, sequence_chunks: int) -> RankSchedule:
+    def record_chunks(
+        rank: int, ranks: int, microbatches: int, sequence_chunks: int
+    ) -> RankSchedule:
         received.add(sequence_chunks)
         return microbatches * F
 
-    expand_schedule(told, PipelineShape(2, 6, sequence_chunks=3))
-    expand_schedule(told, PipelineShape(2, 6))
+    expand_schedule(record_chunks, PipelineShape(2, 6, sequence_chunks=3))
+    expand_schedule(record_chunks, PipelineShape(2, 6))
     assert received == {3, 1}
 
 

@@ -35,11 +35,11 @@ from tests.edits import Edit, move, op, pull, push
 O = Opcode
 
 
-PLAN = PipelineShape(2, 4)
+SHAPE = PipelineShape(2, 4)
 
 
 def compile_sequence_parallel(
-    schedule: Any = one_f_one_b, shape: PipelineShape = PLAN, **options: Any
+    schedule: Any = one_f_one_b, shape: PipelineShape = SHAPE, **options: Any
 ) -> Program:
     return compile(schedule, shape, tp=2, dp=2, sequence_parallel=True, **options)
 

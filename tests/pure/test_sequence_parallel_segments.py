@@ -39,7 +39,7 @@ from tests.oracle import Machine
 from tests.oracle_threads import verdict
 
 O = Opcode
-MET = (O.TPGatherAct, O.TPReduceAct, O.TPGatherGrad, O.TPReduceGrad)
+SEGMENT_COLLECTIVES = (O.TPGatherAct, O.TPReduceAct, O.TPGatherGrad, O.TPReduceGrad)
 
 
 def compile_segments(
@@ -75,7 +75,10 @@ def test_built_in_schedules_compile_with_segments(schedule: Any) -> None:
     assert machine.run() and max(machine.ended.values()) == pytest.approx(
         simulate(program, costs, progress_model="per_edge").span
     )
-    for has_direction, ops in ((1, MET[:2]), (uncut.has_backward, MET[2:])):
+    for has_direction, ops in (
+        (1, SEGMENT_COLLECTIVES[:2]),
+        (uncut.has_backward, SEGMENT_COLLECTIVES[2:]),
+    ):
         counts = [int(np.sum(program.op == op)) for op in ops]
         assert counts == [has_direction * shape.stages * shape.microbatches] * 2
     if not uncut.joined.any():
@@ -98,19 +101,25 @@ def test_collectives_follow_segment_boundaries(data: st.DataObject) -> None:
     schedule = data.draw(st.sampled_from([schedules.one_f_one_b, schedules.zb_h1]))
     program = compile_segments(schedule, PipelineShape(ranks, m), boundaries, frozen_stages=frozen)
     for stream in program.streams:
-        for before, i in pairwise([None, *(j for j in stream if j.op in (*MET, *COMPUTE_OPS))]):
+        for before, i in pairwise(
+            [None, *(j for j in stream if j.op in (*SEGMENT_COLLECTIVES, *COMPUTE_OPS))]
+        ):
             assert i is not None
             if i.op is O.Forward or i.op in BACKWARD_OPS:
                 ahead, k = i.op is O.Forward, i.stage - (i.op is O.Forward)
                 letter = (program.segment_boundaries + "-")[k : k + 1] if k >= 0 else ""
                 expected_ops = dict(
-                    zip("fg", MET[:2] if ahead else (O.TPReduceGrad, O.TPGatherGrad), strict=True)
+                    zip(
+                        "fg",
+                        SEGMENT_COLLECTIVES[:2] if ahead else (O.TPReduceGrad, O.TPGatherGrad),
+                        strict=True,
+                    )
                 )
-                collective = before is not None and before.op in MET and before
+                collective = before is not None and before.op in SEGMENT_COLLECTIVES and before
                 assert (collective and collective.op) == expected_ops.get(letter, False)
                 assert not collective or collective[1:] == i[1:]
     places = [(r, k) for r, stream in enumerate(program.streams) for k, i in enumerate(stream)
-              if i.op in MET]  # fmt: skip
+              if i.op in SEGMENT_COLLECTIVES]  # fmt: skip
     if not places:
         return
     rank, position = data.draw(st.sampled_from(places))
@@ -144,7 +153,9 @@ def test_instruction_order_with_segments() -> None:
         f"reduce_sequence_parallel_grads {s}" for s in range(3)
     ]
     behind = compile_segments(schedules.gpipe, PipelineShape(2, 1), frozen_stages=1)
-    collectives = [str(i) for stream in behind.streams for i in stream if i.op in MET]
+    collectives = [
+        str(i) for stream in behind.streams for i in stream if i.op in SEGMENT_COLLECTIVES
+    ]
     assert collectives == ["tp_gather_act 1.0", "tp_reduce_act 2.0", "tp_gather_act 4.0",
                     "tp_reduce_act 5.0", "tp_gather_grad 4.0",
                     "tp_reduce_grad 3.0"]  # fmt: skip
@@ -157,7 +168,7 @@ def test_relowered_program_is_unchanged() -> None:
     drafted = extract_compute(program)
     assert compile(drafted, **infer_options(program, "per_device", drafted)) == program
     evaluation = evaluation_program(program)
-    assert evaluation.sequence_parallel and {*evaluation.used_opcodes} & {*MET} == {
+    assert evaluation.sequence_parallel and {*evaluation.used_opcodes} & {*SEGMENT_COLLECTIVES} == {
         O.TPGatherAct,
         O.TPReduceAct,
     }

@@ -18,7 +18,7 @@ from schedir.training.train import build_program
 from tests.check_calls import proofs
 from tests.commands import run_command
 
-MINE = """
+SCHEDULE_SOURCE = """
 import pickle
 from pathlib import Path
 from schedir import B, F
@@ -34,7 +34,7 @@ def mine(rank, ranks, microbatches):
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(MINE)
+    Path("mine.py").write_text(SCHEDULE_SOURCE)
     vee = schedir.PipelineShape(2, 4, placement="vee")
     program = schedir.compile(schedir.schedules.zb_v, vee, progress_model="per_edge", overlap=True)
     Path("f.sched").write_text(schedir.to_text(program))
@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def proven(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def check_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return proofs(monkeypatch)
 
 
@@ -56,11 +56,11 @@ COMMANDS = (
 
 @pytest.mark.parametrize("argv", COMMANDS)
 def test_command_checks_once(
-    argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
+    argv: str, capsys: pytest.CaptureFixture[str], check_calls: list[tuple[str, str]]
 ) -> None:
     run_command(capsys, *argv.split())
     # A schedule that is proved shortest is compared with built-in ones, which are checked too.
-    assert [proof for proof in proven if proof[1] == "mine"] == [
+    assert [proof for proof in check_calls if proof[1] == "mine"] == [
         ("complete", "mine"),
         ("proof", "mine"),
     ]
@@ -75,11 +75,11 @@ def test_command_checks_once(
      "simulate f.sched --progress-model per_edge --sizes saved=1 --memory-limit 1GB"],
 )  # fmt: skip
 def test_program_file_is_checked_once(
-    argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
+    argv: str, capsys: pytest.CaptureFixture[str], check_calls: list[tuple[str, str]]
 ) -> None:
     run_command(capsys, *argv.split())
     checked_once = [("complete", "zb_v"), ("proof", "zb_v")]
-    assert proven == ([] if argv.startswith("print") else checked_once)
+    assert check_calls == ([] if argv.startswith("print") else checked_once)
 
 
 def test_explain_loads_file_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,14 +97,14 @@ def test_explain_loads_file_once(capsys: pytest.CaptureFixture[str]) -> None:
         ["schedule=f.sched"],
     ],
 )
-def test_training_run_checks_once(sets: list[str], proven: list[tuple[str, str]]) -> None:
+def test_training_run_checks_once(sets: list[str], check_calls: list[tuple[str, str]]) -> None:
     """The program is checked once, for its transport. Executor and reports do not repeat it."""
     Path("run.toml").write_text("[model]\ntied = false\n[train]\nclip_grad_norm = 0\n")
     config = read_config("run.toml", [f"pipeline.{setting}" for setting in sets])
     program = build_program(config)
     schedir.check(program, config.train.progress_model, blocking_hosts=True)
     schedir.simulate(program, progress_model=config.train.progress_model, blocking_hosts=True)
-    assert proven == [("complete", program.name), ("proof", program.name)]
+    assert check_calls == [("complete", program.name), ("proof", program.name)]
     if "mine" in sets[0]:
         assert Path("loaded").read_text() == "once\n"
 
@@ -121,11 +121,13 @@ def test_index_flow_and_graph_are_created_once(monkeypatch: pytest.MonkeyPatch) 
     counts: Counter[str] = Counter()
     for kind in (InstructionIndex, Dataflow, Graph):
 
-        def counted(self: Any, *args: Any, _init: Any = kind.__init__, **options: Any) -> None:
+        def count_creation(
+            self: Any, *args: Any, _init: Any = kind.__init__, **options: Any
+        ) -> None:
             counts[type(self).__name__] += 1
             _init(self, *args, **options)
 
-        monkeypatch.setattr(kind, "__init__", counted)
+        monkeypatch.setattr(kind, "__init__", count_creation)
     program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))
     assert counts == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}
     schedir.check(program)

@@ -41,7 +41,7 @@ from tests.mutants import refusal
 from tests.oracle import Machine
 from tests.oracle_threads import verdict
 
-OF_SKIPS = (Opcode.SendSkip, Opcode.RecvSkip, Opcode.SendSkipGrad, Opcode.RecvSkipGrad)
+SKIP_OPS = (Opcode.SendSkip, Opcode.RecvSkip, Opcode.SendSkipGrad, Opcode.RecvSkipGrad)
 SMALL: list[tuple[Schedule, PipelineShape, Skips]] = [
     (schedules.one_f_one_b, PipelineShape(3, 3), ((0, 2),)),
     (schedules.zb_h1, PipelineShape(4, 4), ((0, 3),)),
@@ -61,7 +61,7 @@ def test_skips_are_legal_under_every_model(
     for model in MODELS:
         check(from_text(to_text(program)), model, blocking_hosts=True)
         assert verdict(program, model, 1).kind == "ok"
-    stages = {(i.op, i.stage) for stream in program.streams for i in stream if i.op in OF_SKIPS}
+    stages = {(i.op, i.stage) for stream in program.streams for i in stream if i.op in SKIP_OPS}
     crossing = {
         (s, t)
         for s, t in skips
@@ -73,8 +73,8 @@ def test_skips_are_legal_under_every_model(
     assert stages == {
         (op, end)
         for s, t in crossing
-        for op, end in zip(OF_SKIPS, (s, t, t, s), strict=True)
-        if program.has_backward or op in OF_SKIPS[:2]
+        for op, end in zip(SKIP_OPS, (s, t, t, s), strict=True)
+        if program.has_backward or op in SKIP_OPS[:2]
     }
 
 
@@ -94,7 +94,7 @@ def test_mutated_skip_agrees_with_oracle(
     for rank, stream in enumerate(program.streams):
         words = stream.words.tolist()
         for k, i in enumerate(stream):
-            if i.op not in OF_SKIPS:
+            if i.op not in SKIP_OPS:
                 continue
             other_word = words[k] + ((int(Opcode.SendAct) - int(Opcode.SendSkip)) << OP_SHIFT)
             if len(stream) > 24 and i.mb not in (0, shape.microbatches - 1):
@@ -186,7 +186,7 @@ def test_memory_counts_skip_on_both_ranks() -> None:
     assert simulate(unslotted, sizes=sizes).peak_memory.tolist() == [2 * 4 * skip, 0, 2 * 4 * skip]
     # On one rank the skip is handed over, and stays in place until it is used.
     vee = compile(schedules.zb_v, PipelineShape(2, 3, 2, "vee"), skips=((0, 3),))
-    assert vee.used_opcodes.isdisjoint(OF_SKIPS)
+    assert vee.used_opcodes.isdisjoint(SKIP_OPS)
     (first_rank, second_rank) = compute_footprints(vee, Sizes(skip=(skip, 0, 0, 0)))
     assert (
         first_rank.total_bytes.max() >= skip

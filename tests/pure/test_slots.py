@@ -196,14 +196,19 @@ def test_minimal_slots_slow_gpipe() -> None:
     """With two slots a message overlaps a forward. With one slot both ranks wait for it."""
     shape, priced = PipelineShape(4, 16), Costs(F=1, B=2, send=0.1)
 
-    def span(buffer_sharing: BufferSharing | None, costs: Costs | None = None) -> float:
+    def compute_span(buffer_sharing: BufferSharing | None, costs: Costs | None = None) -> float:
         program = compile(
             gpipe, shape, progress_model="per_edge", costs=costs, buffer_sharing=buffer_sharing
         )
         return round(simulate(program, priced, progress_model="per_edge").span, 9)
 
-    assert span(None) == span(None, priced) == span("latency_preserving", priced) == 57.6
-    assert span("minimal") == span("minimal", priced) == 60.6
+    assert (
+        compute_span(None)
+        == compute_span(None, priced)
+        == compute_span("latency_preserving", priced)
+        == 57.6
+    )
+    assert compute_span("minimal") == compute_span("minimal", priced) == 60.6
     assert set(compile(gpipe, shape, buffer_sharing="minimal").slots[1:3]) == {
         SlotCounts(1, 1, 1, 1)
     }

@@ -87,17 +87,19 @@ def tiny_problems(draw: st.DrawFn) -> SchedulingProblem:
     shape = PipelineShape(ranks, microbatches, v, draw(st.sampled_from(["loop", "vee"][:v])))
     times = draw(st.sampled_from([st.integers(1, 6).map(float), st.floats(0.5, 2.0)]))
 
-    def row(element: st.SearchStrategy[float]) -> tuple[float, ...]:
+    def draw_row(element: st.SearchStrategy[float]) -> tuple[float, ...]:
         return tuple(draw(st.lists(element, min_size=shape.stages, max_size=shape.stages)))
 
-    costs = Costs(F=row(times), I=row(times), W=row(times), send=draw(st.just(0.0) | times))
+    costs = Costs(
+        F=draw_row(times), I=draw_row(times), W=draw_row(times), send=draw(st.just(0.0) | times)
+    )
     objective = draw(st.sampled_from(OBJECTIVES))
     if draw(st.booleans()):
         in_flight = draw(st.integers(v, 6))
         return make_problem(
             shape, costs, max_in_flight=in_flight, objective=objective, split_backward=split
         )
-    saved = row(st.integers(1, 5).map(float))
+    saved = draw_row(st.integers(1, 5).map(float))
     tape = tuple(float(draw(st.integers(0, int(s)))) for s in saved)
     saved_and_deferred = tuple(
         s + draw(st.integers(0, int(t))) for s, t in zip(saved, tape, strict=True)

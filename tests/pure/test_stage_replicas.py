@@ -24,7 +24,7 @@ from schedir.schedules.schedule_algebra import Schedule
 from schedir.verify.check import check
 from tests.laws import shape_of
 
-APART: tuple[ProgressModel, ...] = (
+MODELS_WITH_REDUCTION_QUEUE: tuple[ProgressModel, ...] = (
     "per_edge",
     "per_pair",
     "per_device",
@@ -59,7 +59,7 @@ def test_earlier_replica_sum_overlaps_compute(P: int, schedule: Schedule) -> Non
     """The earlier sum overlaps with the remaining compute."""
     costs = Costs(reduce_replicated_stages=0.5)
     program = compile(schedule, shape_of(schedule, P, 2 * P), costs=costs)
-    for model in APART:
+    for model in MODELS_WITH_REDUCTION_QUEUE:
         free_span = compute_span(program, Costs(), model, blocking_hosts=False)
         for blocks in (False, True):
             assert compute_span(program, costs, model, blocking_hosts=blocks) == free_span + 0.5
@@ -116,7 +116,7 @@ def test_early_replica_sums_never_lengthen_step(
     for model in MODELS:
         for blocks in (False, True):
             early_span = compute_span(program, costs, model, blocking_hosts=blocks)
-            if model in APART:
+            if model in MODELS_WITH_REDUCTION_QUEUE:
                 assert (
                     early_span
                     <= compute_span(sums_at_end, costs, model, blocking_hosts=blocks) + slack

@@ -41,7 +41,7 @@ from tests.mutants import known
 from tests.oracle_threads import verdict
 
 _SUMS = {*find_segment_collectives(sequence_parallel=False)}
-WHOLE = Costs(F=5, B=10, I=5, W=5, send=0.5)
+FULL_COSTS = Costs(F=5, B=10, I=5, W=5, send=0.5)
 NAMES = [schedule.__name__ for schedule in known()]
 
 
@@ -73,8 +73,8 @@ def test_built_in_schedules_compile_with_segments(schedule: Any) -> None:
         == number * trains
     )
     if not uncut.joined.any():
-        span = simulate(program, split_costs(WHOLE, 3, shape, (1, 3, 1))).span
-        assert span == pytest.approx(simulate(uncut, WHOLE).span)
+        span = simulate(program, split_costs(FULL_COSTS, 3, shape, (1, 3, 1))).span
+        assert span == pytest.approx(simulate(uncut, FULL_COSTS).span)
 
 
 def test_segments_are_neighbor_stages_on_rank() -> None:
@@ -252,18 +252,18 @@ def test_compare_options_count_unsegmented_stages(
         file,
     )
 
-    def compared(*argv: str) -> list[dict[str, Any]]:
+    def run_compare(*argv: str) -> list[dict[str, Any]]:
         return list(json.loads(commands.run_command(capsys, "compare", *argv, costs, "--json")))
 
-    assert [row["microbatches"] for row in compared(file, "gpipe", *shape)] == [8, 4]
+    assert [row["microbatches"] for row in run_compare(file, "gpipe", *shape)] == [8, 4]
     for argv, error in (
         ("--microbatches=8", "has microbatches 4, not 8"),
         ("-O frozen_stages=1", "has frozen_stages 0, not 1"),
         ("--relower -O stage_segments=5", "already have segments"),
     ):
         assert error in commands.run_refused_command(capsys, "compare", file, *argv.split(), costs)
-    (relowered,) = compared(file, "--relower", "-O", "frozen_stages=1")
-    live = compared(
+    (relowered,) = run_compare(file, "--relower", "-O", "frozen_stages=1")
+    live = run_compare(
         "one_f_one_b",
         *shape,
         "-O",
@@ -332,12 +332,12 @@ def refused(say: Any, kind: type[SchedirError], *words: str) -> None:
 def test_wrong_segments_are_refused() -> None:
     shape = PipelineShape(2, 2)
 
-    def cut(segments: Any, **options: Any) -> Any:
+    def compile_with_segments(segments: Any, **options: Any) -> Any:
         return lambda: compile(schedules.gpipe, shape, tp=2, stage_segments=segments, **options)
 
     nothing: list[Any] = [0, "fx", "g-g", 2.5, True, [1], (1, 2, 3), {}, "", "5,x"]
     for wrong in nothing:
-        refused(cut(wrong), UsageError, "stage_segments")
+        refused(compile_with_segments(wrong), UsageError, "stage_segments")
     refused(
         lambda: compile(schedules.gpipe, PipelineShape(3, 2), tp=2, stage_segments=3,
                         tied_weights=[(0, 1)]),
@@ -379,7 +379,7 @@ def test_wrong_segments_are_refused() -> None:
         ((1, 1), "shares has 2 numbers"),
         ((0, 0, 0), "not all be 0"),
     ):
-        refused(lambda s=shares: split_costs(WHOLE, 3, shape, s), UsageError, message)
+        refused(lambda s=shares: split_costs(FULL_COSTS, 3, shape, s), UsageError, message)
 
 
 @pytest.mark.parametrize(

@@ -180,10 +180,10 @@ def test_move_is_checked_and_keeps_work(schedule: str, data: st.DataObject) -> N
     check(shown_program, "per_device")
     assert answer["runs"][0]["digest"] == shown_program.digest
 
-    def work(program: Any) -> list[list[int]]:
+    def list_work(program: Any) -> list[list[int]]:
         return [sorted((stream.words & 0xFFFFFFFFFFFF).tolist()) for stream in program.streams]
 
-    assert work(extract_compute(moved_program)) == work(extract_compute(program))
+    assert list_work(extract_compute(moved_program)) == list_work(extract_compute(program))
 
 
 def test_message_moves_in_lowered_program() -> None:
@@ -400,7 +400,7 @@ def test_code_runs_again_only_if_request_allows() -> None:
 def test_code_runs_within_limits() -> None:
     runner = CodeRunner(1000, max_seconds=20)
 
-    def fails(code: str) -> CodeError:
+    def get_code_error(code: str) -> CodeError:
         with pytest.raises(CodeError) as caught:
             runner.expand(StudioState(code=code, options=DEFAULTS))
         return caught.value
@@ -408,11 +408,14 @@ def test_code_runs_within_limits() -> None:
     try:
         assert "mine" in runner.expand(StudioState(code=CODE, options=DEFAULTS))
         large_code = "def f(r, p, m):\n    return bytearray(2 * 10**9)"
-        assert "MemoryError" in fails(large_code).fact and fails(large_code).line == 2
-        assert "exit status 7" in fails("import os\nos._exit(7)").fact
-        assert fails("from schedir import F\ndef f(r, p, m):\n    return 10**6 * F").fact
+        assert (
+            "MemoryError" in get_code_error(large_code).fact
+            and get_code_error(large_code).line == 2
+        )
+        assert "exit status 7" in get_code_error("import os\nos._exit(7)").fact
+        assert get_code_error("from schedir import F\ndef f(r, p, m):\n    return 10**6 * F").fact
         runner._max_seconds = 0.2
-        assert "0.2 s" in fails("while True:\n    pass").fact
+        assert "0.2 s" in get_code_error("while True:\n    pass").fact
     finally:
         runner.close()
     assert all(process.poll() is not None for process in runner._processes)

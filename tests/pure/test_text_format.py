@@ -58,10 +58,10 @@ def test_random_instructions_round_trip(words: list[int], period: int) -> None:
 
 
 def test_text_length_does_not_grow_with_microbatches() -> None:
-    def lines(m: int) -> int:
+    def count_lines(m: int) -> int:
         return to_text(compile(one_f_one_b, PipelineShape(4, m))).count("\n")
 
-    assert lines(4000) == lines(40)
+    assert count_lines(4000) == count_lines(40)
     program = compile(interleaved, PipelineShape(4, 64, 2))
     assert to_text(program).count("\n") == to_text(
         compile(interleaved, PipelineShape(4, 640, 2))

@@ -35,12 +35,12 @@ class Module:
         yield from self.named.items()
 
 
-A, BOTH, FROZEN = Weight(), Weight(), Weight(requires_grad=False)
-MODEL = Module(a=A, wte=BOTH, lm_head=BOTH, one=FROZEN, other=FROZEN)
+UNTIED, TIED, FROZEN = Weight(), Weight(), Weight(requires_grad=False)
+MODEL = Module(a=UNTIED, wte=TIED, lm_head=TIED, one=FROZEN, other=FROZEN)
 
 
 def test_ties_are_found_in_stages() -> None:
-    stages = [Module(w=BOTH, x=FROZEN), Module(a=A), Module(v=BOTH, u=BOTH, x=FROZEN)]
+    stages = [Module(w=TIED, x=FROZEN), Module(a=UNTIED), Module(v=TIED, u=TIED, x=FROZEN)]
     ties = schedir.find_tied_weights(stages)
     assert ties == TiedWeights((((0, "w"), (2, "v")),)) and ties.stages == ((0, 2),)
     assert schedir.find_tied_weights(dict(enumerate(stages))) == ties
@@ -50,12 +50,12 @@ def test_ties_are_found_in_stages() -> None:
 def test_ties_of_model_are_located_by_object_and_name() -> None:
     ties = schedir.find_tied_weights(MODEL)
     assert ties.names == (("wte", "lm_head"),)
-    shared = [Module(w=BOTH), Module(a=A), Module(v=BOTH)]
+    shared = [Module(w=TIED), Module(a=UNTIED), Module(v=TIED)]
     assert ties.locate_in_stages(shared) == TiedWeights((((0, "w"), (2, "v")),))
     copies = [Module(wte=Weight()), Module(a=Weight()), Module(lm_head=Weight())]
     assert ties.locate_in_stages(copies) == TiedWeights((((0, "wte"), (2, "lm_head")),))
     weight = Weight()
-    assert not ties.locate_in_stages([Module(a=A), Module(wte=weight, lm_head=weight)])
+    assert not ties.locate_in_stages([Module(a=UNTIED), Module(wte=weight, lm_head=weight)])
 
 
 def test_lost_tie_is_refused() -> None:

@@ -188,13 +188,17 @@ def test_old_and_new_name_together_are_refused() -> None:
 
 
 END = simulate_1f1b().spans["end"]
-EARLY = simulate_1f1b().spans["rank"] == 1  # as if this rank's clock were late
-BEFORE, AFTER = (simulate_1f1b().spans[name] - 4.0 * EARLY for name in ("start", "end"))
+IS_LATE_RANK = simulate_1f1b().spans["rank"] == 1  # as if this rank's clock were late
+EARLY_STARTS, EARLY_ENDS = (
+    simulate_1f1b().spans[name] - 4.0 * IS_LATE_RANK for name in ("start", "end")
+)
 HUGE = encode_npy(END).replace(b"(%d,)" % len(END), b"(%d,)" % 10**12)
 NAN = np.where(np.arange(len(END)) == 5, np.nan, END)
 PROGRAM = schedir.to_text(simulate_1f1b().program)
-OTHER = schedir.to_text(schedir.compile(one_f_one_b, PipelineShape(3, 4)))
-UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  99999999 x F 0.0\n"
+OTHER_PROGRAM = schedir.to_text(schedir.compile(one_f_one_b, PipelineShape(3, 4)))
+UNFOLDING_PROGRAM = (
+    "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  99999999 x F 0.0\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +213,7 @@ UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  9999999
         (lambda: forge(header_json=make_header(unit="x" * 50_000)), "unit"),
         (lambda: forge(header_json=make_header(unit="parsecs")), r"unit: 'parsecs'\n.*'' and 's'"),
         (
-            lambda: forge(start_npy=encode_npy(BEFORE), end_npy=encode_npy(AFTER)),
+            lambda: forge(start_npy=encode_npy(EARLY_STARTS), end_npy=encode_npy(EARLY_ENDS)),
             "starts or ends too early",
         ),
         (lambda: forge(header_json=make_header(progress_model="gloo")), "model: 'gloo'"),
@@ -224,8 +228,8 @@ UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  9999999
         (lambda: forge(header_json=b" " * 10**8), "100000000 bytes"),
         (lambda: forge(program_sched=b" " * 10**8), "100000000 bytes"),
         (lambda: forge(start_npy=bytes(10**8)), "100000000 bytes"),
-        (lambda: forge(program_sched=OTHER.encode()), "instructions, but the program has"),
-        (lambda: forge(program_sched=UNFOLDS.encode()),
+        (lambda: forge(program_sched=OTHER_PROGRAM.encode()), "instructions, but the program has"),
+        (lambda: forge(program_sched=UNFOLDING_PROGRAM.encode()),
          r"more instructions than the limit of \d+"),
         (lambda: forge(program_sched=b"\xff"), "not a Timeline file"),
         (lambda: forge(end_npy=encode_npy(END[:-1])), "shape"),
@@ -312,10 +316,10 @@ def test_unreadable_file_is_refused(path: str) -> None:
 def test_failed_write_keeps_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
     FILE.write_text("before")
 
-    def fails(*_: object) -> str:
+    def raise_error(*_: object) -> str:
         raise RuntimeError
 
-    monkeypatch.setattr("schedir.io.timeline_file.ZipFile.writestr", fails)
+    monkeypatch.setattr("schedir.io.timeline_file.ZipFile.writestr", raise_error)
     with pytest.raises(RuntimeError):
         save_timeline(simulate_1f1b(), FILE)
     assert FILE.read_text() == "before"

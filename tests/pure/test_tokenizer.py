@@ -20,12 +20,12 @@ from schedir.errors import UsageError
 from tests.tokens import END, decode, train
 
 TEXT = b"the quick brown fox jumps over the lazy dog; z\xc3\xa4h, it's 42 times\n" * 20
-MADE = train([TEXT.decode()], 300)
+TRAINED = train([TEXT.decode()], 300)
 
 
 @cache
 def load_trained_bpe() -> BPE:
-    return BPE(MADE, "trained")
+    return BPE(TRAINED, "trained")
 
 
 @given(st.binary() | st.text().map(str.encode) | st.lists(st.sampled_from(
@@ -36,7 +36,7 @@ def load_trained_bpe() -> BPE:
 @example(b" \xc3\xa4\xff\xff ")
 def test_encoded_text_round_trips(text: bytes) -> None:
     ids = load_trained_bpe().encode(text)
-    assert decode(MADE, ids.tolist()) == text and load_trained_bpe().end_token not in ids
+    assert decode(TRAINED, ids.tolist()) == text and load_trained_bpe().end_token not in ids
     assert all(0 <= i < load_trained_bpe().vocab_size for i in ids)
 
 
@@ -50,12 +50,12 @@ def test_long_text_is_split_without_changing_tokens(monkeypatch: pytest.MonkeyPa
     unsplit = load_trained_bpe().encode(TEXT)
     monkeypatch.setattr(module, "MAX_TEXT_BYTES", 100)
     assert load_trained_bpe().encode(TEXT).tolist() == unsplit.tolist()
-    assert decode(MADE, load_trained_bpe().encode(text).tolist()) == text
+    assert decode(TRAINED, load_trained_bpe().encode(text).tolist()) == text
     assert max(map(len, module._split_long_text(text))) <= 100
 
 
 def modify(**changes: Any) -> str:
-    return json.dumps(json.loads(MADE) | changes)
+    return json.dumps(json.loads(TRAINED) | changes)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def modify(**changes: Any) -> str:
         (modify(pre_tokenizer={"type": "Whitespace"}), "must be a byte-level BPE"),
         (modify(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}), "is WordLevel"),
         (modify(model={"type": "BPE", "vocab": {"a": 0}, "merges": []}), "no token for 255"),
-        (modify(model=json.loads(MADE)["model"] | {"dropout": 0.5}), "tokens are random"),
+        (modify(model=json.loads(TRAINED)["model"] | {"dropout": 0.5}), "tokens are random"),
         (
             modify(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True,
                                    "trim_offsets": True, "use_regex": True}),
@@ -87,7 +87,7 @@ def test_unsupported_tokenizer_is_refused(tmp_path: Path, text: str, said: str) 
 
 def test_tokenizer_is_loaded_from_file(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
-    content = json.loads(MADE)
+    content = json.loads(TRAINED)
     # Settings of the file that truncate or pad documents have no effect.
     content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst",
                           "stride": 0}  # fmt: skip
@@ -105,7 +105,7 @@ def test_tokenizer_is_loaded_from_file(tmp_path: Path) -> None:
 
 def test_missing_library_has_install_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tokenizer.json"
-    path.write_text(MADE)
+    path.write_text(TRAINED)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UsageError) as caught:
         get_tokenizer(str(path), 300)
@@ -114,7 +114,7 @@ def test_missing_library_has_install_hint(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_each_file_ends_with_end_token(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
-    path.write_text(MADE)
+    path.write_text(TRAINED)
     with pytest.raises(UsageError) as caught:
         get_tokenizer(str(path), 270)
     assert caught.value.hint == f"model.vocab = {load_trained_bpe().vocab_size}"
@@ -123,8 +123,8 @@ def test_each_file_ends_with_end_token(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(text)
     tokens, document_ends = read_documents(str(tmp_path / "*.txt"), tokenizer, 300)
     assert tokens.dtype == np.uint16 and document_ends is not None and len(document_ends) == 2
-    assert decode(MADE, tokens[: document_ends[0]].tolist()) == TEXT
-    assert decode(MADE, tokens[document_ends[0] :].tolist()) == b"the fox"
+    assert decode(TRAINED, tokens[: document_ends[0]].tolist()) == TEXT
+    assert decode(TRAINED, tokens[document_ends[0] :].tolist()) == b"the fox"
     assert [tokens[end - 1] for end in document_ends] == [0, 0] and document_ends[1] == len(tokens)
     (tmp_path / "a.bin").write_bytes(b"ab")
     with pytest.raises(UsageError, match="contains tokens"):

@@ -101,7 +101,9 @@ def read_compute_times(folder: Path) -> np.ndarray:
     return np.array([spans["start"], spans["end"]]) * 1e6
 
 
-TRUE = np.array([[0, 100, 500, 800, 150, 250, 450, 550], [100, 200, 700, 1000, 250, 450, 550, 750]])
+EXPECTED_TIMES = np.array(
+    [[0, 100, 500, 800, 150, 250, 450, 550], [100, 200, 700, 1000, 250, 450, 550, 750]]
+)
 
 
 def test_prefetch_on_other_streams_is_not_compute(tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_prefetch_on_other_streams_is_not_compute(tmp_path: Path) -> None:
     late_copy = make_kernel_launch(91, "chunk_cat", 11, 400, 450, 33)
     write_trace(tmp_path, 0, 0, extra_events=late_copy)
     write_trace(tmp_path, 1, 1, extra_events=ahead)
-    np.testing.assert_allclose(read_compute_times(tmp_path), TRUE, atol=1e-2)
+    np.testing.assert_allclose(read_compute_times(tmp_path), EXPECTED_TIMES, atol=1e-2)
 
 
 def test_missing_kernels_are_reported(tmp_path: Path) -> None:
@@ -136,7 +138,9 @@ def test_clocks_are_aligned_without_messages(tmp_path: Path) -> None:
     write_trace(tmp_path, 1, 1, has_messages=False, ahead=10**6, host="b")
     timeline = read_run([tmp_path]).timeline
     assert 0 < timeline.clock_error < 1e-3
-    np.testing.assert_allclose(read_compute_times(tmp_path), TRUE, atol=1e6 * timeline.clock_error)
+    np.testing.assert_allclose(
+        read_compute_times(tmp_path), EXPECTED_TIMES, atol=1e6 * timeline.clock_error
+    )
 
 
 def test_unknown_host_names_are_reported(
@@ -157,10 +161,10 @@ def test_ranks_of_replicas_are_separated(layout: list[tuple[int, int]], tmp_path
         for stage, rank in enumerate(chain):
             groups = [range(4), chain, [other_chain[stage] for other_chain in layout]]
             write_trace(tmp_path, rank, stage, ahead=replica * 10**6, groups=[[*g] for g in groups])
-    np.testing.assert_allclose(read_compute_times(tmp_path), TRUE, atol=1e-2)
+    np.testing.assert_allclose(read_compute_times(tmp_path), EXPECTED_TIMES, atol=1e-2)
     (tmp_path / "0.json").unlink()  # so the other replica is read
     run = read_run([tmp_path])
-    np.testing.assert_allclose(read_compute_times(tmp_path), TRUE, atol=1e-2)
+    np.testing.assert_allclose(read_compute_times(tmp_path), EXPECTED_TIMES, atol=1e-2)
     assert run.notes == ("skipped 1 of 3 traces of replicas with the same stages as others",)
     for path in tmp_path.iterdir():
         content = json.loads(path.read_text())
@@ -230,7 +234,9 @@ def test_older_trace_formats_are_read(tmp_path: Path) -> None:
         for trace_event in content["traceEvents"]:
             trace_event["ts"] += since
         path.write_text(json.dumps(content))
-    np.testing.assert_allclose(read_compute_times(tmp_path), TRUE, atol=70)  # as above, to 0.25 us
+    np.testing.assert_allclose(
+        read_compute_times(tmp_path), EXPECTED_TIMES, atol=70
+    )  # as above, to 0.25 us
 
 
 def test_trace_that_begins_within_step_has_note(tmp_path: Path) -> None:

@@ -297,7 +297,7 @@ def test_program_within_limit_is_never_refused(draft: Program, frozen_stages: in
         )
 
 
-RUNS = """
+CODE = """
 from pathlib import Path
 from schedir.schedules import one_f_one_b as mine
 Path("ran").touch()
@@ -318,7 +318,7 @@ def test_no_code_option_runs_no_file(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("stranger.py").write_text(RUNS)
+    Path("stranger.py").write_text(CODE)
     Path("a.toml").write_text('[pipeline]\nschedule = "stranger.py:mine"\n')
     Path("b.toml").write_text('[pipeline]\nschedule = "stranger.py:mine()"\n')
     Path("c.toml").write_text("")

@@ -251,13 +251,13 @@ def test_forward_is_light_and_backward_dark() -> None:
 @pytest.mark.parametrize("kind", BLIND)
 @pytest.mark.parametrize("stages", [1, 2, 8])
 def test_letters_differ_for_color_blindness(kind: str, stages: int) -> None:
-    def seen(op: Opcode, k: int) -> float:
+    def perceive_lightness(op: Opcode, k: int) -> float:
         light = np.clip(
             np.asarray(BLIND[kind]) @ to_linear_light(choose_shade(op, k, stages)), 0, 1
         )
         return float(116 * np.cbrt(light @ (0.2126, 0.7152, 0.0722)) - 16)
 
-    bands = [[seen(op, k) for k in range(stages)] for op in LETTERS]
+    bands = [[perceive_lightness(op, k) for k in range(stages)] for op in LETTERS]
     assert all(min(a) > max(b) + 5 for a, b in pairwise(bands))
 
 

@@ -23,12 +23,14 @@ from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw, zb_h1, zb_v
 from tests.clock_noise import slow_at_the_end
 from tests.commands import run_command, run_refused_command
 
-PLAN = PipelineShape(4, 8)
+SHAPE = PipelineShape(4, 8)
 COSTS = Costs(F=(1, 1, 1, 1.5), B=(2, 2, 2, 3), send=0.25, reduce_grads=2)
 
 
 def simulate_schedule(
-    schedule: schedir.schedules.schedule_algebra.Schedule, costs: Costs, shape: PipelineShape = PLAN
+    schedule: schedir.schedules.schedule_algebra.Schedule,
+    costs: Costs,
+    shape: PipelineShape = SHAPE,
 ) -> Timeline:
     return schedir.simulate(schedir.compile(schedule, shape, costs=costs), costs)
 
@@ -43,13 +45,17 @@ def test_saved_shares_equal_simulations() -> None:
     program, advice = timeline.program, advise(timeline, COSTS)
     assert advice.relative_error == 0 and advice.baseline.span == timeline.span
 
-    def saved(changed_costs: Costs) -> float:
+    def compute_saved_share(changed_costs: Costs) -> float:
         return 1 - schedir.simulate(program, changed_costs).span / timeline.span
 
-    assert get_saved_share(advice, "messages") == saved(replace(COSTS, send=0))
-    assert get_saved_share(advice, "reductions") == saved(replace(COSTS, reduce_grads=0))
+    assert get_saved_share(advice, "messages") == compute_saved_share(replace(COSTS, send=0))
+    assert get_saved_share(advice, "reductions") == compute_saved_share(
+        replace(COSTS, reduce_grads=0)
+    )
     even = get_saved_share(advice, "F and B of stage 3 on rank 3 take 1.33x")
-    assert even == pytest.approx(saved(Costs(F=1.125, B=2.25, send=0.25, reduce_grads=2)))
+    assert even == pytest.approx(
+        compute_saved_share(Costs(F=1.125, B=2.25, send=0.25, reduce_grads=2))
+    )
     doubled = simulate_schedule(one_f_one_b, COSTS, PipelineShape(4, 16))
     assert get_saved_share(advice, "twice") == pytest.approx(1 - doubled.span / timeline.span / 2)
     assert [c.saved_share for c in advice.changes] == sorted(c.saved_share for c in advice.changes)[
@@ -60,19 +66,19 @@ def test_saved_shares_equal_simulations() -> None:
 def test_segment_sum_advice_equals_simulation() -> None:
     shape, costs = PipelineShape(2, 4), Costs(F=1, I=1, W=1, tp_reduce=0.9)
 
-    def of(costs: Costs, **options: Any) -> float:
+    def simulate_span(costs: Costs, **options: Any) -> float:
         program = schedir.compile(zb_h1, shape, tp=2, stage_segments=3, costs=costs, **options)
         return schedir.simulate(program, costs).span
 
-    base = of(costs)
+    base = simulate_span(costs)
     timeline = schedir.simulate(
         schedir.compile(zb_h1, shape, tp=2, stage_segments=3, costs=costs), costs
     )
     advice = advise(timeline, costs)
     assert get_saved_share(advice, "sums of segments") == pytest.approx(
-        1 - of(replace(costs, tp_reduce=0)) / base
+        1 - simulate_span(replace(costs, tp_reduce=0)) / base
     )
-    best = min(of(costs, fill_collective_waits=which) for which in ("W", "F", "all"))
+    best = min(simulate_span(costs, fill_collective_waits=which) for which in ("W", "F", "all"))
     assert (
         get_saved_share(advice, "fill_collective_waits=") == pytest.approx(1 - best / base)
         and best < base
@@ -89,22 +95,22 @@ def test_advice_keeps_segments_and_chunks(cut: Any, chunks: int) -> None:
     """
     shape, costs = PipelineShape(2, 4), Costs(F=1, B=2, I=1, W=1, tp_reduce=0.3, send=0.1)
 
-    def of(schedule: Any, shape: PipelineShape = shape, costs: Costs = costs) -> Timeline:
+    def simulate_cut(schedule: Any, shape: PipelineShape = shape, costs: Costs = costs) -> Timeline:
         program = schedir.compile(
             schedule, shape, tp=2, stage_segments=cut, microbatch_chunks=chunks, costs=costs
         )
         return schedir.simulate(program, costs)
 
-    base = of(one_f_one_b)
+    base = simulate_cut(one_f_one_b)
     for schedule in (None, one_f_one_b):  # found by its name, or given
         advice = advise(base, costs, schedule)
-        doubled_span = of(one_f_one_b, PipelineShape(2, 8)).span
+        doubled_span = simulate_cut(one_f_one_b, PipelineShape(2, 8)).span
         assert get_saved_share(advice, "twice") == pytest.approx(1 - doubled_span / base.span / 2)
     other_change = next(
         (c for c in advice.changes if "with 1 stage per rank" in c.description), None
     )
     if other_change is not None:
-        assert other_change.saved_share == pytest.approx(1 - of(zb_h1).span / base.span)
+        assert other_change.saved_share == pytest.approx(1 - simulate_cut(zb_h1).span / base.span)
     whats = " ".join(c.description for c in advice.changes)
     assert ("(F and B of the stage of segments 0 to 4 on rank 0 take 1.43x)" in whats) == (
         cut == ("fgfg", "g")
@@ -176,11 +182,11 @@ def test_advice_keeps_compile_options(
 ) -> None:
     costs = Costs(F=1, B=2, send=0.5, tp_scatter=0.25, tp_gather=0.25)
 
-    def run(microbatches: int) -> Timeline:
+    def simulate_microbatches(microbatches: int) -> Timeline:
         program = schedir.compile(schedule, PipelineShape(4, microbatches), costs=costs, **how)
         return schedir.simulate(program, costs)
 
-    timeline, doubled = run(8), run(16)
+    timeline, doubled = simulate_microbatches(8), simulate_microbatches(16)
     saved = get_saved_share(advise(timeline, costs), "twice")
     assert saved == pytest.approx(1 - doubled.span / timeline.span / 2)
 
@@ -208,7 +214,7 @@ def test_measured_run_is_simulated_at_mean_times() -> None:
 def test_unreliable_simulation_gives_no_advice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = slow_at_the_end(schedir.compile(one_f_one_b, PLAN, progress_model="per_edge"), 9)
+    run = slow_at_the_end(schedir.compile(one_f_one_b, SHAPE, progress_model="per_edge"), 9)
     advice = advise(run)
     assert advice.relative_error < -0.1 and not advice.is_reliable and advice.changes == []
     schedir.save_timeline(run, tmp_path / "x.timeline")
@@ -303,7 +309,7 @@ def test_calibrate_reports_share_of_host_delay(
 
 
 def test_advice_for_draft_and_single_rank() -> None:
-    assert advise(schedir.simulate(schedir.expand_schedule(gpipe, PLAN))).changes
+    assert advise(schedir.simulate(schedir.expand_schedule(gpipe, SHAPE))).changes
     alone = advise(simulate_schedule(gpipe, Costs(), PipelineShape(1, 4)), Costs())
     assert all(abs(c.saved_share) < 1e-9 for c in alone.changes)
 

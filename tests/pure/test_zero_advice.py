@@ -25,17 +25,17 @@ from schedir.predict.calibrate import adjust_for_zero
 from schedir.predict.what_if import SimulatedChange, advise
 from tests.commands import run_command
 
-PLAN = PipelineShape(2, 6, 3)
+SHAPE = PipelineShape(2, 6, 3)
 COSTS = Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.5, reduce_grads=1, step=2)
 SIZES = Sizes(activation=1e7, saved=1e8, params=1e9, grads=1e9, optimizer=6e9)
 
 
 def simulate_zero(zero: int, sizes: Sizes | None = SIZES, dp: int = 4, **options: Any) -> Timeline:
-    program = compile(schedules.interleaved, PLAN, dp=dp, zero=zero, **options)
+    program = compile(schedules.interleaved, SHAPE, dp=dp, zero=zero, **options)
     return simulate(program, COSTS, sizes=sizes)
 
 
-SAID = """\
+ZERO_CHANGES = """\
 now: span 70, bubble 20.0%, 11.3 GB on the fullest device; changes that take less time or \
 memory, by simulation:
    -14.3%  zero=1, reduce_scatter_at="update_end": span 60, bubble 6.7%, \
@@ -91,17 +91,17 @@ def test_advice_stays_within_memory_limit() -> None:
 
 
 def test_advice_needs_replicas_and_sizes() -> None:
-    def levels(timeline: Timeline, costs: Costs = COSTS) -> list[str]:
+    def list_zero_changes(timeline: Timeline, costs: Costs = COSTS) -> list[str]:
         return [
             change.description
             for change in advise(timeline, costs).memory_changes
             if "zero" in change.description
         ]
 
-    assert levels(simulate_zero(3, dp=1)) == []
-    assert levels(simulate_zero(0, sizes=None)) == []
-    assert levels(simulate_zero(0, sizes=Sizes(model_states=1e9))) == []
-    assert levels(simulate_zero(3, sizes=None), replace(COSTS, unshard=0)) == []
+    assert list_zero_changes(simulate_zero(3, dp=1)) == []
+    assert list_zero_changes(simulate_zero(0, sizes=None)) == []
+    assert list_zero_changes(simulate_zero(0, sizes=Sizes(model_states=1e9))) == []
+    assert list_zero_changes(simulate_zero(3, sizes=None), replace(COSTS, unshard=0)) == []
 
 
 def test_advice_without_sizes_compares_time() -> None:
@@ -147,7 +147,7 @@ def test_given_costs_stay_and_others_follow_bytes() -> None:
 
 def test_unsharded_stages_are_limited_to_stages_of_rank() -> None:
     """A schedule with one stage per rank can be tried, though this run gathers two."""
-    program = compile(schedules.interleaved, PLAN, dp=2, zero=3, unsharded_stages=2)
+    program = compile(schedules.interleaved, SHAPE, dp=2, zero=3, unsharded_stages=2)
     lowering = Lowering(program, "per_device")
     assert lowering.options["unsharded_stages"] == 2
     recompiled = lowering.compile_draft(
@@ -183,7 +183,7 @@ def test_explain_prints_zero_changes(capsys: pytest.CaptureFixture[str]) -> None
              "-O", "dp=4", "-O", "zero=3", "-O", "unsharded_stages=1",
              "--costs=F=1,B=2,unshard=0.5,reduce_scatter=0.5,reduce_grads=1,step=2",
              "--sizes=activation=10MB,saved=100MB,params=1GB,grads=1GB,optimizer=6GB"]  # fmt: skip
-    assert SAID in run_command(capsys, *shape)
+    assert ZERO_CHANGES in run_command(capsys, *shape)
     facts = json.loads(run_command(capsys, *shape, "--json"))
     assert facts["current"]["span"] == 70 and facts["fits_memory"]
     change_spans = [(row["description"], row["span"]) for row in facts["memory_changes"]]

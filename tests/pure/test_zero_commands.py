@@ -30,7 +30,7 @@ def test_refusals_match_golden_file(
     assert (out, err) == ("", message + "\n")
 
 
-AT = ["--ranks=2", "--microbatches=4", "--stages-per-rank=4"]
+SHAPE_OPTIONS = ["--ranks=2", "--microbatches=4", "--stages-per-rank=4"]
 
 
 @pytest.mark.parametrize("command", ["check", "simulate"])
@@ -38,14 +38,18 @@ def test_unshard_count_is_printed(command: str, capsys: pytest.CaptureFixture[st
     """The number is that of the program's text. Without ZeRO none is printed."""
     program = compile(schedules.looped_bfs, PipelineShape(2, 4, 4), dp=2, zero=3)
     (number,) = {[i.op.name for i in stream].count("Unshard") for stream in program.streams}
-    out = run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "-O", "zero=3")
+    out = run_command(capsys, command, "looped_bfs", *SHAPE_OPTIONS, "-O", "dp=2", "-O", "zero=3")
     assert f"each rank gathers weights {number} times per step" in out
     facts = json.loads(
-        run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "-O", "zero=3", "--json")
+        run_command(
+            capsys, command, "looped_bfs", *SHAPE_OPTIONS, "-O", "dp=2", "-O", "zero=3", "--json"
+        )
     )
     assert (facts["zero"], facts["unshards"]) == (3, [number, number])
-    assert "gathers" not in run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2")
-    assert "unshards" not in run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "--json")
+    assert "gathers" not in run_command(capsys, command, "looped_bfs", *SHAPE_OPTIONS, "-O", "dp=2")
+    assert "unshards" not in run_command(
+        capsys, command, "looped_bfs", *SHAPE_OPTIONS, "-O", "dp=2", "--json"
+    )
 
 
 @pytest.mark.parametrize("command", ["check", "simulate"])
@@ -53,12 +57,12 @@ def test_unshard_count_is_printed(command: str, capsys: pytest.CaptureFixture[st
 def test_zero_with_one_replica_is_reported(
     zero: int, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = run_command(capsys, command, "looped_bfs", *AT, "-O", f"zero={zero}")
+    out = run_command(capsys, command, "looped_bfs", *SHAPE_OPTIONS, "-O", f"zero={zero}")
     assert f"zero {zero} saves no memory: dp is 1" in out
 
 
 def test_compare_has_unshard_column(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["compare", "looped_bfs", "interleaved", *AT, "-O", "dp=2"]
+    argv = ["compare", "looped_bfs", "interleaved", *SHAPE_OPTIONS, "-O", "dp=2"]
     heads, _, *rows = run_command(capsys, *argv, "-O", "zero=3").splitlines()
     assert heads.endswith("gathers")
     for name, row in zip(("looped_bfs", "interleaved"), rows, strict=True):

@@ -65,11 +65,11 @@ def test_eager_1f1b_hides_messages(send: float) -> None:
         PipelineShape(4, 32),
     )
 
-    def each(schedule: Schedule) -> float:
+    def compute_microbatch_time(schedule: Schedule) -> float:
         return (run(schedule, many_shape, costs).span - run(schedule, few_shape, costs).span) / 20
 
-    assert each(one_f_one_b) == 3 + 2 * send * 3 / 4
-    assert each(eager_1f1b) == 3
+    assert compute_microbatch_time(one_f_one_b) == 3 + 2 * send * 3 / 4
+    assert compute_microbatch_time(eager_1f1b) == 3
 
 
 def test_eager_1f1b_equals_interleaved_with_one_stage() -> None:
@@ -286,15 +286,15 @@ def test_unequal_costs_stall_v_half_and_v_min(P: int) -> None:
     for F, I, W in [*TRIPLES, (5, 6, 4)]:
         costs = Costs(F=F, I=I, W=W)
 
-        def growth(schedule: Schedule, costs: Costs = costs) -> float:
+        def compute_idle_growth(schedule: Schedule, costs: Costs = costs) -> float:
             idle = [
                 run(schedule, PipelineShape(P, m, 2, "vee"), costs).idle[0] for m in (few, many)
             ]
             return float(idle[1] - idle[0]) / (many - few)
 
-        assert growth(v_half) == max(0, 2 * F - W - 2 * I, 2 * I - W - 2 * F)
+        assert compute_idle_growth(v_half) == max(0, 2 * F - W - 2 * I, 2 * I - W - 2 * F)
         if max(F, I) >= W:
-            assert growth(v_min) == 6 * max(F, I) - 2 * (F + I + W)
+            assert compute_idle_growth(v_min) == 6 * max(F, I) - 2 * (F + I + W)
 
 
 # ------------------------------------------------------------------ all schedules
