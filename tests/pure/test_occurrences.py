@@ -87,7 +87,7 @@ def test_unshard_waits_for_reshard_that_frees_slot(time: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "before", "error", "sites"),
+    ("instruction", "successor", "error", "sites"),
     [
         ("unshard 2", "B 2.0", OrderError, ["F 2.0", "unshard 2"]),
         ("reshard 1", "B 1.0", OrderError, None),
@@ -98,10 +98,10 @@ def test_unshard_waits_for_reshard_that_frees_slot(time: float) -> None:
     ],
 )
 def test_wrong_occurrence_order_is_refused(
-    what: str, before: str, error: type[SchedirError], sites: list[str] | None
+    instruction: str, successor: str, error: type[SchedirError], sites: list[str] | None
 ) -> None:
     with pytest.raises(error) as caught:
-        check(from_text(move_instruction(what, before)))
+        check(from_text(move_instruction(instruction, successor)))
     assert type(caught.value) is error
     assert sites is None or [str(site.instr) for site in caught.value.sites] == sites
 

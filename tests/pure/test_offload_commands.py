@@ -188,7 +188,7 @@ def test_simulate_and_check_print_offloaded_activations(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         (
             {"offload": [3, 0]},
@@ -208,8 +208,8 @@ def test_simulate_and_check_print_offloaded_activations(capsys: pytest.CaptureFi
         ),
     ],
 )
-def test_selection_that_moves_no_activation_warns(how: dict[str, Any], told: str) -> None:
-    with pytest.warns(UserWarning, match=told):
+def test_selection_that_moves_no_activation_warns(how: dict[str, Any], message: str) -> None:
+    with pytest.warns(UserWarning, match=message):
         program = compile(schedules.one_f_one_b, PipelineShape(4, 8), **how)
     assert (
         Opcode.Offload in program.used_opcodes and Opcode.OffloadToDisk not in program.used_opcodes

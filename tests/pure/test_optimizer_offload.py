@@ -112,7 +112,7 @@ def move_line(text: str, line: str, next_line: str) -> Program:
 
 
 @pytest.mark.parametrize(
-    ("what", "before", "error", "says"),
+    ("line", "next_line", "error", "message"),
     [
         ("stage_step 5", "reload_state 5", OrderError, "reload_state 5 gives only later"),
         ("offload_state 5", "stage_step 5", OrderError, "offload_state 5 has moved to the host"),
@@ -127,10 +127,10 @@ def move_line(text: str, line: str, next_line: str) -> Program:
         ("offload_state 3", "", CompletenessError, "offload_state 3"),
     ],
 )
-def test_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -> None:
+def test_wrong_order_is_refused(line: str, next_line: str, error: Any, message: str) -> None:
     text = schedir.to_text(compile_on_host(clip_grad_norm=True), folded=False)
-    with pytest.raises(error, match=says):
-        schedir.check(move_line(text, what, before), blocking_hosts=True)
+    with pytest.raises(error, match=message):
+        schedir.check(move_line(text, line, next_line), blocking_hosts=True)
 
 
 def test_step_before_last_gradient_of_rank_is_refused() -> None:

@@ -154,7 +154,7 @@ def move_line(text: str, line: str, next_line: str) -> Program:
 
 
 @pytest.mark.parametrize(
-    ("what", "before", "error", "says"),
+    ("line", "next_line", "error", "message"),
     [
         (
             "reload_state 5",
@@ -174,13 +174,13 @@ def move_line(text: str, line: str, next_line: str) -> Program:
         ("write_state_to_disk 3", "", CompletenessError, "write_state_to_disk 3"),
     ],
 )
-def test_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -> None:
+def test_wrong_order_is_refused(line: str, next_line: str, error: Any, message: str) -> None:
     host_buffers = 1 if error is SlotError else 2
     text = schedir.to_text(
         compile_on_disk(clip_grad_norm=True, optimizer_host_buffers=host_buffers), folded=False
     )
-    with pytest.raises(error, match=says):
-        schedir.check(move_line(text, what, before), blocking_hosts=True)
+    with pytest.raises(error, match=message):
+        schedir.check(move_line(text, line, next_line), blocking_hosts=True)
 
 
 def test_incompatible_options_are_refused() -> None:

@@ -94,7 +94,7 @@ def test_public_names_are_listed_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (None, "needs torch, which is not installed"),
         ("raise ImportError('libcudart.so.12')", "torch cannot be imported: ImportError"),
@@ -102,7 +102,7 @@ def test_public_names_are_listed_without_torch(tmp_path: Path) -> None:
     ],
 )
 def test_broken_torch_is_reported_without_traceback(
-    tmp_path: Path, content: str | None, words: str
+    tmp_path: Path, content: str | None, message: str
 ) -> None:
     """The torch is an empty folder, or lacks a library."""
     python = create_environment(tmp_path / "environment")
@@ -111,7 +111,7 @@ def test_broken_torch_is_reported_without_traceback(
         (tmp_path / "torch" / "__init__.py").write_text(content)
     command = [str(python), "-m", "schedir", "plan", "--measure", "-o", "here.toml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and words in done.stderr and "pip install" in done.stderr
+    assert done.returncode == 2 and message in done.stderr and "pip install" in done.stderr
     assert "Traceback" not in done.stderr
 
 

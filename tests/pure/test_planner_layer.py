@@ -77,7 +77,7 @@ def test_gemm_flops_match_model(model: TransformerSpec, choice: ParallelPlan) ->
 
 
 @pytest.mark.parametrize(
-    ("choice", "words"),
+    ("choice", "message"),
     [
         (ParallelPlan(tp=5), "tp 5 does not divide heads 64"),
         (ParallelPlan(cp=3), "cp 3 does not divide sequence 2048"),
@@ -89,8 +89,8 @@ def test_gemm_flops_match_model(model: TransformerSpec, choice: ParallelPlan) ->
         (ParallelPlan(tp=16), "processes must be different numbers from 0 to 7"),
     ],
 )
-def test_indivisible_degrees_are_refused(choice: ParallelPlan, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_indivisible_degrees_are_refused(choice: ParallelPlan, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         planner.layer_time(GPT, NODE, choice)
 
 

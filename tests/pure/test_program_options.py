@@ -218,7 +218,7 @@ def test_config_errors_have_line(
 
 
 @pytest.mark.parametrize(
-    ("words", "hint"),
+    ("arguments", "hint"),
     [
         ("draw gpipe zb_h1 --title A -o x.svg", "give --title 2 times"),
         ("explain gpipe --memory-limit 40 GB", "write a number of bytes without a space: 40GB"),
@@ -239,9 +239,9 @@ def test_config_errors_have_line(
     ],
 )  # fmt: skip
 def test_hints_on_the_command_line(
-    words: str, hint: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    message = run_refused_command(capsys, *words.split())
+    message = run_refused_command(capsys, *arguments.split())
     assert f"hint: {hint}" in message and "Sizes(" not in message
 
 
@@ -380,12 +380,14 @@ def test_imported_names_are_not_listed_as_schedules(
 
 
 @pytest.mark.parametrize(
-    ("words", "fact"),
+    ("arguments", "fact"),
     [
         ("check gpipe --progress-model nccl", "--progress-model must be one of per_edge"),
         ("recommend --memory-limit 40GB", "--memory-limit needs sizes"),
         ("search --memory-limit 40GB", "--memory-limit needs sizes"),
     ],
 )
-def test_errors_name_the_option(words: str, fact: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"UsageError: {fact}" in run_refused_command(capsys, *words.split())
+def test_errors_name_the_option(
+    arguments: str, fact: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"UsageError: {fact}" in run_refused_command(capsys, *arguments.split())

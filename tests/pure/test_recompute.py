@@ -54,7 +54,7 @@ def to_flat_text(program: Program) -> str:
 
 
 @pytest.mark.parametrize(
-    ("word", "spelled"),
+    ("word", "expected"),
     [
         (2 * F + 2 * (R + B), "F0 F1 R0 B0 R1 B1"),
         (2 * F + 2 * R + 2 * B, "F0 F1 R0 R1 B0 B1"),
@@ -65,9 +65,9 @@ def to_flat_text(program: Program) -> str:
         (2 * F + R + I + W + R + I + W, "F0 F1 R0 I0 W0 R1 I1 W1"),
     ],
 )
-def test_recompute_letter_belongs_to_next_backward(word: RankSchedule, spelled: str) -> None:
+def test_recompute_letter_belongs_to_next_backward(word: RankSchedule, expected: str) -> None:
     program = expand_schedule(lambda r, P, m: word, PipelineShape(1, word.letters.size and 3))
-    assert [f"{i}".replace(" 0.", "") for i in program.streams[0]] == spelled.split()
+    assert [f"{i}".replace(" 0.", "") for i in program.streams[0]] == expected.split()
 
 
 def test_recompute_letters_count_per_local_stage() -> None:

@@ -90,7 +90,7 @@ def test_wrong_counts_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("argv", "names"),
+    ("argv", "message"),
     [
         ("shwo gpipe", "'shwo'"),
         ("print", "SCHEDULE"),
@@ -186,10 +186,10 @@ def test_wrong_counts_are_refused(
     ],
 )
 def test_wrong_arguments_are_refused(
-    capsys: pytest.CaptureFixture[str], argv: str, names: str
+    capsys: pytest.CaptureFixture[str], argv: str, message: str
 ) -> None:
     before = {path.name for path in Path().iterdir()}
-    assert names in run_refused_command(capsys, *argv.split())
+    assert message in run_refused_command(capsys, *argv.split())
     assert {path.name for path in Path().iterdir()} - {"__pycache__"} == before
 
 

@@ -38,7 +38,7 @@ def test_retired_program_key_has_hint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         # Positional arguments that are hard to read.
         (lambda any_: any_(Costs)(1, 2), "Costs(F=1, B=2)"),
@@ -68,10 +68,10 @@ def test_retired_program_key_has_hint() -> None:
         (lambda any_: any_(PipelineShape)(2, 4, ranks=2), "got the argument ranks twice"),
     ],
 )
-def test_wrong_call_has_hint(call: Callable[[Any], object], words: str) -> None:
+def test_wrong_call_has_hint(call: Callable[[Any], object], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         call(lambda name: name)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_type_error_inside_function_is_kept() -> None:
@@ -84,7 +84,7 @@ def test_type_error_inside_function_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "words"),
+    ("read", "message"),
     [
         (lambda: timeline.makespan, "use timeline.span"),
         (lambda: timeline.model, "did you mean progress_model?"),
@@ -96,8 +96,8 @@ def test_type_error_inside_function_is_kept() -> None:
         (lambda: schedir.simulat, "did you mean simulate?"),
     ],
 )
-def test_wrong_attribute_has_hint(read: Callable[[], object], words: str) -> None:
-    with pytest.raises(AttributeError, match=words.replace("?", r"\?")):
+def test_wrong_attribute_has_hint(read: Callable[[], object], message: str) -> None:
+    with pytest.raises(AttributeError, match=message.replace("?", r"\?")):
         read()
     assert deepcopy(timeline).span == timeline.span  # A copy asks for attributes that do not exist.
 

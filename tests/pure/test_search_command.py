@@ -253,16 +253,16 @@ def test_pipe_gets_no_progress_output(capsys: pytest.CaptureFixture[str]) -> Non
 REFUSED = (Path(__file__).parents[1] / "golden" / "search.txt").read_text().split("\n\n")
 
 
-@pytest.mark.parametrize("told", REFUSED, ids=lambda told: told.split("\n")[0][17:])
-def test_refusals_match_golden_file(told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line, message = told.strip().split("\n", 1)
+@pytest.mark.parametrize("example", REFUSED, ids=lambda example: example.split("\n")[0][17:])
+def test_refusals_match_golden_file(example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line, message = example.strip().split("\n", 1)
     assert main(line.removeprefix("$ schedir ").split()) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", message + "\n")
 
 
 @pytest.mark.parametrize(
-    ("wrong", "names"),
+    ("wrong", "message"),
     [
         ({"time_limit": float("nan")}, "time_limit"),
         ({"time_limit": True}, "time_limit"),
@@ -282,9 +282,9 @@ def test_refusals_match_golden_file(told: str, capsys: pytest.CaptureFixture[str
         ({"prove": 3}, "prove"),
     ],
 )
-def test_wrong_python_arguments_are_refused(wrong: dict[str, Any], names: str) -> None:
+def test_wrong_python_arguments_are_refused(wrong: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"shape": SHAPE, "max_evaluations": 5} | wrong
-    with pytest.raises(SchedirError, match=names):
+    with pytest.raises(SchedirError, match=message):
         schedir.search_schedule(**arguments)
 
 

@@ -121,7 +121,7 @@ def test_segment_file_without_tensor_parallelism(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sets", "word"),
+    ("sets", "message"),
     [
         (
             ["pipeline.stage_segments=5"],
@@ -153,9 +153,9 @@ def test_segment_file_without_tensor_parallelism(path: str) -> None:
         ),
     ],
 )
-def test_wrong_segment_settings_are_refused(path: str, sets: list[str], word: str) -> None:
+def test_wrong_segment_settings_are_refused(path: str, sets: list[str], message: str) -> None:
     """The error is one sentence that names the setting. No process starts before it."""
-    with pytest.raises(ConfigError, match=word) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         read_config(path, sets)
     assert error.value.location == f"--set {sets[0]}" and "\n" not in error.value.fact
     if (

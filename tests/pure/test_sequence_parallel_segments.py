@@ -178,19 +178,19 @@ def test_relowered_program_is_unchanged() -> None:
     assert sorted(map(str, grouped.streams[0])) == sorted(map(str, program.streams[0]))
 
 
-@pytest.mark.parametrize(("cut", "costs"), [
+@pytest.mark.parametrize(("boundaries", "costs"), [
     ("f", Costs(F=2, B=2, tp_gather=1, tp_reduce=2)),
     ("g", Costs(F=2, B=2, tp_gather=2, tp_reduce=1)),
     ("fg", Costs(F=2, B=2, tp_gather=1, tp_reduce=0.5)),
 ])  # fmt: skip
-def test_segment_collectives_take_their_cost(cut: str, costs: Costs) -> None:
+def test_segment_collectives_take_their_cost(boundaries: str, costs: Costs) -> None:
     """A blocking host continues during a collective too."""
-    program = compile_segments(schedules.gpipe, PipelineShape(1, 1), cut)
-    collective_time = 3 if len(cut) == 1 else 2 * 1.5
+    program = compile_segments(schedules.gpipe, PipelineShape(1, 1), boundaries)
+    collective_time = 3 if len(boundaries) == 1 else 2 * 1.5
     for blocks in (False, True):
         assert (
             simulate(program, costs, blocking_hosts=blocks).span
-            == 4 * (len(cut) + 1) + collective_time
+            == 4 * (len(boundaries) + 1) + collective_time
         )
     text = "F 0.0; tp_gather_act 1.0; F 0.1; tp_gather_act 1.1; F 1.0; F 1.1"
     header = "stages_per_rank 2 placement 0,0 tp 2\nmeets f sequence_parallel yes"

@@ -139,10 +139,11 @@ def test_relowered_program_is_unchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "after"), [("g", Costs(F=2, B=2, tp_reduce=3)), ("f", Costs(F=2, B=2, tp_reduce=3))]
+    ("segments", "after"),
+    [("g", Costs(F=2, B=2, tp_reduce=3)), ("f", Costs(F=2, B=2, tp_reduce=3))],
 )
-def test_segment_sums_take_their_cost(pieces: str, after: Costs) -> None:
-    program = compile(schedules.gpipe, PipelineShape(1, 2), tp=2, stage_segments=pieces)
+def test_segment_sums_take_their_cost(segments: str, after: Costs) -> None:
+    program = compile(schedules.gpipe, PipelineShape(1, 2), tp=2, stage_segments=segments)
     for blocks in (False, True):
         assert simulate(program, after, blocking_hosts=blocks).span == 2 * (2 * 2 + 2 * 2) + 2 * 3
 
@@ -383,7 +384,7 @@ def test_wrong_segments_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "message"),
     [
         ("fill_collective_waits", "must be W, F or all"),
         ("segment_boundaries", "must have a letter for each boundary"),
@@ -391,12 +392,12 @@ def test_wrong_segments_are_refused() -> None:
     ],
 )
 def test_wrong_segment_option_is_refused(
-    option: str, said: str, capsys: pytest.CaptureFixture[str]
+    option: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = commands.run_refused_command(
         capsys, "check", "gpipe", "-O", "tp=2", "-O", f"{option}=X"
     )
-    assert f"-O {option}: {said}" in error and "not 'X'" in error
+    assert f"-O {option}: {message}" in error and "not 'X'" in error
 
 
 def edited(program: Program, old: str, new: str) -> Program:

@@ -51,7 +51,7 @@ def test_tables_follow_rules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("who", "rows"),
+    ("message", "rows"),
     [
         # A message without a microbatch, or whose other side belongs to another message.
         ("SendAct", change_instruction_row(O.SendAct, scope=Scope.OCCURRENCE)),
@@ -194,13 +194,13 @@ def test_tables_follow_rules() -> None:
         ([*O][-1].name, [*INSTRUCTIONS[:-1]]),
     ],
 )
-def test_inconsistent_instruction_row_is_refused(who: str, rows: list[Row]) -> None:
-    with pytest.raises(TableError, match=who):
+def test_inconsistent_instruction_row_is_refused(message: str, rows: list[Row]) -> None:
+    with pytest.raises(TableError, match=message):
         require_tables(rows)
 
 
 @pytest.mark.parametrize(
-    ("who", "tokens"),
+    ("message", "tokens"),
     [
         ("SendAct: the cost 'send' is that of", change_value_row(T.ACT_OUT, size="saved")),
         ("ACT_IN: a value that is received needs", change_value_row(T.ACT_IN, local_source=None)),
@@ -235,8 +235,8 @@ def test_inconsistent_instruction_row_is_refused(who: str, rows: list[Row]) -> N
         ([*T][-1].name, [*VALUES[:-1]]),
     ],
 )
-def test_inconsistent_value_row_is_refused(who: str, tokens: list[ValueRow]) -> None:
-    with pytest.raises(TableError, match=who):
+def test_inconsistent_value_row_is_refused(message: str, tokens: list[ValueRow]) -> None:
+    with pytest.raises(TableError, match=message):
         require_tables(values=tokens)
 
 

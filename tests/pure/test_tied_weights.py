@@ -90,7 +90,7 @@ def test_other_ties_round_trip_through_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("tied_text", "message"),
     [
         ("0=6", "tied_weights has 0=6, but the stages are 0 to 5"),
         ("0=0", "each set of tied_weights needs two stages or more, but one is [0]"),
@@ -98,14 +98,14 @@ def test_other_ties_round_trip_through_text() -> None:
         ("0=\u0663", "tied_weights must be yes, no, or stages like 0=3,1=2, not '0=\u0663'"),
     ],
 )
-def test_wrong_tie_text_is_refused(said: str, told: str) -> None:
+def test_wrong_tie_text_is_refused(tied_text: str, message: str) -> None:
     text = to_text(schedir.compile(one_f_one_b, PipelineShape(6, 6))).replace(
-        "tied_weights no", f"tied_weights {said}"
+        "tied_weights no", f"tied_weights {tied_text}"
     )
     with pytest.raises(ParseError) as caught:
         from_text(text)
     line = text.splitlines()[caught.value.line - 1]
-    assert caught.value.fact == told and line[caught.value.column - 1 :].startswith(said)
+    assert caught.value.fact == message and line[caught.value.column - 1 :].startswith(tied_text)
 
 
 @pytest.mark.parametrize("tied", [(0, 3), "ends", 3, ((0,),), ((0, 4),), ((-1, 2),)])

@@ -59,7 +59,7 @@ def modify(**changes: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "cannot be used"),
         ("{}", "cannot be used"),
@@ -76,12 +76,12 @@ def modify(**changes: Any) -> str:
         ),
     ],
 )  # fmt: skip
-def test_unsupported_tokenizer_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_unsupported_tokenizer_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(text)
     with pytest.raises(UsageError) as caught:
         load_tokenizer(str(path), None)
-    assert str(path) in caught.value.fact and said in caught.value.fact
+    assert str(path) in caught.value.fact and message in caught.value.fact
     assert caught.value.fields == ("tokenizer",)
 
 

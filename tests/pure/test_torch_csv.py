@@ -165,7 +165,7 @@ def test_shape_is_inferred(text: str, shape: PipelineShape) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "row", "column", "says"),
+    ("text", "row", "column", "message"),
     [
         ("", 1, 1, "0F0"),
         ("\n,,\n", 1, 1, "0F0"),
@@ -197,12 +197,14 @@ def test_shape_is_inferred(text: str, shape: PipelineShape) -> None:
         ("0F0;0B0\n", 1, 1, "hint: put commas between the actions"),
     ],
 )
-def test_bad_cell_errors_have_row_and_column(text: str, row: int, column: int, says: str) -> None:
+def test_bad_cell_errors_have_row_and_column(
+    text: str, row: int, column: int, message: str
+) -> None:
     with pytest.raises(CsvCellError) as caught:
         torch_csv.from_csv(text)
     error = caught.value
     assert (error.line, error.column) == (row, column)
-    assert says in str(error) and len(str(error)) < 400
+    assert message in str(error) and len(str(error)) < 400
     assert str(error).startswith(f"row {row}, column {column}: ")
 
 

@@ -197,13 +197,13 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("case", WRONG)
 def test_wrong_files_are_refused(
-    what: str, traces: Path, capsys: pytest.CaptureFixture[str]
+    case: str, traces: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    edit, fact = WRONG[what]
+    edit, fact = WRONG[case]
     edit_trace(find_trace(traces, 0), edit)
-    if what == "no_marks":
+    if case == "no_marks":
         edit_trace(find_trace(traces, 1), edit)
         fact = "none of 2 files has a range of an instruction"
     out = traces / "x.timeline"

@@ -83,13 +83,13 @@ def create_special_files(folder: Path, way: str) -> list[Path]:
     return [p for name, p in paths.items() if name != "closed" or not os.access(p, os.R_OK)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_special_files_are_refused(way: str, tmp_path: Path) -> None:
-    paths = [*map(str, create_special_files(tmp_path, way)), "x" * 5000 + WAYS[way][1]]
-    if way == "code":
+@pytest.mark.parametrize("kind", WAYS)
+def test_special_files_are_refused(kind: str, tmp_path: Path) -> None:
+    paths = [*map(str, create_special_files(tmp_path, kind)), "x" * 5000 + WAYS[kind][1]]
+    if kind == "code":
         paths = [p for p in paths if "endless" not in p]  # Python reads code files
     for path, result in zip(
-        paths, confined([make_argv(way, p) for p in paths], tmp_path), strict=True
+        paths, confined([make_argv(kind, p) for p in paths], tmp_path), strict=True
     ):
         assert is_short_error(result), (path, result)
 
@@ -149,14 +149,14 @@ TEXTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", TEXTS)
-def test_hostile_file_content_is_refused_quickly(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", TEXTS)
+def test_hostile_file_content_is_refused_quickly(kind: str, tmp_path: Path) -> None:
     commands = []
-    for k, text in enumerate(TEXTS[way]):
-        path = tmp_path / f"{k}{WAYS[way][1]}"
+    for k, text in enumerate(TEXTS[kind]):
+        path = tmp_path / f"{k}{WAYS[kind][1]}"
         path.write_text(text)
-        commands.append(make_argv(way, str(path)))
-    for text, result in zip(TEXTS[way], confined(commands, tmp_path), strict=True):
+        commands.append(make_argv(kind, str(path)))
+    for text, result in zip(TEXTS[kind], confined(commands, tmp_path), strict=True):
         assert is_short_error(result), (text[:80], result)
         assert "\x1b" not in result.text
 
@@ -305,7 +305,7 @@ Path("ran").touch()
 
 
 @pytest.mark.parametrize(
-    "words",
+    "command",
     [
         "print {}", "check {}", "simulate {}", "draw {} -o a.svg", "compare gpipe {}",
         "explain {}", "recommend {}", "export {} --to torch -o a.csv",
@@ -315,7 +315,10 @@ Path("ran").touch()
     ],
 )  # fmt: skip
 def test_no_code_option_runs_no_file(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("stranger.py").write_text(CODE)
@@ -323,7 +326,7 @@ def test_no_code_option_runs_no_file(
     Path("b.toml").write_text('[pipeline]\nschedule = "stranger.py:mine()"\n')
     Path("c.toml").write_text("")
     Path("dump_0").write_text(json.dumps({"version": "2.0", "entries": []}))
-    argv = words.format(*["stranger.py:mine"] * 2).split()
+    argv = command.format(*["stranger.py:mine"] * 2).split()
     main([*argv, "--no-code"])
     assert not Path("ran").exists()
     error = capsys.readouterr().err

@@ -17,14 +17,17 @@ ROOT = Path(__file__).parents[2]
 REFUSED = (ROOT / "tests" / "golden" / "zero.txt").read_text().split("\n\n")
 
 
-@pytest.mark.parametrize("told", REFUSED, ids=lambda told: told.split("\n")[0][10:])
+@pytest.mark.parametrize("example", REFUSED, ids=lambda example: example.split("\n")[0][10:])
 def test_refusals_match_golden_file(
-    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     program = compile(schedules.one_f_one_b, PipelineShape(2, 2), dp=2, zero=3)
     Path("parts.sched").write_text(to_text(program))
-    line, message = told.strip().split("\n", 1)
+    line, message = example.strip().split("\n", 1)
     assert main(line.removeprefix("$ schedir ").split()) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", message + "\n")
@@ -73,8 +76,8 @@ def test_compare_has_unshard_column(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gathers" not in run_command(capsys, *argv)
 
 
-@pytest.mark.parametrize("when", ["update_end", "each_backward"])
-def test_recommend_ranks_all_schedules(when: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("reduce_at", ["update_end", "each_backward"])
+def test_recommend_ranks_all_schedules(reduce_at: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The ranking includes schedules that only run forward and reduce nothing."""
     out = run_command(
         capsys,
@@ -86,11 +89,11 @@ def test_recommend_ranks_all_schedules(when: str, capsys: pytest.CaptureFixture[
         "-O",
         "zero=2",
         "-O",
-        f"reduce_scatter_at={when}",
+        f"reduce_scatter_at={reduce_at}",
     )
     assert "dualpipe  " in out and "refused dualpipe" not in out
     program = compile(
-        schedules.forward_only, PipelineShape(2, 4), dp=2, zero=2, reduce_scatter_at=when
+        schedules.forward_only, PipelineShape(2, 4), dp=2, zero=2, reduce_scatter_at=reduce_at
     )
     assert count_unshards(program).reductions == [0, 0]
 

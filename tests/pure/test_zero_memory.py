@@ -152,7 +152,7 @@ SIZES = Sizes(saved=10, params=160, grads=160, optimizer=480)
 
 
 @pytest.mark.parametrize(
-    ("zero", "rest", "most"),
+    ("zero", "static_bytes", "peak_bytes"),
     [
         (0, 2 * 800, 2 * 800),
         (1, 2 * (160 + 160 + 480 / 4), 2 * (160 + 160 + 480 / 4)),
@@ -160,7 +160,9 @@ SIZES = Sizes(saved=10, params=160, grads=160, optimizer=480)
         (3, 2 * 800 / 4, 2 * 800 / 4 + 2 * 160 + 160),
     ],
 )
-def test_zero_levels_hold_published_memory(zero: int, rest: float, most: float) -> None:
+def test_zero_levels_hold_published_memory(
+    zero: int, static_bytes: float, peak_bytes: float
+) -> None:
     """With breadth-first order and the fewest slots, there is also one full gradient.
 
     There are also full weights of the computing stage and of the next one.
@@ -168,11 +170,11 @@ def test_zero_levels_hold_published_memory(zero: int, rest: float, most: float) 
     program = compile(looped_bfs, PipelineShape(2, 4, 2), dp=4, zero=zero, buffer_sharing="minimal")
     owns = compute_footprints(program, replace(SIZES, saved=0))
     assert [sum(size for _, size in footprint.static_memory.values()) for footprint in owns] == [
-        rest,
-        rest,
+        static_bytes,
+        static_bytes,
     ]
     curves = simulate(program, sizes=replace(SIZES, saved=0)).memory
-    assert [curve.total.max() for curve in curves] == [most, most]
+    assert [curve.total.max() for curve in curves] == [peak_bytes, peak_bytes]
 
 
 def test_reducing_each_backward_holds_one_gradient() -> None:
