@@ -128,16 +128,14 @@ def test_dominated_memory_change_is_not_proposed() -> None:
 
 def test_proposed_changes_fit_memory_limit() -> None:
     advice = advise_gpipe(COPY_COSTS, limit=35)
-    assert not advice.fits_memory and any(
-        "offload" in change.description for change in advice.memory_changes
-    )
+    assert not advice.fits_memory
+    assert any("offload" in change.description for change in advice.memory_changes)
     assert all(change.memory["device"] <= 35 for change in advice.memory_changes)
     best_change, *_ = advise_gpipe(
         COPY_COSTS, limit=50
     ).memory_changes  # the same time as "all", and fewer copies
-    assert (
-        best_change.description == 'offload="fit"' and best_change.run.span == advice.baseline.span
-    )
+    assert best_change.description == 'offload="fit"'
+    assert best_change.run.span == advice.baseline.span
     advice = advise_gpipe(COPY_COSTS, limit=5)
     assert not advice.fits_memory and not advice.memory_changes
     assert advise_gpipe(COPY_COSTS, limit=500).fits_memory
@@ -154,10 +152,8 @@ def test_explain_prints_memory_changes(capsys: pytest.CaptureFixture[str]) -> No
     head = "explain gpipe --ranks 2 --microbatches 8 --sizes saved=10MB --costs F=1,B=2"
     assert main(f"{head},offload=4,reload=4 -O offload=0,1".split()) == 0
     output = capsys.readouterr().out
-    assert (
-        "changes that take less time or memory, by simulation:\n" in output
-        and "all saved activations kept" in output
-    )
+    assert "changes that take less time or memory, by simulation:\n" in output
+    assert "all saved activations kept" in output
     assert main(f"{head},offload=1,reload=1 --memory-limit 40MB".split()) == 0
     assert "the program does not fit into 40 MB: span " in capsys.readouterr().out
     assert main(f"{head},offload=1,reload=1 --memory-limit 5MB".split()) == 0
@@ -211,9 +207,8 @@ def test_simulate_and_check_print_offloaded_activations(capsys: pytest.CaptureFi
 def test_selection_that_moves_no_activation_warns(how: dict[str, Any], message: str) -> None:
     with pytest.warns(UserWarning, match=message):
         program = compile(schedules.one_f_one_b, PipelineShape(4, 8), **how)
-    assert (
-        Opcode.Offload in program.used_opcodes and Opcode.OffloadToDisk not in program.used_opcodes
-    )
+    assert Opcode.Offload in program.used_opcodes
+    assert Opcode.OffloadToDisk not in program.used_opcodes
 
 
 def test_command_prints_warning_as_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

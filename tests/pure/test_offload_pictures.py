@@ -74,10 +74,8 @@ def test_memory_limits_are_lines_on_their_tier() -> None:
         lines = [c for c in axes.collections if getattr(c, "get_linestyle", list)()[0][1]]
         return [float(c.get_segments()[0][0][1]) for c in lines if hasattr(c, "get_segments")]
 
-    assert (
-        list_dashed_heights() == []
-        and len(list_dashed_heights(device=8e7)) == len(list_dashed_heights(host=3e7)) == 4
-    )
+    assert list_dashed_heights() == []
+    assert len(list_dashed_heights(device=8e7)) == len(list_dashed_heights(host=3e7)) == 4
     heights = list_dashed_heights(device=1e8, host=1e8)
     assert len(heights) == 8 and len({round(y, 6) for y in heights}) == 8
     # Limits use the scale of the curve: at its peak of 10 MB, half as high, or at the top.

@@ -20,7 +20,8 @@ def test_packed_windows_have_each_target_once(lengths: list[int], context: int) 
         return
     windows = PackedWindows(document_ends, context)
     positions, counts = windows.locate(np.arange(len(windows)))
-    assert positions.shape == (len(windows), context + 1) and counts.shape == (
+    assert positions.shape == (len(windows), context + 1)
+    assert counts.shape == (
         len(windows),
         context,
     )

@@ -190,10 +190,8 @@ def test_json_output_has_plans(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["model"]["hidden"] == 256
     assert 1 <= len(result["plans"]) <= 3
     for plan in result["plans"]:
-        assert (
-            plan["pp"] * plan["tp"] * plan["dp"] == 4
-            and plan["dp"] * plan["microbatches"] * plan["microbatch_size"] == 32
-        )
+        assert plan["pp"] * plan["tp"] * plan["dp"] == 4
+        assert plan["dp"] * plan["microbatches"] * plan["microbatch_size"] == 32
         assert sum(plan["breakdown"].values()) == pytest.approx(plan["step_time"])
     steps = [plan["step_time"] for plan in result["plans"]]
     assert steps[1:] == sorted(steps[1:]) and steps[0] <= 1.02 * min(steps)
@@ -241,10 +239,8 @@ def test_selected_plan_is_written_and_drawn(
     )
     config = tomllib.loads(text)
     assert config["model"]["hidden"] == 256 and config["model"]["context"] == 128
-    assert (
-        config["pipeline"]["ranks"] == second_plan["pp"]
-        and config["pipeline"]["tp"] == second_plan["tp"]
-    )
+    assert config["pipeline"]["ranks"] == second_plan["pp"]
+    assert config["pipeline"]["tp"] == second_plan["tp"]
     assert config["data"]["microbatch_size"] == second_plan["microbatch_size"]
     run_command(capsys, *plain, "-o", "best.sched", "--picture", "all.png", "--tradeoff")
     program = from_text(Path("best.sched").read_text())
@@ -281,10 +277,8 @@ def test_improve_schedules_finds_shorter_schedule(
     error = run_refused_command(
         capsys, *command, "--improve-schedules", "--time-limit=0.5", "-o", "best.toml"
     )
-    assert (
-        "plan 1 has a schedule from --improve-schedules, and a .toml cannot" in error
-        and not Path("best.toml").exists()
-    )
+    assert "plan 1 has a schedule from --improve-schedules, and a .toml cannot" in error
+    assert not Path("best.toml").exists()
 
 
 def test_optimize_division_shortens_step(

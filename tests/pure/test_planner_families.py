@@ -82,11 +82,9 @@ def test_unshard_count_matches_program(P: int, v: int, groups: int) -> None:
 @given(layers=st.integers(1, 60), stages=st.integers(1, 12))
 def test_layers_divide_evenly(layers: int, stages: int) -> None:
     layers_by_stage = divide_evenly(layers, stages)
-    assert (
-        sum(layers_by_stage) == layers
-        and len(layers_by_stage) == stages
-        and max(layers_by_stage) - min(layers_by_stage) <= 1
-    )
+    assert sum(layers_by_stage) == layers
+    assert len(layers_by_stage) == stages
+    assert max(layers_by_stage) - min(layers_by_stage) <= 1
     if stages > 2 and layers % stages <= stages - 2:
         assert layers_by_stage[0] == layers_by_stage[-1] == min(layers_by_stage)
 

@@ -263,11 +263,9 @@ def test_flash_attention_skips_score_memory_passes() -> None:
 
 def test_software_constants_are_bounded() -> None:
     for constant in SoftwareConstants().list_constants():
-        assert (
-            constant.min_value <= constant.value <= constant.max_value
-            and constant.meaning
-            and constant.source
-        )
+        assert constant.min_value <= constant.value <= constant.max_value
+        assert constant.meaning
+        assert constant.source
         for beyond in (constant.min_value - 1, constant.max_value + 1, float("nan"), "many"):
             with pytest.raises(UsageError, match=constant.name):
                 SoftwareConstants(**{constant.name: beyond})  # type: ignore[arg-type]

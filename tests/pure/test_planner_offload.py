@@ -88,10 +88,8 @@ def test_offload_breakdown_and_memory_match_program(
     except MemoryLimitError:
         assert choice.offload == "fit" and not plain.fits
         return
-    assert (
-        sum(estimate.breakdown) == pytest.approx(estimate.step_time, rel=RELATIVE_ERROR)
-        and min(estimate.breakdown) >= 0
-    )
+    assert sum(estimate.breakdown) == pytest.approx(estimate.step_time, rel=RELATIVE_ERROR)
+    assert min(estimate.breakdown) >= 0
     assert (estimate.host_memory.optimizer > 0) == (choice.optimizer_placement == "host")
     if choice.offload == "fit":
         assert estimate.memory.total <= add_tolerance(node.memory)
@@ -120,10 +118,8 @@ def test_offload_breakdown_and_memory_match_program(
         for op, name in ((Opcode.Offload, "saved"), (Opcode.ReloadState, "optimizer")):
             size = held.for_stages(name, program.shape.stages)[stream.stage[stream.op == op]].sum()
             shards = choice.dp if op == Opcode.ReloadState and choice.zero else 1
-            assert (
-                NODE.host_bandwidth is not None
-                and size / shards / NODE.host_bandwidth <= estimate.step_time
-            )
+            assert NODE.host_bandwidth is not None
+            assert size / shards / NODE.host_bandwidth <= estimate.step_time
 
 
 def test_single_stage_optimizer_copies_are_exposed() -> None:

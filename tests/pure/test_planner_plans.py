@@ -148,9 +148,8 @@ def test_best_plans_are_simulated_and_ranked_again() -> None:
     cluster = make_cluster(1, memory="4GB")
     closed, simulated = (plan(SMALL, cluster, 32, top=5, exact=exact) for exact in (False, True))
     steps = [estimate.step_time for estimate in simulated]
-    assert steps == sorted(steps) and all(
-        estimate.is_simulated and estimate.fits for estimate in simulated
-    )
+    assert steps == sorted(steps)
+    assert all(estimate.is_simulated and estimate.fits for estimate in simulated)
     for estimate in simulated:
         assert estimate.step_time == pytest.approx(
             estimate_step(SMALL, cluster, strip_estimates(estimate)).step_time
@@ -194,7 +193,8 @@ def test_plans_are_ranked_with_bottleneck() -> None:
         assert estimate.bottleneck in (
             *estimate.breakdown._fields,
             "memory",
-        ) and estimate.explanation.startswith(estimate.bottleneck)
+        )
+        assert estimate.explanation.startswith(estimate.bottleneck)
     assert ". Its step takes " in last.explanation and "% less" in last.explanation
 
 

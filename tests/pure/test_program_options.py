@@ -89,9 +89,8 @@ def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("name", PROGRAM_OPTIONS)
 def test_each_option_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert PROGRAM_OPTIONS[name].help and (
-        name in FIELDS_WITH_FLAGS or f"-O {name}" in run_command(capsys, "options", name)
-    )
+    assert PROGRAM_OPTIONS[name].help
+    assert name in FIELDS_WITH_FLAGS or f"-O {name}" in run_command(capsys, "options", name)
     if not PROGRAM_OPTIONS[name].kind.metavar:
         assert parse_option(name) == (name, True)
 
@@ -308,7 +307,8 @@ def test_import_command_finds_module() -> None:
 def test_renamed_attribute_names_new_one(module: str) -> None:
     loaded_module = import_module(module)
     for old, new in RENAMED_ATTRIBUTES[module].items():
-        assert old not in loaded_module.__all__ and new in {
+        assert old not in loaded_module.__all__
+        assert new in {
             *dir(loaded_module),
             *loaded_module.__all__,
         }

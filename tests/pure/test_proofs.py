@@ -80,11 +80,9 @@ def test_proof_is_kept_until_program_changes(checked_programs: list[Program]) ->
 def test_copy_has_no_proof_and_is_read_only(copied: Callable[[Program], Program]) -> None:
     program = compile(zb_h1, PipelineShape(2, 4), buffer_sharing="minimal")
     copied_program = copied(program)
-    assert (
-        copied_program == program
-        and copied_program.digest == program.digest
-        and not copied_program.proofs
-    )
+    assert copied_program == program
+    assert copied_program.digest == program.digest
+    assert not copied_program.proofs
     assert copied_program.message_order.keys() == program.message_order.keys()
     assert all(
         np.shares_memory(stream.words, copied_program.words) for stream in copied_program.streams

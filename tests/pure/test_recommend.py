@@ -64,9 +64,8 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
                     continue
                 if run.program.has_backward:
                     expected[run.program.digest] = run
-    assert {row["digest"] for row in result_rows} == {*expected} and len(result_rows) == len(
-        expected
-    )
+    assert {row["digest"] for row in result_rows} == {*expected}
+    assert len(result_rows) == len(expected)
     for row in result_rows:
         run, program = expected[row["digest"]], expected[row["digest"]].program
         assert row["span"] == pytest.approx(run.span)
@@ -133,10 +132,8 @@ def test_options_that_make_schedule_fit_are_printed(capsys: pytest.CaptureFixtur
                 options_by_schedule[name] = options
                 if options:
                     spans[name] = float(amounts.removeprefix("span ").split(",")[0])
-    assert (
-        options_by_schedule["zb_h2"] == ""
-        and options_by_schedule["interleaved x 2"] == "-O buffer_sharing=minimal"
-    )
+    assert options_by_schedule["zb_h2"] == ""
+    assert options_by_schedule["interleaved x 2"] == "-O buffer_sharing=minimal"
     assert options_by_schedule["gpipe"] == "-O recompute=fit"
     for options in {*options_by_schedule.values()} - {""}:
         result_rows = run_recommend(capsys, *shape, *sizes, *options.split())

@@ -80,10 +80,8 @@ def test_program_file_gives_segments(path: str) -> None:
     config = read_config(path, [write_segment_program(path, None)])
     assert config.segmentation == read_config(path, ["pipeline.stage_segments=layers"]).segmentation
     config = read_config(path, [write_segment_program(path, 9), "model.tied=false"])
-    assert (
-        config.segmentation.first_segments == [0, 9, 18]
-        and build_program(config).frozen_stages == 9
-    )
+    assert config.segmentation.first_segments == [0, 9, 18]
+    assert build_program(config).frozen_stages == 9
     for sets, word, hint in (
         (
             ["model.layers=6"],
@@ -109,10 +107,8 @@ def test_segment_file_without_tensor_parallelism(path: str) -> None:
     """A single rank has no sums between segments, so its draft is refused for two ranks."""
     alone = write_segment_program(path, None, tp=1)
     config = read_config(path, [alone, "pipeline.tp=1"])
-    assert (
-        config.segmentation.segments_per_stage == (9, 9)
-        and not build_program(config).used_opcodes & _SUMS
-    )
+    assert config.segmentation.segments_per_stage == (9, 9)
+    assert not build_program(config).used_opcodes & _SUMS
     file = Path(path).with_name("x.sched")
     file.write_text(to_text(extract_compute(build_program(config))))
     assert build_program(read_config(path, [alone, "pipeline.tp=1"])).tp == 1
@@ -167,6 +163,5 @@ def test_wrong_segment_settings_are_refused(path: str, sets: list[str], message:
 def test_default_has_one_segment_per_stage() -> None:
     example = Path(__file__).parents[2] / "examples" / "pieces.toml"
     assert read_config(str(example)).segmentation == StageSegmentation((2, 2), (9, 9), 2)
-    assert Config().segmentation.segments_per_stage == (
-        1,
-    ) and Config().segmentation.layers_per_stage == (4,)
+    assert Config().segmentation.segments_per_stage == (1,)
+    assert Config().segmentation.layers_per_stage == (4,)

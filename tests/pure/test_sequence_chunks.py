@@ -98,10 +98,8 @@ def test_wrong_chunk_order_is_refused(
     out_of_order = find_out_of_order(done, shape)
     if out_of_order is None:
         program = compile(drafted)
-        assert (
-            from_text(to_text(program)) == program
-            and program.shape.sequence_chunks == shape.sequence_chunks
-        )
+        assert from_text(to_text(program)) == program
+        assert program.shape.sequence_chunks == shape.sequence_chunks
         return
     with pytest.raises(OrderError) as caught:
         compile(drafted)
@@ -134,9 +132,8 @@ def test_sequence_chunks_change_digest() -> None:
     three, without_chunks = (
         compile(forward_only, PipelineShape(2, 6, sequence_chunks=n)) for n in (3, 1)
     )
-    assert three.digest != without_chunks.digest and "sequence_chunks" not in to_text(
-        without_chunks
-    )
+    assert three.digest != without_chunks.digest
+    assert "sequence_chunks" not in to_text(without_chunks)
     assert "sequence_chunks 3" in to_text(three)
     assert check(from_text(to_text(three))).shape == PipelineShape(2, 6, sequence_chunks=3)
 

@@ -180,9 +180,8 @@ def test_evaluation_program_has_no_sum() -> None:
         evaluation_program(compile_sequence_parallel()),
         compile_sequence_parallel(schedules.forward_only),
     ):
-        assert (
-            program.sequence_parallel and O.ReduceSequenceParallelGrads not in program.used_opcodes
-        )
+        assert program.sequence_parallel
+        assert O.ReduceSequenceParallelGrads not in program.used_opcodes
         assert program.used_opcodes.isdisjoint(TP_SPLIT_OPS)
 
 
@@ -211,8 +210,6 @@ def test_plan_with_sequence_parallel_is_trainable(tmp_path: Any) -> None:
     file = tmp_path / "plan.toml"
     file.write_text(planner.train_config(model, choice))
     assert "sequence_parallel = true" in file.read_text()
-    assert (
-        read_config(str(file)).request.program.sequence_parallel
-        and planner.plan_program(choice).sequence_parallel
-    )
+    assert read_config(str(file)).request.program.sequence_parallel
+    assert planner.plan_program(choice).sequence_parallel
     assert not planner.plan_program(replace(choice, tp=1)).sequence_parallel

@@ -72,7 +72,8 @@ def test_built_in_schedules_compile_with_segments(schedule: Any) -> None:
     assert from_text(to_text(program)) == program
     costs = Costs(F=1, B=2, I=1, W=1, send=0.5, tp_reduce=0.75, tp_gather=0.25)
     machine = Machine(program, "per_edge", costs)
-    assert machine.run() and max(machine.ended.values()) == pytest.approx(
+    assert machine.run()
+    assert max(machine.ended.values()) == pytest.approx(
         simulate(program, costs, progress_model="per_edge").span
     )
     for has_direction, ops in (
@@ -168,7 +169,8 @@ def test_relowered_program_is_unchanged() -> None:
     drafted = extract_compute(program)
     assert compile(drafted, **infer_options(program, "per_device", drafted)) == program
     evaluation = evaluation_program(program)
-    assert evaluation.sequence_parallel and {*evaluation.used_opcodes} & {*SEGMENT_COLLECTIVES} == {
+    assert evaluation.sequence_parallel
+    assert {*evaluation.used_opcodes} & {*SEGMENT_COLLECTIVES} == {
         O.TPGatherAct,
         O.TPReduceAct,
     }

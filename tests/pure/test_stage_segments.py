@@ -85,10 +85,8 @@ def test_segments_are_neighbor_stages_on_rank() -> None:
         stage_segments=(2, "gf"),
         clip_grad_norm=True,
     )
-    assert (
-        program.shape.first_rank_per_stage.tolist() == [0, 0, 1, 1, 1]
-        and program.segment_boundaries == "f-gf"
-    )
+    assert program.shape.first_rank_per_stage.tolist() == [0, 0, 1, 1, 1]
+    assert program.segment_boundaries == "f-gf"
     rank_1_order = [str(i) for i in program.streams[1] if i.op in {*COMPUTE_OPS, *_SUMS}]
     assert rank_1_order[:5] == ["F 2.0", "tp_reduce_act 3.0", "F 3.0", "F 4.0", "I 4.0"]
     assert rank_1_order[5:9] == ["tp_reduce_grad 3.0", "I 3.0", "I 2.0", "F 2.1"]
@@ -132,10 +130,8 @@ def test_relowered_program_is_unchanged() -> None:
     draft = extract_compute(program)
     assert compile(draft, **infer_options(program, "per_device", draft)) == program
     evaluation = evaluation_program(program)
-    assert (
-        evaluation.segment_boundaries == program.segment_boundaries
-        and (evaluation.op == Opcode.TPReduceAct).any()
-    )
+    assert evaluation.segment_boundaries == program.segment_boundaries
+    assert (evaluation.op == Opcode.TPReduceAct).any()
 
 
 @pytest.mark.parametrize(
@@ -216,10 +212,8 @@ def test_segment_file_compares_like_its_schedule(
     placement = program.unsegmented_shape.placement
     assert program.unsegmented_shape == PipelineShape(2, 4, placement=placement)
     assert program.segments_per_stage == count_segments(of_stages, program.unsegmented_shape)
-    assert (
-        from_text(to_text(program)) == program
-        and extract_compute(program).unsegmented_shape == program.unsegmented_shape
-    )
+    assert from_text(to_text(program)) == program
+    assert extract_compute(program).unsegmented_shape == program.unsegmented_shape
     outputs = [commands.run_command(capsys, "compare", file, *options)]
     outputs += [
         commands.run_command(

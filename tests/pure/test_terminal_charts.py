@@ -89,11 +89,9 @@ def test_long_run_is_wrapped_or_condensed() -> None:
     wrapped = color_lines(text_chart(simulate_schedule(), 60))
     assert wrapped.count("rank 0 ") == 3 and all(f"F{k}" in wrapped for k in range(8))
     condensed = color_lines(text_chart(simulate_schedule(ranks=16, m=200), 80))
-    assert (
-        condensed.count("rank 0 ") == 1
-        and "main instruction" in condensed
-        and "F0" not in condensed
-    )
+    assert condensed.count("rank 0 ") == 1
+    assert "main instruction" in condensed
+    assert "F0" not in condensed
     assert "one of every 3 of the 100 ranks" in color_lines(
         text_chart(simulate_schedule(ranks=100, m=3), 80)
     )
@@ -184,18 +182,15 @@ def test_pixel_picture_has_colors_at_their_times() -> None:
     first_rank_pixels, last_rank_pixels = pixels[0], pixels[rows - rows // 16]
     forward = tuple(int(format_hex(choose_box_color(0, 0, 1))[k : k + 2], 16) for k in (1, 3, 5))
     assert (first_rank_pixels[0] * 255).tolist() == pytest.approx([*forward, 255], abs=2)
-    assert (
-        last_rank_pixels[0, 3] == 0
-        and last_rank_pixels[-1, 3] == 0
-        and last_rank_pixels[columns // 2, 3] == 1
-    )
+    assert last_rank_pixels[0, 3] == 0
+    assert last_rank_pixels[-1, 3] == 0
+    assert last_rank_pixels[columns // 2, 3] == 1
 
 
 def test_any_program_has_notebook_output() -> None:
     stuck_program = from_text(STUCK)
-    assert "B 0.0" in stuck_program._repr_html_() and not list_svg_elements(
-        stuck_program._repr_html_()
-    )
+    assert "B 0.0" in stuck_program._repr_html_()
+    assert not list_svg_elements(stuck_program._repr_html_())
     hostile_program = Program(
         "<b>&", stuck_program.shape, compile(one_f_one_b, PipelineShape(1, 1)).streams
     )

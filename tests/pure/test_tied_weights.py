@@ -159,10 +159,8 @@ def test_tied_weights_option_of_commands(
     assert "tied_weights 1=2" in text and from_text(text).tied_weights == ((1, 2),)
     path = str(tmp_path / "one.sched")
     Path(path).write_text(text)
-    assert (
-        main(["check", path, "-O", "tied_weights=1=2"]) == 0
-        and "complete" in capsys.readouterr().out
-    )
+    assert main(["check", path, "-O", "tied_weights=1=2"]) == 0
+    assert "complete" in capsys.readouterr().out
     assert "has tied_weights 1=2, not yes" in run_refused_command(
         capsys, "check", path, "-O", "tied_weights"
     )

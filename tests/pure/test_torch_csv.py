@@ -80,10 +80,8 @@ def test_sharded_program_exports_and_imports(draft: Program, zero: int, active: 
     )
     if zero < 3:
         assert imported.streams == lowered.streams and "SHARD" not in text
-    assert (
-        list_compute_words(imported) == list_compute_words(lowered)
-        and torch_csv.to_csv(imported, "torch-2.13") == text
-    )
+    assert list_compute_words(imported) == list_compute_words(lowered)
+    assert torch_csv.to_csv(imported, "torch-2.13") == text
     before, after = count_unshards(lowered), count_unshards(imported)
     assert all(a <= b for a, b in zip(after.max_unsharded, before.max_unsharded, strict=True))
     assert after.reductions == before.reductions
@@ -129,9 +127,8 @@ def test_overlapped_pairs_round_trip(form: str) -> None:
     text = torch_csv.to_csv(program, form)
     assert text.count(")OVERLAP_F_B") == sum(int(s.joined.sum()) for s in program.streams) > 0
     imported = torch_csv.from_csv(text)
-    assert imported.shape == program.shape and list_compute_words(imported) == list_compute_words(
-        program
-    )
+    assert imported.shape == program.shape
+    assert list_compute_words(imported) == list_compute_words(program)
     imported = lower(imported) if imported.is_draft else finish_lowering(imported)
     assert imported.streams == program.streams
 
@@ -303,9 +300,9 @@ def test_export_and_import_commands(
     out = run_command(capsys, "import", "my shape.csv", "-o", "x.sched", *options)
     imported = from_text((folder / "x.sched").read_text())
     assert out.startswith("wrote x.sched: 4 ranks, 8 stages, 8 microbatches, ")
-    assert (
-        imported.name == "my_shape" and imported.shape == program.shape and imported.clip_grad_norm
-    )
+    assert imported.name == "my_shape"
+    assert imported.shape == program.shape
+    assert imported.clip_grad_norm
     assert len(imported.slots) == 4
     if form == "torch":
         assert imported.streams == program.streams

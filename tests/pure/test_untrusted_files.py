@@ -188,14 +188,10 @@ def test_timeline_without_times_is_refused_before_unfolding(tmp_path: Path) -> N
         archive.writestr("end.npy", b"")
     commands = [["explain", "a.timeline"], ["explain", "a.timeline", "--max-instructions=1000"]]
     without_times, over_limit = confined(commands, tmp_path)
-    assert (
-        is_short_error(without_times)
-        and "start.npy has 0 bytes, not 33554432" in without_times.text
-    )
-    assert (
-        is_short_error(over_limit)
-        and "8388608 instructions, but a program may have at most 1000" in over_limit.text
-    )
+    assert is_short_error(without_times)
+    assert "start.npy has 0 bytes, not 33554432" in without_times.text
+    assert is_short_error(over_limit)
+    assert "8388608 instructions, but a program may have at most 1000" in over_limit.text
 
 
 def test_black_box_must_be_regular_file(tmp_path: Path) -> None:
@@ -256,11 +252,9 @@ def test_small_file_with_many_instructions_is_refused(
     commands = [["check", "a.sched"], ["train", "a.toml"]]
     commands += [["check", "interleaved", "--ranks=2", "--microbatches=1000000"]]
     for result in confined(commands, tmp_path):
-        assert (
-            is_short_error(result)
-            and str(DEFAULT_MAX_INSTRUCTIONS) in result.text
-            and "--max-instructions" in result.text
-        )
+        assert is_short_error(result)
+        assert str(DEFAULT_MAX_INSTRUCTIONS) in result.text
+        assert "--max-instructions" in result.text
 
 
 def test_limit_counts_no_backwards_of_forward_only() -> None:

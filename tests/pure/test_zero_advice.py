@@ -85,9 +85,8 @@ def test_advice_stays_within_memory_limit() -> None:
         change.description for change in advise(run, COSTS, memory_limit=high).memory_changes
     ] == [change.description for change in changes]
     fitting_changes = advise(run, COSTS, memory_limit=run.peak_memory.max()).memory_changes
-    assert all(get_peak(change) <= run.peak_memory.max() for change in fitting_changes) and len(
-        fitting_changes
-    ) < len(changes)
+    assert all(get_peak(change) <= run.peak_memory.max() for change in fitting_changes)
+    assert len(fitting_changes) < len(changes)
 
 
 def test_advice_needs_replicas_and_sizes() -> None:
@@ -106,9 +105,8 @@ def test_advice_needs_replicas_and_sizes() -> None:
 
 def test_advice_without_sizes_compares_time() -> None:
     advice = advise(simulate_zero(3, sizes=None, unsharded_stages=1), COSTS)
-    assert advice.memory_changes and all(
-        change.run.span < advice.baseline.span for change in advice.memory_changes
-    )
+    assert advice.memory_changes
+    assert all(change.run.span < advice.baseline.span for change in advice.memory_changes)
     assert not any("GB" in change.describe() for change in advice.memory_changes)
 
 
@@ -129,9 +127,8 @@ def test_all_reduce_costs_reduce_scatter_and_gather(
     all_reduce_costs = adjust_for_zero(
         without_all_reduce, compile(schedules.gpipe, PipelineShape(2, 2), dp=dp, zero=zero), 0
     )
-    assert all_reduce_costs.reduce_grads == pytest.approx(
-        whole
-    ) and all_reduce_costs.step == pytest.approx(step)
+    assert all_reduce_costs.reduce_grads == pytest.approx(whole)
+    assert all_reduce_costs.step == pytest.approx(step)
     assert adjust_for_zero(plain, program, 0) == plain
 
 

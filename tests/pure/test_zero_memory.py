@@ -127,9 +127,8 @@ def test_unsharded_memory_matches_hand_count(
                 continue
             assert list_predicted_bytes(program, sizes, name, rank) == unsharded_bytes
             max_bytes = worst_case[rank].dynamic_memory[name][1].max()  # whatever the timing
-            assert (
-                max(unsharded_bytes) <= max_bytes and curves[rank].by_kind[name].max() <= max_bytes
-            )
+            assert max(unsharded_bytes) <= max_bytes
+            assert curves[rank].by_kind[name].max() <= max_bytes
             assert (
                 max(footprint.total_bytes.max(), curves[rank].total.max())
                 <= worst_case[rank].total_bytes.max()
@@ -203,10 +202,8 @@ def test_zero_1_has_no_unsharded_memory() -> None:
         not {WEIGHTS, GRADIENT} & {*footprint.dynamic_memory, *footprint.static_memory}
         for footprint in compute_footprints(program, SIZES)
     )
-    assert (
-        "unsharded_params" not in program.slots[0].specified()
-        and "wgrad" not in program.slots[0].specified()
-    )
+    assert "unsharded_params" not in program.slots[0].specified()
+    assert "wgrad" not in program.slots[0].specified()
 
 
 def test_memory_limit_error_names_sharded_and_unsharded() -> None:
