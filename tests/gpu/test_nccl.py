@@ -126,10 +126,11 @@ def test_eager_gradients_match_cpu(
 def record_timeline(rank: int, folder: str, kind: Kind) -> Timeline | None:
     """Return on process 0 the Timeline of a step in which the host may not wait."""
     device = share_gpu(rank, folder)
+    # Only the grouped transport needs overlap: otherwise members of a group are independent.
     shape, overlap = (
         PipelineShape(2, 4),
         kind == "grouped",
-    )  # otherwise members of a group are independent
+    )
     program = compile(
         one_f_one_b, shape, tp=2, progress_model=TRANSPORTS[f"nccl_{kind}"].progress_model,
         tied_weights=True, clip_grad_norm=True, overlap=overlap,

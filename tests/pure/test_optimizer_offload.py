@@ -91,9 +91,8 @@ def test_frozen_or_evaluated_stage_loads_no_state() -> None:
         f"{op} 4" for op in STATE_OP_NAMES
     ]
     assert not compile_on_host(forward_only, PipelineShape(2, 4)).used_opcodes & {*STATE_OPS}
-    program = compile_on_host(
-        dualpipe, PipelineShape(2, 4, placement="mirror")
-    )  # each holder has its own states
+    # Each stage replica has its own optimizer states.
+    program = compile_on_host(dualpipe, PipelineShape(2, 4, placement="mirror"))
     assert len(list_state_instructions(program, 0)) == len(list_state_instructions(program, 1)) == 6
 
 

@@ -77,10 +77,11 @@ def test_commands_named_on_pages_exist(capsys: pytest.CaptureFixture[str]) -> No
         commands = re.findall(r"^(?:\$ )?schedir +([a-z]+) (.*)$", shell, flags=re.M)
         commands += re.findall(r"`schedir ([a-z]+) ?([^`]*)`", page)
         for command, arguments in commands:
+            # A command may have subcommands.
             command_words = [
                 command,
                 *re.findall(r"^(?:inspect|export)\b", arguments),
-            ]  # a command may have subcommands
+            ]
             if (called := " ".join(command_words)) not in helps:
                 assert main([*command_words, "--help"]) == 0, (path.name, called)
                 helps[called] = capsys.readouterr().out

@@ -235,10 +235,11 @@ def test_expert_and_context_parallel_collective_times() -> None:
     ).layer_collectives
     keys = 2 * 2.0 * 4 * 2048 * 6144
     assert 0 < context_collectives.F < slow.all_gather_time(keys, 16)  # partly hidden by attention
+    # The collectives are completely hidden.
     assert (
         planner.layer_time(GPT, NODE, ParallelPlan(cp=2, microbatch_size=4)).layer_collectives.F
         == 0
-    )  # completely hidden
+    )
 
 
 def test_flash_attention_skips_score_memory_passes() -> None:

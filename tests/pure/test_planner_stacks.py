@@ -66,9 +66,8 @@ def test_time_constants_affect_only_their_plans() -> None:
     assert estimate_seconds(busy, speed_share=0.37) == pytest.approx(
         2 * estimate_seconds(busy), rel=0.1
     )
-    assert estimate_seconds(busy, kernels_per_op=1) == estimate_seconds(
-        busy
-    )  # the GPU is slower than the host
+    # The GPU is slower than the host.
+    assert estimate_seconds(busy, kernels_per_op=1) == estimate_seconds(busy)
     assert estimate_seconds(within, kernels_per_op=6) > 1.5 * estimate_seconds(within)
 
 

@@ -280,9 +280,8 @@ def test_reduction_in_microbatch_order_is_detected() -> None:
         lambda r, P, m: 2 * F + 2 * I + W.at(1) + W.at(0), shape
     ).reduces_in_microbatch_order
     assert expand_schedule(lambda r, P, m: 2 * F + I + W + B, shape).reduces_in_microbatch_order
-    assert not expand_schedule(
-        lambda r, P, m: 2 * F + I + B + W, shape
-    ).reduces_in_microbatch_order  # W 0.0 follows B 0.1
+    # W 0.0 follows B 0.1 here.
+    assert not expand_schedule(lambda r, P, m: 2 * F + I + B + W, shape).reduces_in_microbatch_order
 
 
 def test_bad_options_are_refused() -> None:

@@ -290,9 +290,8 @@ def test_missing_solver_is_refused(
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "ortools"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(
-        sys.modules, "ortools", None
-    )  # its import fails as if it were not installed
+    # Its import fails as if it were not installed.
+    monkeypatch.setitem(sys.modules, "ortools", None)
     assert "schedir[solver]" in run_refused_command(capsys, "search", *OPTIONS, "--bound=solver")
 
 

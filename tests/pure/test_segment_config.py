@@ -154,9 +154,8 @@ def test_wrong_segment_settings_are_refused(path: str, sets: list[str], message:
     with pytest.raises(ConfigError, match=message) as error:
         read_config(path, sets)
     assert error.value.location == f"--set {sets[0]}" and "\n" not in error.value.fact
-    if (
-        sets[0].startswith("pipeline.stage_segments=") and len(sets) == 1
-    ):  # the hint names an allowed value
+    # The hint gives an allowed value.
+    if sets[0].startswith("pipeline.stage_segments=") and len(sets) == 1:
         assert error.value.hint == 'stage_segments = "layers"'
 
 

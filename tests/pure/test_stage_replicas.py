@@ -24,11 +24,12 @@ from schedir.schedules.schedule_algebra import Schedule
 from schedir.verify.check import check
 from tests.laws import shape_of
 
+# Models in which reductions have their own queue.
 MODELS_WITH_REDUCTION_QUEUE: tuple[ProgressModel, ...] = (
     "per_edge",
     "per_pair",
     "per_device",
-)  # reductions have their own queue
+)
 
 
 def move_sums_to_end(program: Program) -> Program:

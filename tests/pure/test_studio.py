@@ -506,11 +506,12 @@ def test_exported_page_has_schedules_of_shape(tmp_path: Any) -> None:
     data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
     assert data is not None
     answers = json.loads(data.group(1))["precomputed_answers"]
+    # Chimera needs an even number of ranks.
     assert {
         "zb_h1",
         "gpipe",
         "zb_v",
-    } <= answers.keys() and "chimera" not in answers  # chimera needs an even number
+    } <= answers.keys() and "chimera" not in answers
     for wrong_state in (
         StudioState("chimera", options=first_state.options),
         StudioState(code="x = 1"),

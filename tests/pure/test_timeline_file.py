@@ -59,9 +59,8 @@ def test_timeline_round_trips(
     if grouped:
         program, progress_model = group_opposite_transfers(program), "per_edge"
     saved = schedir.simulate(program, data.draw(costs(draft.shape)), progress_model=progress_model)
-    assert (
-        not saved.causality_violations.amount.any()
-    )  # in a simulated Timeline no effect is before its cause
+    # In a simulated Timeline no effect is before its cause.
+    assert not saved.causality_violations.amount.any()
     shift = data.draw(st.floats(-1e6, 1e6))
     saved.spans["start"] += shift
     saved.spans["end"] += shift

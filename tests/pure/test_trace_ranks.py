@@ -234,9 +234,8 @@ def test_older_trace_formats_are_read(tmp_path: Path) -> None:
         for trace_event in content["traceEvents"]:
             trace_event["ts"] += since
         path.write_text(json.dumps(content))
-    np.testing.assert_allclose(
-        read_compute_times(tmp_path), EXPECTED_TIMES, atol=70
-    )  # as above, to 0.25 us
+    # Times since 1970 have a precision of 0.25 us.
+    np.testing.assert_allclose(read_compute_times(tmp_path), EXPECTED_TIMES, atol=70)
 
 
 def test_trace_that_begins_within_step_has_note(tmp_path: Path) -> None:

@@ -103,10 +103,11 @@ def test_memory_counts_weight_versions() -> None:
     (footprint,) = compute_footprints(
         compile(one_f_one_b, make_2bw_shape(1, 2, 2)), Sizes(params=10.0)
     )
+    # By default a version is as large as the parameters.
     assert footprint.static_memory["versions"] == (
         2,
         20.0,
-    )  # by default a version is as large as the parameters
+    )
 
 
 def test_single_update_has_one_version() -> None:
@@ -120,9 +121,8 @@ def test_too_few_microbatches_per_update_are_refused(P: int) -> None:
     use, step = caught.value.sites
     assert (use.rank, str(use.instr)[:4], str(step.instr)[:4]) == (0, "F 0.", "step")
     with pytest.raises(OrderError, match="needs the weights"):
-        compile(
-            one_f_one_b, PipelineShape(P, 4 * P, optimizer_steps=4)
-        )  # neither a weight delay nor a flush
+        # This schedule has neither a weight delay nor a flush.
+        compile(one_f_one_b, PipelineShape(P, 4 * P, optimizer_steps=4))
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])

@@ -332,9 +332,8 @@ def test_explain_command(
     lines = run_command(capsys, "explain", "x.timeline").splitlines()
     assert "at the run's mean times" in lines[8] and "unexplained" not in lines[8]
     spans = measured.spans.copy()
-    spans["start"] += 0.5 * np.isin(
-        spans["op"], COMPUTE_OPS
-    )  # a delay of the host, longer than a message
+    # The host delays each compute by more than a message takes.
+    spans["start"] += 0.5 * np.isin(spans["op"], COMPUTE_OPS)
     schedir.save_timeline(replace(measured, spans=spans), "late.timeline")
     assert "19.9% of the ranks' time is unexplained" in run_command(
         capsys, "explain", "late.timeline"

@@ -160,9 +160,8 @@ END_TO_END = {
 def test_published_video_model_speedups(stride: tuple[int, ...], published: float) -> None:
     tiles = compute_tiles(stride=stride, **VIDEO)  # type: ignore[arg-type]
     gained = 1 / (1 - SHARE + SHARE / tiles.worst_tile_speedup)
-    assert gained == pytest.approx(
-        published, abs=0.011
-    )  # the paper prints two decimals, and three of the share
+    # The paper prints two decimals of the speedup, and three of the share.
+    assert gained == pytest.approx(published, abs=0.011)
     assert tiles.is_block_sparse == (stride == (16, 8, 8))
 
 

@@ -96,9 +96,8 @@ def test_sent_bytes_match_instructions(name: str) -> None:
                 if i.op.name in ("Unshard", "ReduceScatter", "ReduceGrads"):
                     lane = Lane.PARAMS if i.op is Opcode.Unshard else Lane.DP
                     expected[lane, rank] += sent_per_op[str(i).split()[0]] * 3 / 4
-                if (
-                    i.op is Opcode.ReduceReplicatedStages
-                ):  # two holders exchange the part that each has
+                # Two stage replicas exchange the shard that each has.
+                if i.op is Opcode.ReduceReplicatedStages:
                     expected[Lane.DP, rank] += 4e9 / (4 if zero else 1)
                 if i.op.name in ("SendAct", "SendGrad"):
                     expected[Lane.ACT if i.op.name == "SendAct" else Lane.GRAD, rank] += 30e6
