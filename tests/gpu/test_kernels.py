@@ -131,7 +131,7 @@ def test_weight_gradient_matches_float64(tokens: int, k: int, n: int, dtype: tor
 
 
 def test_stage_accumulates_weight_gradients_in_gemm() -> None:
-    """Every weight gradient is accumulated in its product, and none is first a 16-bit product."""
+    """Each GEMM accumulates into its weight gradient. No GEMM writes a 16-bit product first."""
     stage, (inputs, targets, _) = gpt_stages(1)[0].to("cuda", torch.bfloat16), batch(1)
     use_float32_gradients(stage)
     for p in stage.parameters():

@@ -87,7 +87,7 @@ def make_executor(
 
 
 def compute_eager_gradients(rank: int, *arguments: Any) -> list[Gradients]:
-    """Return the gradients of a first step, and of one in which the host may not wait."""
+    """Return the gradients of a first step, and of a second step without host waits."""
     executor, step_inputs = make_executor(rank, *arguments)
     executor.step(*step_inputs)
     results = [copy_gradients(executor)]
@@ -124,7 +124,7 @@ def test_eager_gradients_match_cpu(
 
 
 def record_timeline(rank: int, folder: str, kind: Kind) -> Timeline | None:
-    """Return on process 0 the Timeline of a step in which the host may not wait."""
+    """Record a step without host waits, and return its Timeline on process 0."""
     device = share_gpu(rank, folder)
     # Only the grouped transport needs overlap: otherwise members of a group are independent.
     shape, overlap = (
@@ -163,7 +163,7 @@ def test_recorded_eager_step_is_legal_timeline(kind: Kind, tmp_path: Path) -> No
 
 
 def run_late_gather(rank: int, folder: str) -> tuple[bool, bool]:
-    """Return whether a layer's sum waits for an earlier late gather, and the gather's result."""
+    """Return whether a layer's sum waits for a late gather, and whether the gather is right."""
     device = share_gpu(rank, folder)
     transport = make_transport(compile(one_f_one_b, PipelineShape(2, 4), tp=2), device)
     summand = torch.ones(1, device=device)

@@ -147,7 +147,7 @@ def test_two_updates_train_as_on_cpu(tmp_path: Path) -> None:
 
 
 class DeviceSync(nn.Module):
-    """A layer that waits for the whole device and releases its memory in each forward."""
+    """A layer that synchronizes the device and releases cached memory in each forward."""
 
     def __init__(self, k: int) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def test_proven_program_survives_device_syncs(tmp_path: Path) -> None:
 
 
 def run_failing_step(rank: int, folder: str, failure: str) -> None:
-    """Let a pipeline's second rank die in its second step, or its GPU never end a forward."""
+    """Kill process 1 in its second step, or let its forward hang on the GPU."""
     device = share_gpu(rank, folder)
     os.dup2(os.open(str(Path(folder, f"said-{rank}")), os.O_CREAT | os.O_WRONLY), 2)
     case = Case(one_f_one_b, PipelineShape(2, 4), tp=2)

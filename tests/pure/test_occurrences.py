@@ -70,7 +70,7 @@ def test_text_numbers_occurrences() -> None:
 
 @pytest.mark.parametrize("time", [0.0, 0.25, 9.0])
 def test_unshard_waits_for_reshard_that_frees_slot(time: float) -> None:
-    """At most two stages are gathered at any time, however early gathers could start."""
+    """At most two stages are unsharded at any time, however early an unshard could start."""
     run = simulate(
         from_text(TEXT), Costs(F=1, B=2, unshard=time), sizes=Sizes(params=100, saved=10)
     )
@@ -107,7 +107,7 @@ def test_wrong_occurrence_order_is_refused(
 
 
 def test_second_unshard_waits_for_reshard_of_same_stage() -> None:
-    """A stage has one place for its gathered weights, however many slots there are."""
+    """A stage has one buffer for its unsharded weights, however many slots there are."""
     program = from_text(TEXT.replace("rank 0  unsharded_params 2\n", "rank 0\n"))
     run = simulate(program, Costs(F=10, B=20))
     spans_by_text = {str(i): run.spans[k] for k, i in enumerate(program.streams[0])}
@@ -118,7 +118,7 @@ def test_second_unshard_waits_for_reshard_of_same_stage() -> None:
 
 
 def compile_with_slots() -> Program:
-    """Return a program whose gathers a pass has placed, with two slots."""
+    """Return a compiled program with two slots for unsharded weights."""
     program = compile(
         interleaved, PipelineShape(2, 4, 2), zero=3, dp=2, clip_grad_norm=True, debug=True
     )

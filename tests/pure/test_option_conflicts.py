@@ -44,7 +44,7 @@ def test_repeated_tied_weights_option_is_refused(capsys: pytest.CaptureFixture[s
 def test_compare_divides_reduction_cost_among_stages(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Costs of `compare` are those of a rank, so a stage with half its weights takes half."""
+    """`compare` takes costs of a rank. A stage with half of its weights takes half of the time."""
     costs = "--costs=F=1,B=2,reduce_grads=4"
     alone, compared = (
         json.loads(run_command(capsys, *argv, "-O", "dp=2", "--json"))

@@ -42,7 +42,7 @@ def test_packed_windows_have_each_target_once(lengths: list[int], context: int) 
 
 @given(st.lists(st.integers(2, 10), min_size=1, max_size=60))
 def test_window_count_is_within_best_fit_bound(lengths: list[int]) -> None:
-    """There are about 11/9 of the fewest windows at most (Johnson 1974)."""
+    """Best fit decreasing needs at most about 11/9 of the minimum (Johnson 1974)."""
     windows = PackedWindows(np.cumsum(np.array(lengths, np.int64)), 9)
     half = sum(length > 5 for length in lengths)  # no two of these fit into one window
     fewest = max(-(-sum(lengths) // 10), half)

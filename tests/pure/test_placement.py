@@ -1,4 +1,4 @@
-"""Tests of users' own placements, with any ranks and any number of holders of each stage."""
+"""Tests of users' own placements, with any ranks and any number of replicas of each stage."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_stage_has_local_number_on_each_rank() -> None:
 def test_random_stage_replicas_compile_and_reduce(
     shape: PipelineShape, rng: random.Random, tied: bool
 ) -> None:
-    """Under all models each holder runs its part, and reduces with the others of its stage."""
+    """Each stage replica runs its microbatches, and reduces with the other replicas."""
     for model in MODELS:
         program = compile(
             random_compute_program(shape, rng),
@@ -156,7 +156,7 @@ def test_random_stage_replicas_compile_and_reduce(
 
 
 def test_missing_replica_reduction_is_named() -> None:
-    """The error names whichever of three holders is missing in the sum."""
+    """The error names the stage replica whose reduction is missing."""
     shape = PipelineShape(3, 3, placement=((0, 1), (1, 2), (2, 0)))
     text = to_text(compile(random_compute_program(shape, random.Random(0))), folded=False)
     for k in range(text.count("\n  reduce_replicated_stages 1\n")):

@@ -104,7 +104,7 @@ def test_public_names_are_listed_without_torch(tmp_path: Path) -> None:
 def test_broken_torch_is_reported_without_traceback(
     tmp_path: Path, content: str | None, message: str
 ) -> None:
-    """The torch is an empty folder, or lacks a library."""
+    """The torch package is an empty folder, or lacks a library."""
     python = create_environment(tmp_path / "environment")
     (tmp_path / "torch").mkdir()
     if content is not None:

@@ -29,7 +29,7 @@ def predict_runs(cluster: Cluster, plans: list[ParallelPlan] = PLANS) -> list[Me
 
 
 def test_calibrate_finds_cluster_constants() -> None:
-    """The runs depend on the speeds of compute and host, which are therefore determined."""
+    """The runs depend on the speeds of compute and host, so the fit finds both."""
     truth = replace(
         PRESET, flops=PRESET.flops * 0.8, hbm_bandwidth=PRESET.hbm_bandwidth * 0.8, kernel_us=40
     )

@@ -313,7 +313,7 @@ def test_sequence_parallel_gradient_sum_costs(
 
 @pytest.mark.parametrize("sent", [0.1, 0.5, 2.0])
 def test_overlapped_pair_time_matches_segment_program(sent: float) -> None:
-    """The pair's time is that between a forward and a backward that run alone."""
+    """The pair takes the span of a program without its first forward and its last backward."""
     layers = 3
     segments = 2 * layers + 1
     program = compile(

@@ -1,4 +1,4 @@
-"""Tests of plans with offload: their times and memory, the search for them, and refusals."""
+"""Tests of plans with offload: their times and memory, the search for them, and errors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def remove_offload(choice: planner.ParallelPlan) -> planner.ParallelPlan:
 def test_offload_breakdown_and_memory_match_program(
     case: tuple[planner.ParallelPlan, Cluster],
 ) -> None:
-    """The breakdown adds up to the step, memory is that of the program, and copies cost time."""
+    """The breakdown sums to the step time, memory matches the program, and copies take time."""
     choice, node = case
     plain = planner.simulate_plan(MODEL, node, remove_offload(choice))
     try:
@@ -184,7 +184,7 @@ def test_offload_cost_is_saved_bytes_over_bandwidth(recompute: Recompute) -> Non
 def test_plan_that_needs_offload_is_found() -> None:
     """No plan fits without offload.
 
-    With it, the first plan is at least as short as each plan with states on the host.
+    With offload, no plan with optimizer states on the host has a shorter step than the first.
     """
     node, options = (
         resize_node(2, memory=4e9),
@@ -321,7 +321,7 @@ MODEL_OPTIONS = ("--layers=8", "--hidden=2048", "--heads=16", "--vocab=8192", "-
 
 
 def test_plan_command_with_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The output says what is on the host and what that gains. The program is the planned one."""
+    """The output names the data on the host and the gain. The file has the program of the plan."""
     node, out = tmp_path / "node.toml", tmp_path / "best.sched"
     numbers = vars(resize_node(2, memory=4e9))
     lines = [f"{name} = {value}" for name, value in numbers.items() if value]

@@ -128,7 +128,7 @@ def test_closed_form_is_near_program() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_slow_network_reductions_are_near_program(tied: bool) -> None:
-    """Most of these steps is time of reductions: over replicas, and of a tied embedding."""
+    """Reductions over replicas, and of a tied embedding, take most of the step."""
     model, cluster = replace(SMALL, tied=tied), make_cluster(2, network_bandwidth="1GB/s")
     for t, d, zero in ((1, 8, 0), (1, 8, 1), (8, 1, 0)):
         choice = ParallelPlan(pp=2, tp=t, dp=d, zero=zero, microbatches=16)
@@ -524,7 +524,7 @@ def test_link_times_match_process_mesh() -> None:
 
 
 def test_simplest_of_equal_plans_is_first() -> None:
-    """Without a pipeline, split backwards have no advantage, so simple plans come first."""
+    """Without a pipeline, split backwards have no advantage, so plans without them come first."""
     options: dict[str, Any] = {
         "pp": 1,
         "tp": 1,

@@ -48,7 +48,7 @@ def estimate_seconds(plan: ParallelPlan, nodes: int = 2, **changes: float) -> fl
 
 
 def test_time_constants_affect_only_their_plans() -> None:
-    """A constant changes only the plans that it is about."""
+    """A constant of one kind of parallelism does not change plans without it."""
     sliced = ParallelPlan(tp=8, pp=2, microbatches=8, sequence_parallel=True)
     within = ParallelPlan(tp=8, dp=2, microbatches=8, sequence_parallel=True)
     assert estimate_seconds(sliced, crossing_us=400) > estimate_seconds(sliced) * 1.5

@@ -173,7 +173,7 @@ def test_simulate_refuses_what_check_refuses(
 
 
 def test_skip_checks_simulates_wrong_program() -> None:
-    """A reduction with its own queue finishes wherever its host issues it."""
+    """A reduction with its own queue finishes at any position, even where it is not legal."""
     program = compile(zb_h1, PipelineShape(2, 4))
     text = to_text(program, folded=False)
     wrong_program = from_text(
@@ -279,7 +279,7 @@ def test_derived_objects_are_freed_with_program() -> None:
 
 @pytest.fixture
 def created_objects(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Return the list of all indexes, flows and graphs that are created from now on."""
+    """Return the list of all indexes, flows and graphs that the test creates."""
     all_made: list[object] = []
     for kind in (InstructionIndex, Dataflow, Graph):
         before = kind.__init__

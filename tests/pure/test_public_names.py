@@ -78,7 +78,7 @@ def test_undocumented_name_is_refused() -> None:
 
 
 def test_pages_import_from_public_modules() -> None:
-    """Pages do not import them from the files that define them."""
+    """Pages do not import public names from the files that define them."""
     homes = {
         (getattr(value, "__module__", ""), name.rpartition(".")[2])
         for name, value in list_public_names().items()

@@ -35,7 +35,7 @@ def test_built_in_schedules_are_recognized(name: str) -> None:
 
 @given(st.sampled_from(["zb_v", "one_f_one_b", "interleaved"]), st.data())
 def test_first_difference_is_reported(name: str, data: st.DataObject) -> None:
-    """Two compute instructions are exchanged, and the first of them is found."""
+    """Swap two compute instructions. The first of them is the first difference."""
     draft = expand_schedule(get_built_in_schedules()[name], PipelineShape(4, 8))
     rank = data.draw(st.integers(0, 3))
     swap_index = data.draw(st.integers(0, len(draft.streams[rank]) - 2))

@@ -42,7 +42,7 @@ SIZES = Sizes(saved=10, recompute_inputs=1)
 
 
 def list_recomputes(program: Program) -> list[list[str]]:
-    """Return the R of each rank, in its order."""
+    """Return the R instructions of each rank in order."""
     return [[str(i) for i in stream if i.op is RECOMPUTE] for stream in program.streams]
 
 
@@ -335,7 +335,7 @@ def test_check_and_simulate_print_recomputed_forwards(capsys: pytest.CaptureFixt
 
 
 def test_advised_schedules_keep_recompute() -> None:
-    """Other schedules in the advice recompute as the program does."""
+    """Other schedules in the advice have the `recompute` of the program."""
     program, costs = compile(gpipe, PipelineShape(4, 8), recompute="all"), Costs(F=1, B=2)
     for change in advise(simulate(program, costs), costs).changes:
         assert RECOMPUTE in change.run.program.used_opcodes

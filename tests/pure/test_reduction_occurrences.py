@@ -37,7 +37,7 @@ def list_gradient_events(program: Program, rank: int) -> Events:
 
 
 def assert_only_accumulating_gradients_unsharded(program: Program) -> None:
-    """Assert that only gradients that are being added to are full, and that reductions are few."""
+    """Assert that only the gradients of the current backwards are full, with few reductions."""
     for rank in range(program.shape.ranks):
         unsharded: set[int] = set()
         for kind, stages in list_gradient_events(program, rank):

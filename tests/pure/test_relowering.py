@@ -189,7 +189,7 @@ def test_transfer_advice_equals_simulation(
 
 
 def test_useless_transfer_advice_is_omitted() -> None:
-    """A program that is lowered so already, and one without messages, get no such advice."""
+    """Advice is omitted for a program that has these transfers, and for one without messages."""
     run = schedir.simulate(compile(interleaved, PipelineShape(4, 8, 2)))
     alone = schedir.simulate(compile(gpipe, PipelineShape(1, 4)), COSTS)
     for changes in (advise(run).changes, advise(alone, COSTS).changes):
@@ -305,7 +305,7 @@ def test_relowered_program_is_unchanged(
     shape: PipelineShape,
     buffer_sharing: BufferSharing | None,
 ) -> None:
-    """The options of the lowering are found from the program, and kept unless given."""
+    """The lowering infers its options from the program, unless they are given."""
     program = compile(
         schedule,
         shape,

@@ -217,7 +217,7 @@ def test_bad_placements_are_refused(bad: object) -> None:
 
 
 def test_too_large_shape_is_refused() -> None:
-    """This needs a limit. A program built by Python code has none by default."""
+    """The test sets a limit, since programs built in Python have none by default."""
     with input_limits(max_instructions=10**8), pytest.raises(ShapeError):
         PipelineShape(2**14, MAX_MICROBATCHES)
 
@@ -323,7 +323,7 @@ def test_instruction_words_are_read_only() -> None:
 
 @pytest.mark.parametrize("bad", [{0: 1, 1: 0}, {1, 0}, frozenset({1, 0}), b"\0\1", True], ids=repr)
 def test_unordered_collection_per_stage_is_refused(bad: Any) -> None:
-    """A mapping would give its keys, and a set has no order."""
+    """Iterating over a mapping gives its keys, and a set has no order."""
     with pytest.raises(CostsError, match="a number or one per stage"):
         Costs(F=bad)
     with pytest.raises(UsageError, match="a number or one per stage"):

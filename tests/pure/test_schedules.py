@@ -99,7 +99,7 @@ def test_group_size_trades_memory_for_slack() -> None:
 
 
 def test_idle_time_of_step_and_active_span_differ() -> None:
-    """1F1B's last rank is never idle in its own span, but waits P-1 slots for the others."""
+    """1F1B's last rank is never idle in its active span, but waits before and after it."""
     timeline = simulate(compile(one_f_one_b, PipelineShape(4, 8), costs=UNIT), UNIT)
     assert timeline.idle.tolist() == [9.0] * 4
     assert timeline.idle_in_active_span.tolist() == [9.0, 6.0, 3.0, 0.0]

@@ -115,7 +115,7 @@ def test_tight_memory_is_enough_without_policy() -> None:
 
 @pytest.mark.parametrize("saved", [6883729793.34318, 6098687129.154504, 26666666667 / 3])
 def test_limit_of_four_saved_activations_holds_four(saved: float) -> None:
-    """Rounding of sums does not matter, but a limit that is one byte smaller does."""
+    """The limit tolerates rounding of sums, but is exact to one byte."""
     shape, sizes = PipelineShape(4, 7), Sizes(saved=saved)
     four_activations = search_schedule(shape, EVEN, sizes, 4 * saved, max_evaluations=400)
     assert (
@@ -229,7 +229,7 @@ def test_too_large_costs_are_refused(F: float) -> None:
 
 
 def test_pair_cost_that_saves_time_is_refused() -> None:
-    """There is no bound at such costs either, since a schedule with pairs may be shorter."""
+    """There is no lower bound at such costs, since a schedule with pairs may be shorter."""
     costs, shape = Costs(F=2, I=2, W=1, FB=2.5), PipelineShape(4, 8, placement="vee")
     program = compile(schedules.zb_v, shape, costs=costs)
     for function in (search_schedule, lower_bound):

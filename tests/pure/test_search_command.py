@@ -206,7 +206,7 @@ def test_costs_from_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_run_with_unsupported_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run is refused if the search cannot leave a feature out. Otherwise it says what it did."""
+    """The search refuses features that it cannot ignore, and prints the options that it ignores."""
     run, best = str(tmp_path / "x.timeline"), str(tmp_path / "x.sched")
     for source in (["one_f_one_b", "-O", "frozen_stages=2"], ["one_f_one_b", "-O", "recompute=all"],
                    ["forward_only"], ["dualpipe"],

@@ -56,7 +56,7 @@ def orders(draw: st.DrawFn) -> tuple[PipelineShape, list[tuple[str, int, int]]]:
             if split:
                 ahead["W", s, mb] = [("I", s, mb)]
     done: list[tuple[str, int, int]] = []
-    # Some orders keep the chunks in turn. Otherwise hardly any order would be right.
+    # Some orders keep the order of the chunks. Otherwise hardly any order would be legal.
     tidy = draw(st.booleans())
     while len(done) < len(ahead):
         ready = [i for i in ahead if i not in done and all(j in done for j in ahead[i])]

@@ -24,7 +24,7 @@ PROCESSORS = st.sampled_from([0.5, 1, 1.5, 2, 3, 7])
 
 @st.composite
 def programs_with_costs(draw: st.DrawFn) -> tuple[Program, Costs]:
-    """Draw a lowered program, and costs that are whole numbers."""
+    """Draw a lowered program, and costs that are integers."""
     draft = draw(strategies.compute_programs())
     costs = draw(strategies.costs(draft.shape))
     return lower(draft, costs, "per_edge"), costs

@@ -143,7 +143,7 @@ def test_missing_skip_errors_name_instructions() -> None:
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(MODELS), st.sampled_from(["", "minimal"]))
 def test_times_match_machine(seed: int, model: Any, slots: Any) -> None:
-    """Times of any draft with a skip over any stages equal those of the independent oracle."""
+    """Times of random drafts with a skip equal those of the independent machine."""
     rng = np.random.default_rng(seed)
     ranks, v = int(rng.integers(2, 5)), int(rng.integers(1, 3))
     shape = PipelineShape(

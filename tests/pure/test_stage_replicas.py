@@ -1,4 +1,4 @@
-"""Tests that sums of two holders start as soon as both are ready, in an order that cannot hang."""
+"""Tests that sums of two stage replicas start as soon as both are ready, and cannot hang."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODELS_WITH_REDUCTION_QUEUE: tuple[ProgressModel, ...] = (
 
 
 def move_sums_to_end(program: Program) -> Program:
-    """Move the sums of holders, in the order of stages, just before their first use."""
+    """Move the sums of stage replicas, in the order of stages, just before their first use."""
     streams = []
     for stream in program.streams:
         sums = stream.op == Opcode.ReduceReplicatedStages
@@ -110,7 +110,7 @@ def test_early_replica_sums_never_lengthen_step(
         reduce_grads=grads,
         reduce_tied=tied_,
     )
-    # Different times of two holders may delay a reduction of only one of them.
+    # Different times of two stage replicas may delay a reduction of only one of them.
     slack = grads * isinstance(schedule, str) + 1e-9
     program = compile_mirrored(ranks, units, schedule, costs, tied)
     sums_at_end = move_sums_to_end(program)

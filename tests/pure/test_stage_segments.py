@@ -154,7 +154,7 @@ def test_host_continues_during_collective() -> None:
 
 
 def test_compare_divides_segments_over_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    """When schedules are compared, `stage_segments` is for all stages of a rank together."""
+    """`compare` divides `stage_segments` over all stages of a rank."""
     options = (
         "--ranks=2",
         "--microbatches=4",

@@ -1,4 +1,4 @@
-"""Tests that in one total order a program ends, whatever delays a rank."""
+"""Tests that a program in one total order finishes, whatever delays a rank."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_total_order_is_legal_with_host_device_sync(slots: bool) -> None:
 
 
 def test_total_order_moves_only_receives() -> None:
-    """This holds if there are enough slots, so memory is used as in the Streams."""
+    """With enough slots, only receives move, so memory is used as in the Streams."""
     num_checked = 0
     for seed in range(100 if ALL else 50):
         program = start_gathers_early(post_receives_early(any_legal(seed), "per_edge", 3), 3)

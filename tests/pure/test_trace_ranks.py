@@ -63,7 +63,7 @@ def write_trace(
     missing_kernels: Sequence[str] = (),
     has_messages: bool = True,
 ) -> None:
-    """Write a rank's trace, with a clock ahead, lost kernels, and messages or none."""
+    """Write a rank's trace, with a clock offset, missing kernels, and with or without messages."""
     events = [*extra_events]
     for k, (mark, start, end) in enumerate(STAGES[stage]):
         is_message = "_" in mark
@@ -107,7 +107,7 @@ EXPECTED_TIMES = np.array(
 
 
 def test_prefetch_on_other_streams_is_not_compute(tmp_path: Path) -> None:
-    """An example is a copy for a gather of parameters while the forward waits for its message."""
+    """One stream copies parameters for a gather while the forward waits for its message."""
     ahead = make_kernel_launch(90, "all_gather_copy_in", 26, 360, 365, 33)
     late_copy = make_kernel_launch(91, "chunk_cat", 11, 400, 450, 33)
     write_trace(tmp_path, 0, 0, extra_events=late_copy)

@@ -336,7 +336,7 @@ def test_truncated_files_are_refused(seed: int, packed: bool) -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**31))
 def test_damaged_files_are_read_or_refused(seed: int) -> None:
-    """Any content of a file is read or refused with an error message, never with a traceback."""
+    """Damaged files are read, or refused with an error message and no traceback."""
     rng = np.random.default_rng(seed)
     odd: list[Any] = [None, -1, 1e18, "x", [], {}, True, 2**70, "PP:0F0", "kernel", 1.5]
     with TemporaryDirectory() as name:

@@ -12,7 +12,7 @@ from tests.tutorial import FIRST_SCHEDULE, READ_A_TRACE, ROOT, Step, steps
 def test_first_schedule_tutorial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole page runs in an empty folder."""
+    """All commands of the page run in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     num_refused = 0

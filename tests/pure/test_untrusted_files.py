@@ -258,7 +258,7 @@ def test_small_file_with_many_instructions_is_refused(
 
 
 def test_limit_counts_no_backwards_of_forward_only() -> None:
-    """With backwards it would exceed the limit."""
+    """With backwards the schedule would exceed the limit."""
     schedule = ["forward_only", "--ranks=8", "--microbatches=120", "--stages-per-rank=2"]
     assert main(["check", *schedule, "--max-instructions=5520"]) == 0
     assert main(["check", *schedule, "--max-instructions=5519"]) == 2

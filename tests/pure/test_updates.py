@@ -141,7 +141,7 @@ def test_hinted_weight_delay_is_minimal(schedule: Schedule, updates: int) -> Non
 def test_input_gradient_before_step_is_refused(schedule: Schedule) -> None:
     """I adds the gradients of layers that are not split, and a rank has one sum of gradients.
 
-    So a weight delay does not help.
+    A weight delay does not change this.
     """
     for delay in (0, 3):
         with pytest.raises(OrderError) as caught:
@@ -347,7 +347,7 @@ def test_collectives_at_update_end_do_not_deadlock(told: Any) -> None:
 @settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_random_updates_end_without_deadlock(seed: int) -> None:
-    """For any order of a draft, its updates end in an order that all ranks can keep."""
+    """For any order of a draft, the collectives at the ends of its updates cannot deadlock."""
     rng = random.Random(seed)
     ranks, updates = rng.choice([2, 3, 4]), rng.choice([2, 3])
     stages = [*range(ranks), *rng.choices(range(ranks), k=rng.randint(0, 3))]

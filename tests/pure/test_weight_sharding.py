@@ -1,4 +1,4 @@
-"""Tests of sharded weights: when a stage is gathered, and how many are at once."""
+"""Tests of sharded weights: when a stage is unsharded, and how many stages are at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FULL = SLOT_KINDS.index(Value.UNSHARDED_PARAMS)
 
 
 def count_unshards(program: Program) -> list[int]:
-    """Return how often each rank gathers a stage."""
+    """Return the number of unshards of each rank."""
     return [int((stream.op == Opcode.Unshard).sum()) for stream in program.streams]
 
 
@@ -114,7 +114,7 @@ STEPS = st.lists(st.sets(st.integers(0, 3), min_size=1, max_size=2), max_size=9)
 
 
 def list_required_stages(steps: Steps, position: int, active: int, ahead: int) -> set[int]:
-    """Return the stages used in a step and the following ones, the nearest first, that fit."""
+    """Return the stages of a step and of the next ones, as many as may be unsharded."""
     nearest: dict[int, None] = {}
     for step_stages in steps[position : position + ahead + 1]:
         nearest |= dict.fromkeys(sorted(step_stages))
@@ -122,9 +122,9 @@ def list_required_stages(steps: Steps, position: int, active: int, ahead: int) -
 
 
 def count_fewest_stays(steps: Steps, active: int, ahead: int) -> int:
-    """Return the fewest stays, by trying all sets of gathered stages in each step."""
+    """Return the minimum number of unshards, by trying all sets of stages in each step."""
     stage_sets = [{*c} for k in range(active + 1) for c in combinations(range(4), k)]
-    min_stays = {0: 0}  # by the set of gathered stages, as bits
+    min_stays = {0: 0}  # bits of the set of unsharded stages -> unshards
     for position in range(len(steps)):
         required = list_required_stages(steps, position, active, ahead)
         min_stays = {

@@ -87,9 +87,9 @@ def test_segment_sum_advice_equals_simulation() -> None:
 
 @pytest.mark.parametrize(("cut", "chunks"), [(3, 1), (1, 2), (("fgfg", "g"), 2)])
 def test_advice_keeps_segments_and_chunks(cut: Any, chunks: int) -> None:
-    """Advice about other schedules and more microbatches cuts them as the run is cut.
+    """Advised schedules and more microbatches have the segments and chunks of the run.
 
-    Stages of equal segments get the same advice as whole stages.
+    Stages of equal segments get the same advice as stages without segments.
     """
     shape, costs = PipelineShape(2, 4), Costs(F=1, B=2, I=1, W=1, tp_reduce=0.3, send=0.1)
 

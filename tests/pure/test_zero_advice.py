@@ -143,7 +143,7 @@ def test_given_costs_stay_and_others_follow_bytes() -> None:
 
 
 def test_unsharded_stages_are_limited_to_stages_of_rank() -> None:
-    """A schedule with one stage per rank can be tried, though this run gathers two."""
+    """This run unshards two stages at once. A schedule with one stage per rank unshards one."""
     program = compile(schedules.interleaved, SHAPE, dp=2, zero=3, unsharded_stages=2)
     lowering = Lowering(program, "per_device")
     assert lowering.options["unsharded_stages"] == 2
@@ -157,7 +157,7 @@ def test_unsharded_stages_are_limited_to_stages_of_rank() -> None:
 def test_schedules_with_fewer_stages_are_ranked(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With `-O unsharded_stages=2`, schedules with one stage per rank gather that one."""
+    """With `-O unsharded_stages=2`, schedules with one stage per rank unshard that stage."""
     shape = [
         "--ranks=2",
         "--microbatches=4",

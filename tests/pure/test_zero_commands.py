@@ -38,7 +38,7 @@ SHAPE_OPTIONS = ["--ranks=2", "--microbatches=4", "--stages-per-rank=4"]
 
 @pytest.mark.parametrize("command", ["check", "simulate"])
 def test_unshard_count_is_printed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The number is that of the program's text. Without ZeRO none is printed."""
+    """The number is that of the program. Without ZeRO, the commands print none."""
     program = compile(schedules.looped_bfs, PipelineShape(2, 4, 4), dp=2, zero=3)
     (number,) = {[i.op.name for i in stream].count("Unshard") for stream in program.streams}
     out = run_command(capsys, command, "looped_bfs", *SHAPE_OPTIONS, "-O", "dp=2", "-O", "zero=3")

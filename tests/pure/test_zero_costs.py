@@ -66,8 +66,8 @@ def cluster(nodes: int = 1, gpus_per_node: int = 4, latency: float = 0.0) -> Clu
 def test_sent_bytes_match_zero_paper(dp: int) -> None:
     """Volumes are 2 Psi, 2 Psi, 2 Psi and 3 Psi, of which 1/dp is not sent (1910.02054, section 7).
 
-    One rank runs its stages forward one by one, and back. Each is gathered twice except the last
-    ones, which stay gathered and have no weights here.
+    One rank runs its stages forward one by one, and back. Each is unsharded twice except the last
+    ones, which stay unsharded and have no weights here.
     """
     psi = 3 * 2e9
     stage_params = (2e9, 2e9, 2e9, 0, 0, 0)
@@ -231,7 +231,7 @@ def test_higher_cost_never_shortens_span(
 
 
 def test_step_period_includes_first_unshard() -> None:
-    """No gather can precede the optimizer step that updates the shards, so each step waits."""
+    """No unshard can precede the optimizer step that updates the shards, so each step waits."""
     program = compile_zero("one_f_one_b", dp=2, zero=3)
     plain, waits = (compute_step_period(program, Costs(F=1, B=2, unshard=c)) for c in (0.0, 2.0))
     assert waits == plain + 2
@@ -241,7 +241,7 @@ def test_step_period_includes_first_unshard() -> None:
 
 
 def test_unshard_waits_have_idle_cause() -> None:
-    """One rank waits for its first gather, and every other gather overlaps with longer work."""
+    """One rank waits for its first unshard. Every other unshard overlaps with longer work."""
     program = compile(schedules.looped_bfs, PipelineShape(1, 4, 4), dp=2, zero=3)
     run = simulate(program, Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.25))
     table = sum_by_cause(idleness(run), 1)
@@ -254,7 +254,7 @@ def test_unshard_waits_have_idle_cause() -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_calibrate_finds_unshard_cost(name: str) -> None:
-    """Costs are found where instructions wait for gathers. A gather that delayed none costs 0."""
+    """Costs come from waits for unshards. An unshard that delayed no instruction costs 0."""
     program = compile_zero(name, dp=2, zero=3)
     costs = Costs(F=1, B=2, unshard=1.5, reduce_scatter=2.5)
     run = replace(simulate(program, costs), kind="measured", unit="s")

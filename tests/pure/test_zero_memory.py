@@ -177,7 +177,7 @@ def test_zero_levels_hold_published_memory(
 
 
 def test_reducing_each_backward_holds_one_gradient() -> None:
-    """One full gradient exists at a time if each backward is reduced, and otherwise all do."""
+    """With `each_backward`, one full gradient exists at a time. With `update_end`, all exist."""
     peaks = {}
     for reduce_at in ("update_end", "each_backward"):
         program = compile(
@@ -235,7 +235,7 @@ def test_zero_refuses_model_states_size() -> None:
 
 
 def test_recompute_fit_counts_shards() -> None:
-    """As few forwards are recomputed as the limit requires, and shards are counted as shards."""
+    """The program recomputes as few forwards as the limit requires. Shards count as shards."""
     sizes = replace(SIZES, recompute_inputs=1.0)
     num_recomputes = {}
     for zero in (0, 3):

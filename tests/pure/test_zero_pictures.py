@@ -1,4 +1,4 @@
-"""Tests of pictures of gathers: their lane, and bands for stages while they are gathered."""
+"""Tests of pictures of unshards: their lane, and bands for stages while they are unsharded."""
 
 from __future__ import annotations
 

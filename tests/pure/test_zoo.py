@@ -43,7 +43,7 @@ from schedir.schedules.schedule_expansion import expand_schedule
 from tests.laws import TRIPLES, TWO_WAY, ZOO, cases, least, run, shape_of
 from tests.zero_bubble_figures import PRINTED, Row, rows
 
-# ------------------------------------------------------------------ whole backwards
+# ------------------------------------------------------------------ full backwards
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, eager_1f1b])
@@ -248,7 +248,7 @@ def test_bitpipe_matches_paper() -> None:
         ].split()
     streams = compile(bitpipe, shape_of(bitpipe, 4, 4)).streams
     sent = [i for stream in streams for i in stream if i.op is Opcode.SendAct]
-    # No message is needed at the turn, because both stages are on one rank.
+    # The last stage of the first half sends no message, because the next is on the same rank.
     assert len(sent) == 4 * (8 - 1 - 1)
 
 
