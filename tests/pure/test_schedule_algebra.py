@@ -103,7 +103,7 @@ def test_weave_and_overlapped_pair() -> None:
         overlapped_pair(F, 2 * B)
 
 
-def test_generators_and_options() -> None:
+def test_schedules_as_generators_lists_and_partials() -> None:
     def pairs(r: int, P: int, m: int, size: int = 2) -> Iterator[RankSchedule]:
         for _ in range(m // size):
             yield size * F
@@ -222,7 +222,7 @@ def test_too_large_shape_is_refused() -> None:
         PipelineShape(2**14, MAX_MICROBATCHES)
 
 
-def test_costs() -> None:
+def test_costs_fill_defaults_and_refuse_bad_values() -> None:
     costs = Costs(F=2, I=(1, 2), W=1.5, send=(0.1, 0.2))
     table = {op: costs.for_opcode(op, PipelineShape(1, 4, 2))[:, 0] for op in Opcode}
     assert table[Opcode.Backward].tolist() == [2.5, 3.5]

@@ -68,7 +68,7 @@ def test_text_length_does_not_grow_with_microbatches() -> None:
     ).count("\n")
 
 
-def test_comments_blank_lines_and_steps() -> None:
+def test_text_accepts_comments_blank_lines_and_steps() -> None:
     program = from_text(
         "schedir 1  # format\nprogram mine\nranks 1\nmicrobatches 4   placement loop\n\n"
         "rank 0\n  2 x  F 0.0+2; F 0.1+2   # pairs\n  # nothing\n  4 x B 0.3-\n"
