@@ -1,4 +1,4 @@
-"""Runs real NCCL between processes on one GPU, each of which claims to be a separate host."""
+"""Helpers for real NCCL between processes on one GPU, which NCCL treats as separate hosts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ VARIABLES = SHARED_GPU_VARIABLES | {
 
 
 def share_gpu(rank: int, folder: str) -> torch.device:
-    """Replace the Gloo world of a process that `spawn.run` started by one of NCCL."""
+    """Replace the Gloo process group that `spawn.run` created by one of NCCL."""
     if REHEARSED:
         return torch.device("cpu")
     world = dist.get_world_size()
@@ -57,7 +57,7 @@ def share_gpu(rank: int, folder: str) -> torch.device:
     return initialise(120.0, init_method=store, rank=rank, world_size=world)
 
 
-def over(
+def make_transport(
     program: Program, device: torch.device, kind: Kind = "per_edge"
 ) -> EdgeGroups | GroupedMessages:
     """Return the transport of a program over NCCL."""

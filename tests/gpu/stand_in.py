@@ -32,8 +32,8 @@ class _OnCPU(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.cuda:
             return args[0].clone()
-        given = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
-        return func(*map(_on_cpu, args), **given)
+        cpu_kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_on_cpu, args), **cpu_kwargs)
 
 
 def _on_cpu(value: Any) -> Any:

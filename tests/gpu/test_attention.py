@@ -18,7 +18,7 @@ from tests.cpu.tiny_stages import gradients
 pytestmark = pytest.mark.usefixtures("real_gpu")
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, window: Any, dropout: float = 0.0) -> Tensor:
+def full_attention(q: Tensor, k: Tensor, v: Tensor, window: Any, dropout: float = 0.0) -> Tensor:
     mask = build_window_mask(q.shape[2], window[0], window[1], q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
@@ -31,44 +31,46 @@ def assert_near(got: Tensor, want: Tensor, limit: float) -> None:
 @pytest.mark.parametrize("length", [300, 1024])
 @pytest.mark.parametrize("window", [(64, 1), (100, 7), (256, 128), (128, 128)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_the_whole_with_a_mask(length: int, window: Any, dtype: torch.dtype) -> None:
+def test_flex_attention_equals_masked_attention(
+    length: int, window: Any, dtype: torch.dtype
+) -> None:
     numbers = torch.Generator("cuda").manual_seed(0)
     shape = 2, length, 3, 3, 32
     qkv = torch.randn(shape, generator=numbers, device="cuda").to(dtype).permute(3, 0, 2, 1, 4)
     q, k, v = (x.detach().requires_grad_() for x in qkv)
     grad = torch.randn(q.shape, generator=numbers, device="cuda").to(dtype)
-    found = []
-    for run in (attention, whole):
+    results = []
+    for run in (attention, full_attention):
         out = run(q, k, v, window)
-        found.append([out, *torch.autograd.grad(out, (q, k, v), grad)])
+        results.append([out, *torch.autograd.grad(out, (q, k, v), grad)])
     limit = 1e-2 if dtype == torch.float32 else 3e-2  # TF32 may be allowed
-    for got, want in zip(*found, strict=True):
-        assert_near(got, want, limit)
+    for got, expected in zip(*results, strict=True):
+        assert_near(got, expected, limit)
 
 
-def test_a_mask_is_made_once() -> None:
+def test_block_mask_is_cached() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     assert build_block_mask(512, 64, 16, device) is build_block_mask(512, 64, 16, device)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_the_gpt_learns_what_it_learns_on_a_cpu(dropout: float) -> None:
+def test_gpt_gradients_match_cpu(dropout: float) -> None:
     config = gpt.GPTConfig(
         vocab=64, layers=3, hidden=64, heads=2, context=300, window=(0, 64, 100), stride=(1, 64, 1)
     )
     numbers = torch.Generator().manual_seed(0)
     inputs, targets = (torch.randint(0, 64, (2, 1, 300), generator=numbers) for _ in range(2))
-    found = []
+    results = []
     for device in ("cpu", "cuda"):
         stage = gpt.build_stage(config, 0, 1, device=device)
         data = inputs.to(device), targets.to(device)
         total = run_sequential([stage], *data, loss=gpt.loss)
-        found.append((total, gradients([stage])[0]))
-    (want, wanted), (got, grads) = found
-    assert_near(got.cpu(), want, 1e-2)
+        results.append((total, gradients([stage])[0]))
+    (cpu_total, cpu_grads), (got, grads) = results
+    assert_near(got.cpu(), cpu_total, 1e-2)
     for name, grad in grads.items():
-        assert_near(grad.cpu(), wanted[name], 5e-2)
-    if dropout:  # it runs, and drops some values
+        assert_near(grad.cpu(), cpu_grads[name], 5e-2)
+    if dropout:  # the output differs, because dropout is applied
         stage = gpt.build_stage(replace(config, dropout=dropout), 0, 1, device="cuda")
         total = run_sequential([stage], inputs.cuda(), targets.cuda(), loss=gpt.loss, seed=1)
         assert total.isfinite() and not torch.equal(total, got)

@@ -26,7 +26,7 @@ FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 
 @pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
+def fill_empty_with_nan() -> Iterator[None]:
     """Make torch.empty return NaN, so that numbers no kernel wrote fail the test."""
     pytest.importorskip("triton")
     torch.use_deterministic_algorithms(True)
@@ -34,7 +34,7 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def make_random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(shape, generator=generator, device="cuda").to(dtype)
     assert backend_choice.uses_triton(x)
@@ -42,16 +42,16 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def assert_near(
-    got: Tensor | None, want: Tensor | None, dtype: torch.dtype, least: float = 1e-5
+    got: Tensor | None, want: Tensor | None, dtype: torch.dtype, min_limit: float = 1e-5
 ) -> None:
     """Assert that the relative error is at most a rounding to the dtype, or of float32 sums."""
     assert got is not None and want is not None and got.shape == want.shape
     got, want = got.detach(), want.detach()
     error = (got.double() - want).norm() / want.norm()
-    assert float(error) <= max(least, float(torch.finfo(dtype).eps))
+    assert float(error) <= max(min_limit, float(torch.finfo(dtype).eps))
 
 
-class Operations(TorchDispatchMode):
+class RecordOperations(TorchDispatchMode):
     """Records which operations have run."""
 
     def __init__(self) -> None:
@@ -65,73 +65,73 @@ class Operations(TorchDispatchMode):
         return op(*args, **kwargs or {})
 
 
-def leaves(*tensors: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
+def make_leaves(*tensors: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
     return [t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors]
 
 
 @FLOATS
 @pytest.mark.parametrize(("n", "k"), [(64, 6400), (3, 50257), (1, 1)])
-def test_cross_entropy(n: int, k: int, dtype: torch.dtype) -> None:
-    logits = 3 * random(n, k, dtype=dtype)
+def test_cross_entropy_matches_float64(n: int, k: int, dtype: torch.dtype) -> None:
+    logits = 3 * make_random(n, k, dtype=dtype)
     targets = torch.arange(n, device="cuda") * 97 % k
     targets[::7] = -1
-    (ours,), (want,) = leaves(logits), leaves(logits, dtype=torch.float64)
+    (ours,), (expected_logits,) = make_leaves(logits), make_leaves(logits, dtype=torch.float64)
     loss = vocab_parallel_cross_entropy(ours, targets)
-    expected = F.cross_entropy(want, targets, ignore_index=-1, reduction="sum")
+    expected = F.cross_entropy(expected_logits, targets, ignore_index=-1, reduction="sum")
     torch.autograd.backward(0.5 * loss)
     torch.autograd.backward(0.5 * expected)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
     if k > 1:
-        assert_near(ours.grad, want.grad, dtype)
+        assert_near(ours.grad, expected_logits.grad, dtype)
 
 
 @FLOATS
 @pytest.mark.parametrize(("rows", "n"), [(2048, 4096), (5, 1000)])
-def test_bias_gelu(rows: int, n: int, dtype: torch.dtype) -> None:
-    given = random(rows, n, dtype=dtype), random(n, dtype=dtype, seed=1)
-    dy = random(rows, n, dtype=dtype, seed=2)
-    ours, want = leaves(*given), leaves(*given, dtype=torch.float64)
-    y, expected = bias_gelu(*ours), F.gelu(want[0] + want[1])
+def test_bias_gelu_matches_float64(rows: int, n: int, dtype: torch.dtype) -> None:
+    inputs = make_random(rows, n, dtype=dtype), make_random(n, dtype=dtype, seed=1)
+    dy = make_random(rows, n, dtype=dtype, seed=2)
+    ours, expected_inputs = make_leaves(*inputs), make_leaves(*inputs, dtype=torch.float64)
+    y, expected = bias_gelu(*ours), F.gelu(expected_inputs[0] + expected_inputs[1])
     torch.autograd.backward(y, dy)
     torch.autograd.backward(expected, dy.double())
     assert_near(y, expected, dtype)
-    for one, other in zip(ours, want, strict=True):
-        assert_near(one.grad, other.grad, dtype)
+    for actual, wanted in zip(ours, expected_inputs, strict=True):
+        assert_near(actual.grad, wanted.grad, dtype)
 
 
 @FLOATS
 @pytest.mark.parametrize(("rows", "n"), [(2048, 12288), (2048, 8192), (2048, 1024), (5, 1000)])
-def test_add_layer_norm(rows: int, n: int, dtype: torch.dtype) -> None:
-    wide = [random(rows, n, dtype=dtype, seed=s) for s in range(4)]
-    given = [*wide[:2], random(n, dtype=dtype, seed=4), random(n, dtype=dtype, seed=5)]
-    ours, want = leaves(*given), leaves(*given, dtype=torch.float64)
+def test_add_layer_norm_matches_float64(rows: int, n: int, dtype: torch.dtype) -> None:
+    wide = [make_random(rows, n, dtype=dtype, seed=s) for s in range(4)]
+    inputs = [*wide[:2], make_random(n, dtype=dtype, seed=4), make_random(n, dtype=dtype, seed=5)]
+    ours, expected_inputs = make_leaves(*inputs), make_leaves(*inputs, dtype=torch.float64)
     h, y = add_layer_norm(ours[0], ours[1], ours[2], ours[3])
-    expected_h = want[0] + want[1]
-    expected = F.layer_norm(expected_h, (n,), want[2], want[3])
+    expected_h = expected_inputs[0] + expected_inputs[1]
+    expected = F.layer_norm(expected_h, (n,), expected_inputs[2], expected_inputs[3])
     torch.autograd.backward((h, y), (wide[2], wide[3]))
     torch.autograd.backward((expected_h, expected), (wide[2].double(), wide[3].double()))
     # The kernel normalises the sum as stored, which the backward uses too. This is 2 roundings.
-    grads = [(a.grad, b.grad) for a, b in zip(ours, want, strict=True)]
-    for one, other in [(h, expected_h), (y, expected), *grads]:
-        assert_near(one, other, dtype)
+    grads = [(a.grad, b.grad) for a, b in zip(ours, expected_inputs, strict=True)]
+    for actual, wanted in [(h, expected_h), (y, expected), *grads]:
+        assert_near(actual, wanted, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "k", "n"), [(2048, 1024, 512), (100, 72, 40)])
-def test_weight_gradient(tokens: int, k: int, n: int, dtype: torch.dtype) -> None:
-    dy, x = random(tokens, k, dtype=dtype), random(tokens, n, dtype=dtype, seed=1)
-    main = random(k, n, dtype=torch.float32, seed=2)
-    want = main.double() + dy.double().t() @ x.double()
-    with Operations() as ran:
+def test_weight_gradient_matches_float64(tokens: int, k: int, n: int, dtype: torch.dtype) -> None:
+    dy, x = make_random(tokens, k, dtype=dtype), make_random(tokens, n, dtype=dtype, seed=1)
+    main = make_random(k, n, dtype=torch.float32, seed=2)
+    expected = main.double() + dy.double().t() @ x.double()
+    with RecordOperations() as operations:
         weight_gradient.accumulate_(main, dy, x)
     # Tensor cores truncate to float32 at each of some hundred additions.
-    assert_near(main, want, torch.float32, least=3e-5)
-    assert torch.ops.aten.addmm.dtype_out in ran.names
-    assert not {torch.ops.aten.mm.default, torch.ops.aten.add_.Tensor} & ran.names
+    assert_near(main, expected, torch.float32, min_limit=3e-5)
+    assert torch.ops.aten.addmm.dtype_out in operations.names
+    assert not {torch.ops.aten.mm.default, torch.ops.aten.add_.Tensor} & operations.names
 
 
-def test_a_stage_adds_up_its_weight_gradients_in_products() -> None:
-    """Every weight gradient is accumulated in its product, and none is first a 16-bit product."""
+def test_stage_accumulates_weight_gradients_in_gemm() -> None:
+    """Each GEMM accumulates into its weight gradient. No GEMM writes a 16-bit product first."""
     stage, (inputs, targets, _) = gpt_stages(1)[0].to("cuda", torch.bfloat16), batch(1)
     use_float32_gradients(stage)
     for p in stage.parameters():
@@ -140,68 +140,68 @@ def test_a_stage_adds_up_its_weight_gradients_in_products() -> None:
     with defer_weight_gradients(tape):
         gpt.loss(stage(inputs[0].cuda()), targets[0].cuda()).backward()
     assert len(tape) > 4
-    with Operations() as ran:
+    with RecordOperations() as operations:
         tape.run()
-    assert torch.ops.aten.addmm.dtype_out in ran.names
-    assert torch.ops.aten.mm.default not in ran.names
+    assert torch.ops.aten.addmm.dtype_out in operations.names
+    assert torch.ops.aten.mm.default not in operations.names
 
 
-def test_logits_past_an_int32() -> None:
+def test_cross_entropy_of_more_logits_than_int32() -> None:
     """With 4.3 GB of logits, the last tokens have the same results as alone."""
-    k, few = 151_936, 8
-    n = 2**31 // k + few
+    k, num_last = 151_936, 8
+    n = 2**31 // k + num_last
     if torch.cuda.mem_get_info()[0] < 3 * 2 * n * k:
         pytest.skip("needs 13 GB of free memory")
     logits = torch.empty(n, k, dtype=torch.bfloat16, device="cuda").normal_()
     targets = torch.arange(n, device="cuda") * 97 % k
     dloss = torch.ones((), device="cuda")
-    last = logits[-few:].clone()
-    parts = cross_entropy.compute_statistics(logits, targets, 0)
-    alone = cross_entropy.compute_statistics_reference(last, targets[-few:], 0)
-    torch.testing.assert_close(parts[:, -few:], alone, rtol=1e-5, atol=1e-5)
-    cross_entropy.write_gradient_(logits, targets, parts.unsqueeze(0), dloss, 0, -1)
-    rest = targets[-few:], alone.unsqueeze(0), dloss, 0, -1
-    want = cross_entropy.write_gradient_reference_(last.double(), *rest)
-    assert_near(logits[-few:], want, torch.bfloat16)
+    last = logits[-num_last:].clone()
+    statistics = cross_entropy.compute_statistics(logits, targets, 0)
+    alone = cross_entropy.compute_statistics_reference(last, targets[-num_last:], 0)
+    torch.testing.assert_close(statistics[:, -num_last:], alone, rtol=1e-5, atol=1e-5)
+    cross_entropy.write_gradient_(logits, targets, statistics.unsqueeze(0), dloss, 0, -1)
+    arguments = targets[-num_last:], alone.unsqueeze(0), dloss, 0, -1
+    expected = cross_entropy.write_gradient_reference_(last.double(), *arguments)
+    assert_near(logits[-num_last:], expected, torch.bfloat16)
 
 
-def test_a_graph_replays_them() -> None:
+def test_cuda_graph_replays_kernels() -> None:
     """No kernel needs the host, so a captured graph gives the right results for other inputs."""
     n = 4096
-    x, residual, dh, dy = (random(64, n, dtype=torch.bfloat16, seed=s) for s in range(4))
-    weight, bias = (random(n, dtype=torch.bfloat16, seed=s) for s in (4, 5))
+    x, residual, dh, dy = (make_random(64, n, dtype=torch.bfloat16, seed=s) for s in range(4))
+    weight, bias = (make_random(n, dtype=torch.bfloat16, seed=s) for s in (4, 5))
     targets = torch.arange(64, device="cuda") * 7 % n
 
-    def run() -> list[Tensor]:
-        given = leaves(x, residual, weight, bias)
-        h, y = add_layer_norm(given[0], given[1], given[2], given[3])
-        z = bias_gelu(y, given[3])
+    def run_kernels() -> list[Tensor]:
+        inputs = make_leaves(x, residual, weight, bias)
+        h, y = add_layer_norm(inputs[0], inputs[1], inputs[2], inputs[3])
+        z = bias_gelu(y, inputs[3])
         loss = vocab_parallel_cross_entropy(2 * z, targets)
         torch.autograd.backward((h, z, loss), (dh, dy, torch.ones_like(loss)))
-        return [h.detach(), loss.detach(), *(t.grad for t in given if t.grad is not None)]
+        return [h.detach(), loss.detach(), *(t.grad for t in inputs if t.grad is not None)]
 
-    run()  # compiles
+    run_kernels()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = run()
-    x.copy_(random(64, n, dtype=torch.bfloat16, seed=9))
+        captured = run_kernels()
+    x.copy_(make_random(64, n, dtype=torch.bfloat16, seed=9))
     graph.replay()
-    for one, other in zip(captured, run(), strict=True):
-        assert torch.equal(one, other)
+    for replayed, recomputed in zip(captured, run_kernels(), strict=True):
+        assert torch.equal(replayed, recomputed)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("tokens", [2048, 8192])  # torch has two ways to sum equal indices
-def test_rows_of_an_embedding_are_added_alike_whatever_their_order(tokens: int) -> None:
+def test_accumulate_rows_is_deterministic(tokens: int) -> None:
     torch.use_deterministic_algorithms(False)  # torch then uses atomics
     rows = torch.arange(tokens, device="cuda") ** 2 % 1000
-    dy = random(tokens, 256, dtype=torch.bfloat16)
-    before = random(1000, 256, dtype=torch.float32, seed=1)
+    dy = make_random(tokens, 256, dtype=torch.bfloat16)
+    before = make_random(1000, 256, dtype=torch.float32, seed=1)
     torch.cuda.set_sync_debug_mode("error")
     try:
         sums = [accumulate_rows_(before.clone(), rows, dy, padding_index=1) for _ in range(4)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(sums[0], other) for other in sums)
+    assert all(torch.equal(sums[0], other_sum) for other_sum in sums)
     counted = dy.double().masked_fill((rows == 1).unsqueeze(-1), 0)
     assert_near(sums[0], before.double().index_add(0, rows, counted), torch.float32)

@@ -30,7 +30,7 @@ from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 from tests.cpu.train_command import ALONE, CONFIG, alone, losses
 from tests.gpu.shared import no_wait
 
-LONG = 2_000_000_000  # cycles, about a second
+LONG_CYCLES = 2_000_000_000  # cycles, about a second
 
 pytestmark = [
     pytest.mark.usefixtures("real_gpu"),
@@ -38,32 +38,34 @@ pytestmark = [
 ]
 
 
-def test_numbers_follow_the_device_and_the_host_goes_on() -> None:
+def test_async_scalar_copy_does_not_block_host() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     readings = AsyncScalarBuffer(device, 2, 2)
     numbers = torch.tensor([1.5, math.nan], dtype=torch.float64, device=device)
     with no_wait():
-        torch.cuda._sleep(LONG)
-        first = readings.copy(numbers)
-        second = readings.copy(numbers + 1)
-        assert not first.row.copy_event.query()
-    assert first.read()[0] == 1.5 and math.isnan(second.read()[1])
+        torch.cuda._sleep(LONG_CYCLES)
+        first_copy = readings.copy(numbers)
+        second_copy = readings.copy(numbers + 1)
+        assert not first_copy.row.copy_event.query()
+    assert first_copy.read()[0] == 1.5 and math.isnan(second_copy.read()[1])
 
 
-def test_batches_come_in_order_and_nobody_waits_for_their_copies() -> None:
+def test_prefetched_batches_are_ordered_without_host_wait() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     source = Batches(np.arange(200, dtype=np.uint8), 8, 4, seed=3)
-    with Prefetch(source, 8, device, replica=1, replicas=2, count_tokens=gpt.count_tokens) as ours:
+    with Prefetch(
+        source, 8, device, replica=1, replicas=2, count_tokens=gpt.count_tokens
+    ) as prefetch:
         for step in range(8):
             with no_wait():
-                torch.cuda._sleep(LONG // 100)
-                given = ours.take(step)
-            want = source.read_batch(4 * step, 4)
-            assert torch.equal(given.inputs.cpu(), want[0][2:])
-            assert torch.equal(given.targets.cpu(), want[1][2:])
+                torch.cuda._sleep(LONG_CYCLES // 100)
+                prefetched = prefetch.take(step)
+            expected = source.read_batch(4 * step, 4)
+            assert torch.equal(prefetched.inputs.cpu(), expected[0][2:])
+            assert torch.equal(prefetched.targets.cpu(), expected[1][2:])
 
 
-def test_the_instruction_that_hangs_is_named() -> None:
+def test_stall_error_names_hanging_instruction() -> None:
     program = compile(
         one_f_one_b, PipelineShape(2, 4), progress_model="per_edge", tied_weights=True
     )
@@ -81,29 +83,29 @@ def test_the_instruction_that_hangs_is_named() -> None:
     world.step(inputs, targets, scale)
     torch.cuda.synchronize()
     assert [p.get_progress() for p in progress] == [None, None]
-    one = world.executors[1]
-    k = one.state.index_of[Instr(Opcode.Forward, 1, 1)]
-    wait, run_it = one.runner.calls[k]
+    executor = world.executors[1]
+    k = executor.state.index_of[Instr(Opcode.Forward, 1, 1)]
+    wait, run_it = executor.runner.calls[k]
 
-    def hangs() -> None:
-        torch.cuda._sleep(2 * LONG)
+    def run_after_hang() -> None:
+        torch.cuda._sleep(2 * LONG_CYCLES)
         run_it()
 
-    one.runner.calls[k] = Call(wait, hangs)
+    executor.runner.calls[k] = Call(wait, run_after_hang)
     world.step(inputs, targets, scale)
     sleep(0.5)  # the rest of the step ends much earlier
-    said = []
-    for rank, each in zip(world.executors, progress, strict=True):
-        error = make_stall_error("it stands", rank, 2, each, each.get_progress())
-        said.append([(str(site.instr), site.note) for site in error.sites])
-    assert said[1] == [("F 1.1", "in step 2, computes")]
-    assert said[0] and all("waits for rank 1 to" in note for _, note in said[0])
+    stall_sites = []
+    for rank, rank_progress in zip(world.executors, progress, strict=True):
+        error = make_stall_error("it stands", rank, 2, rank_progress, rank_progress.get_progress())
+        stall_sites.append([(str(site.instr), site.note) for site in error.sites])
+    assert stall_sites[1] == [("F 1.1", "in step 2, computes")]
+    assert stall_sites[0] and all("waits for rank 1 to" in note for _, note in stall_sites[0])
     torch.cuda.synchronize()
     assert [p.get_progress() for p in progress] == [None, None]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
-def test_a_step_that_is_not_reported_waits_for_nothing(
+def test_unreported_step_has_no_host_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     text = tmp_path / "text.txt"
@@ -112,15 +114,15 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
     config.write_text(CONFIG.format(text=text))
     issue = StepQueue.issue
 
-    def guarded(self: StepQueue, *given: Any) -> None:
+    def issue_without_host_wait(self: StepQueue, *args: Any) -> None:
         if self.last_issued_step < 2:
-            return issue(self, *given)
+            return issue(self, *args)
         with no_wait():
-            return issue(self, *given)
+            return issue(self, *args)
 
-    monkeypatch.setattr(StepQueue, "issue", guarded)
+    monkeypatch.setattr(StepQueue, "issue", issue_without_host_wait)
     sets = ["train.log_every=100", "output.record=false", f"train.precision={precision}"]
     cuda = [*ALONE, *sets, "train.device=cuda", f'output.dir="{tmp_path / "gpu"}"']
     assert run(str(config), cuda) == 0
-    want = alone(str(config), tmp_path / "cpu", "train.log_every=100")
-    assert losses(tmp_path / "gpu") == pytest.approx(want, rel=2e-2)
+    expected_losses = alone(str(config), tmp_path / "cpu", "train.log_every=100")
+    assert losses(tmp_path / "gpu") == pytest.approx(expected_losses, rel=2e-2)

@@ -24,7 +24,7 @@ from schedir.transports.gloo import GlooTransport
 from schedir.transports.registry import TRANSPORTS
 from tests.cpu.gloo_processes import run_fresh as run
 from tests.cpu.tiny_stages import batch, gpt_executor, gradients_by_stage, zb
-from tests.gpu.shared import REHEARSED, Kind, no_wait, over, share_gpu
+from tests.gpu.shared import REHEARSED, Kind, make_transport, no_wait, share_gpu
 from tests.timeline_legality import too_early
 
 PLANS = [
@@ -35,7 +35,7 @@ PLANS = [
 Gradients = dict[int, dict[str, Tensor]]
 
 
-def _program(
+def compile_program(
     schedule: Any,
     shape: PipelineShape,
     progress_model: ProgressModel,
@@ -52,19 +52,22 @@ def _program(
     )
 
 
-def _gradients(executor: Executor) -> Gradients:
-    own = gradients_by_stage(executor)
-    return {s: {name: g.cpu() for name, g in named.items()} for s, named in own.items()}
+def copy_gradients(executor: Executor) -> Gradients:
+    stage_gradients = gradients_by_stage(executor)
+    return {
+        s: {name: g.cpu() for name, g in stage_grads.items()}
+        for s, stage_grads in stage_gradients.items()
+    }
 
 
-def on_cpu(rank: int, schedule: Any, shape: PipelineShape) -> Gradients:
-    program = _program(schedule, shape, GlooTransport.progress_model)
+def compute_cpu_gradients(rank: int, schedule: Any, shape: PipelineShape) -> Gradients:
+    program = compile_program(schedule, shape, GlooTransport.progress_model)
     executor = gpt_executor(program, GlooTransport(program))
     executor.step(*batch(shape.microbatches))
-    return _gradients(executor)
+    return copy_gradients(executor)
 
 
-def made(
+def make_executor(
     rank: int,
     folder: str,
     kind: Kind,
@@ -75,56 +78,64 @@ def made(
     """Return an executor on the GPU, and its batch."""
     device = share_gpu(rank, folder)
     torch.use_deterministic_algorithms(True)
-    program = _program(schedule, shape, TRANSPORTS[f"nccl_{kind}"].progress_model, buffer_sharing)
-    executor = gpt_executor(program, over(program, device, kind), device)
+    program = compile_program(
+        schedule, shape, TRANSPORTS[f"nccl_{kind}"].progress_model, buffer_sharing
+    )
+    executor = gpt_executor(program, make_transport(program, device, kind), device)
     inputs, targets, scale = batch(shape.microbatches)
     return executor, (inputs.to(device), targets.to(device), scale)
 
 
-def eager(rank: int, *how: Any) -> list[Gradients]:
-    """Return the gradients of a first step, and of one in which the host may not wait."""
-    executor, given = made(rank, *how)
-    executor.step(*given)
-    found = [_gradients(executor)]
+def compute_eager_gradients(rank: int, *arguments: Any) -> list[Gradients]:
+    """Return the gradients of a first step, and of a second step without host waits."""
+    executor, step_inputs = make_executor(rank, *arguments)
+    executor.step(*step_inputs)
+    results = [copy_gradients(executor)]
     with no_wait():
-        executor.step(*given)
-    return [*found, _gradients(executor)]
+        executor.step(*step_inputs)
+    return [*results, copy_gradients(executor)]
 
 
-WAYS = [("per_edge", None), ("per_edge", "minimal"), ("grouped", None)]
+TRANSPORT_OPTIONS = [("per_edge", None), ("per_edge", "minimal"), ("grouped", None)]
 
 
-@pytest.mark.parametrize(("kind", "buffer_sharing"), WAYS)
+@pytest.mark.parametrize(("kind", "buffer_sharing"), TRANSPORT_OPTIONS)
 @pytest.mark.parametrize(("schedule", "shape"), PLANS)
-def test_eager_gradients_are_those_of_the_cpu(
+def test_eager_gradients_match_cpu(
     kind: Kind,
     buffer_sharing: BufferSharing | None,
     schedule: Any,
     shape: PipelineShape,
     tmp_path: Path,
 ) -> None:
-    want = run(on_cpu, 4, schedule, shape)
-    results = run(eager, 4, str(tmp_path), kind, schedule, shape, buffer_sharing, limit=250)
-    for rank, (first, second) in enumerate(results):
-        for stage, named in first.items():
-            for name, got in named.items():
-                right = want[rank][stage][name]
-                assert float((got - right).norm()) <= 1e-4 * float(right.norm()), (stage, name)
-                assert torch.equal(got, second[stage][name]), (stage, name)
+    expected = run(compute_cpu_gradients, 4, schedule, shape)
+    results = run(
+        compute_eager_gradients, 4, str(tmp_path), kind, schedule, shape, buffer_sharing, limit=250
+    )
+    for rank, (first_gradients, second_gradients) in enumerate(results):
+        for stage, stage_grads in first_gradients.items():
+            for name, got in stage_grads.items():
+                cpu_gradient = expected[rank][stage][name]
+                assert float((got - cpu_gradient).norm()) <= 1e-4 * float(cpu_gradient.norm()), (
+                    stage,
+                    name,
+                )
+                assert torch.equal(got, second_gradients[stage][name]), (stage, name)
 
 
-def recorded(rank: int, folder: str, kind: Kind) -> Timeline | None:
-    """Return on process 0 the Timeline of a step in which the host may not wait."""
+def record_timeline(rank: int, folder: str, kind: Kind) -> Timeline | None:
+    """Record a step without host waits, and return its Timeline on process 0."""
     device = share_gpu(rank, folder)
+    # Only the grouped transport needs overlap: otherwise members of a group are independent.
     shape, overlap = (
         PipelineShape(2, 4),
         kind == "grouped",
-    )  # otherwise members of a group are independent
+    )
     program = compile(
         one_f_one_b, shape, tp=2, progress_model=TRANSPORTS[f"nccl_{kind}"].progress_model,
         tied_weights=True, clip_grad_norm=True, overlap=overlap,
     )  # fmt: skip
-    transport = over(program, device, kind)
+    transport = make_transport(program, device, kind)
     executor = gpt_executor(
         program, transport, device, execution=ExecutionOptions(record_timestamps=True)
     )
@@ -137,40 +148,42 @@ def recorded(rank: int, folder: str, kind: Kind) -> Timeline | None:
 
 
 def assert_legal(timelines: list[Timeline | None]) -> None:
-    first, *others = timelines
-    assert others == [None] * 3 and first is not None
-    assert first.kind == "measured" and 0 < first.span < 60
+    first_timeline, *others = timelines
+    assert others == [None] * 3 and first_timeline is not None
+    assert first_timeline.kind == "measured" and 0 < first_timeline.span < 60
     # The clock error depends on the GPU, on which four processes take turns.
-    assert REHEARSED or (0 < first.clock_error < 1e-3 and not too_early(first, 5e-3))
+    assert REHEARSED or (
+        0 < first_timeline.clock_error < 1e-3 and not too_early(first_timeline, 5e-3)
+    )
 
 
 @pytest.mark.parametrize("kind", ["per_edge", "grouped"])
-def test_a_recorded_eager_step_is_a_legal_timeline(kind: Kind, tmp_path: Path) -> None:
-    assert_legal(run(recorded, 4, str(tmp_path), kind, limit=250))
+def test_recorded_eager_step_is_legal_timeline(kind: Kind, tmp_path: Path) -> None:
+    assert_legal(run(record_timeline, 4, str(tmp_path), kind, limit=250))
 
 
-def late_gather(rank: int, folder: str) -> tuple[bool, bool]:
-    """Return whether a layer's sum waits for an earlier late gather, and the gather's result."""
+def run_late_gather(rank: int, folder: str) -> tuple[bool, bool]:
+    """Return whether a layer's sum waits for a late gather, and whether the gather is right."""
     device = share_gpu(rank, folder)
-    transport = over(compile(one_f_one_b, PipelineShape(2, 4), tp=2), device)
-    one = torch.ones(1, device=device)
-    dist.all_reduce(one, group=transport.tp_group)
-    whole = torch.zeros(2, device=device)
-    part = whole[transport.tp_rank :][:1]
-    part.fill_(1 + transport.tp_rank)
+    transport = make_transport(compile(one_f_one_b, PipelineShape(2, 4), tp=2), device)
+    summand = torch.ones(1, device=device)
+    dist.all_reduce(summand, group=transport.tp_group)
+    gathered = torch.zeros(2, device=device)
+    shard = gathered[transport.tp_rank :][:1]
+    shard.fill_(1 + transport.tp_rank)
     torch.cuda.synchronize()
     with transport.side_stream():
         torch.cuda._sleep(4_000_000_000)  # cycles on the stream that waits for messages
-        gather: Any = transport.start_collective("all_gather", "tp", whole, part)
-    dist.all_reduce(one, group=transport.tp_group)
+        gather: Any = transport.start_collective("all_gather", "tp", gathered, shard)
+    dist.all_reduce(summand, group=transport.tp_group)
     summed = torch.cuda.Event()
     summed.record()
     summed.synchronize()
     waited = gather.event.query()
     gather.wait()
-    return waited, whole.tolist() == [1, 2]
+    return waited, gathered.tolist() == [1, 2]
 
 
 @pytest.mark.usefixtures("real_gpu")
-def test_a_late_gather_holds_up_no_layer(tmp_path: Path) -> None:
-    assert run(late_gather, 4, str(tmp_path), limit=300) == [(False, True)] * 4
+def test_late_gather_does_not_delay_layer_sum(tmp_path: Path) -> None:
+    assert run(run_late_gather, 4, str(tmp_path), limit=300) == [(False, True)] * 4

@@ -32,10 +32,10 @@ from schedir.transports.gloo import GlooTransport, ProcessTransport
 from tests.cpu.gloo_processes import RankError
 from tests.cpu.gloo_processes import run_fresh as run
 from tests.cpu.tiny_stages import batch, gpt_executor, own_batch
-from tests.gpu.shared import REHEARSED, no_wait, over, share_gpu, wait_for_device
+from tests.gpu.shared import REHEARSED, make_transport, no_wait, share_gpu, wait_for_device
 
-HANG = 100_000_000_000  # cycles, about a minute
-PATIENCE = 10.0  # seconds, of the watchdog
+HANG_CYCLES = 100_000_000_000  # cycles, about a minute
+WATCHDOG_SECONDS = 10.0  # seconds, of the watchdog
 
 
 class Case(NamedTuple):
@@ -70,7 +70,7 @@ UPDATES = Case(
 PROVEN = Case(one_f_one_b, PipelineShape(2, 4), clip=False, overlap=False, tied=False)
 
 
-def made(case: Case, program: Program, transport: Any, device: torch.device) -> Executor:
+def make_executor(case: Case, program: Program, transport: Any, device: torch.device) -> Executor:
     """Return an executor with AdamW, whose large epsilon does not amplify small differences."""
     norm = 0.5 if case.clip else None
     executor = gpt_executor(
@@ -85,9 +85,7 @@ def made(case: Case, program: Program, transport: Any, device: torch.device) -> 
     return executor
 
 
-def trained(
-    rank: int, folder: str | None, case: Case, steps: int
-) -> tuple[list[Tensor], list[int]]:
+def train(rank: int, folder: str | None, case: Case, steps: int) -> tuple[list[Tensor], list[int]]:
     """Return the weights after some steps, and each step's number of device memory requests.
 
     They run over NCCL if there is a folder, and otherwise over Gloo.
@@ -98,37 +96,37 @@ def trained(
         transport: ProcessTransport = GlooTransport(program)
     else:
         device = share_gpu(rank, folder)
-        transport = over(program, device)
-    executor, asked = made(case, program, transport, device), []
+        transport = make_transport(program, device)
+    executor, allocations = make_executor(case, program, transport, device), []
     for step in range(steps):
         inputs, targets, scale = own_batch(program, transport, seed=step)
-        given = inputs.to(device), targets.to(device), scale
+        step_inputs = inputs.to(device), targets.to(device), scale
         before = count_allocations(device)
         if step:
             with no_wait():
-                executor.step(*given)
+                executor.step(*step_inputs)
         else:
-            executor.step(*given)
-        asked.append(count_allocations(device) - before)
+            executor.step(*step_inputs)
+        allocations.append(count_allocations(device) - before)
     weights = [p.detach().cpu() for s in executor.stages.values() for p in s.module.parameters()]
-    return weights, asked
+    return weights, allocations
 
 
-def assert_trains_as_on_a_cpu(folder: Path, case: Case, steps: int = 3) -> list[list[int]]:
-    want = run(trained, case.processes, None, case, steps)
-    got = run(trained, case.processes, str(folder), case, steps, limit=270)
-    for (ours, _), (theirs, _) in zip(got, want, strict=True):
+def assert_trains_as_on_cpu(folder: Path, case: Case, steps: int = 3) -> list[list[int]]:
+    expected = run(train, case.processes, None, case, steps)
+    got = run(train, case.processes, str(folder), case, steps, limit=270)
+    for (ours, _), (theirs, _) in zip(got, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    return [asked for _, asked in got]
+    return [allocations for _, allocations in got]
 
 
-def test_many_microbatches_ask_for_no_memory_after_the_first_step(tmp_path: Path) -> None:
-    for first, *others in assert_trains_as_on_a_cpu(tmp_path, MANY, 4):
-        assert (first > 0) != REHEARSED and others == [0, 0, 0]
+def test_no_memory_is_allocated_after_first_step(tmp_path: Path) -> None:
+    for first_step, *others in assert_trains_as_on_cpu(tmp_path, MANY, 4):
+        assert (first_step > 0) != REHEARSED and others == [0, 0, 0]
 
 
-def expandable(rank: int, folder: str) -> bool:
+def has_expandable_segments(rank: int, folder: str) -> bool:
     """Return whether the allocator expands segments, which `initialise` requests early."""
     torch.ones(1, device=share_gpu(rank, folder))
     settings: dict[str, Any] = torch.cuda.memory._snapshot()["allocator_settings"]
@@ -136,20 +134,20 @@ def expandable(rank: int, folder: str) -> bool:
 
 
 @pytest.mark.usefixtures("real_gpu")
-def test_memory_is_in_segments_that_grow(tmp_path: Path) -> None:
-    assert run(expandable, 2, str(tmp_path), limit=100) == [True, True]
+def test_allocator_uses_expandable_segments(tmp_path: Path) -> None:
+    assert run(has_expandable_segments, 2, str(tmp_path), limit=100) == [True, True]
 
 
-def test_tp_dp_clipping_recording_and_enough_slots_together(tmp_path: Path) -> None:
-    assert_trains_as_on_a_cpu(tmp_path, ALL)
+def test_all_options_together_train_as_on_cpu(tmp_path: Path) -> None:
+    assert_trains_as_on_cpu(tmp_path, ALL)
 
 
-def test_two_updates_in_a_step(tmp_path: Path) -> None:
-    assert_trains_as_on_a_cpu(tmp_path, UPDATES)
+def test_two_updates_train_as_on_cpu(tmp_path: Path) -> None:
+    assert_trains_as_on_cpu(tmp_path, UPDATES)
 
 
-class Waits(nn.Module):
-    """A layer that waits for the whole device and releases its memory in each forward."""
+class DeviceSync(nn.Module):
+    """A layer that synchronizes the device and releases cached memory in each forward."""
 
     def __init__(self, k: int) -> None:
         super().__init__()
@@ -162,12 +160,12 @@ class Waits(nn.Module):
         return y
 
 
-def waits(rank: int, folder: str) -> int:
+def train_with_device_syncs(rank: int, folder: str) -> int:
     device = share_gpu(rank, folder)
     program = PROVEN.compile()
     check(program, "per_edge", host_device_sync=True)
     executor = Executor(
-        program, rank, {rank: Waits(rank).to(device)}, over(program, device),
+        program, rank, {rank: DeviceSync(rank).to(device)}, make_transport(program, device),
         loss=lambda y, target: (y - target).square().sum(), boundary=Boundary((2, 4)),
         execution=ExecutionOptions(allow_identical_stages=True),
     )  # fmt: skip
@@ -177,46 +175,46 @@ def waits(rank: int, folder: str) -> int:
     return executor.random_streams.step
 
 
-def test_a_proven_program_lives_through_waits_for_the_device(tmp_path: Path) -> None:
-    """A program with early receives is not proven, and so not run."""
+def test_proven_program_survives_device_syncs(tmp_path: Path) -> None:
+    """The checker refuses a program with early receives, so it is not run."""
     with pytest.raises(DeadlockError):
         check(PROVEN._replace(overlap=True).compile(), "per_edge", host_device_sync=True)
-    assert run(waits, 2, str(tmp_path), limit=200) == [3, 3]
+    assert run(train_with_device_syncs, 2, str(tmp_path), limit=200) == [3, 3]
 
 
-def failing(rank: int, folder: str, how: str) -> None:
-    """Let a pipeline's second rank die in its second step, or its GPU never end a forward."""
+def run_failing_step(rank: int, folder: str, failure: str) -> None:
+    """Kill process 1 in its second step, or let its forward hang on the GPU."""
     device = share_gpu(rank, folder)
     os.dup2(os.open(str(Path(folder, f"said-{rank}")), os.O_CREAT | os.O_WRONLY), 2)
     case = Case(one_f_one_b, PipelineShape(2, 4), tp=2)
     program = case.compile()
-    transport = over(program, device)
-    executor = made(case, program, transport, device)
+    transport = make_transport(program, device)
+    executor = make_executor(case, program, transport, device)
     inputs, targets, scale = batch(4)
-    given = inputs.to(device), targets.to(device), scale
-    executor.step(*given)
+    step_inputs = inputs.to(device), targets.to(device), scale
+    executor.step(*step_inputs)
     if transport.rank == 1:
         k = executor.state.index_of[Instr(Opcode.Forward, 1, 1)]
         wait, forward = executor.runner.calls[k]
         fail = {"dies": partial(os.kill, os.getpid(), signal.SIGKILL),
-                "hangs": partial(torch.cuda._sleep, HANG)}[how]  # fmt: skip
+                "hangs": partial(torch.cuda._sleep, HANG_CYCLES)}[failure]  # fmt: skip
 
-        def fails() -> None:
+        def run_failing_forward() -> None:
             fail()
             forward()
 
-        executor.runner.calls[k] = Call(wait, fails)
-    own = RunMember(folder, ProcessLayout.from_program(program), rank)
-    own.black_box.enter_phase(ProcessPhase.STEP, executor.random_streams.step)
-    with Watchdog(own, PATIENCE) as watchdog, watchdog.watch(executor):
-        executor.step(*given)
+        executor.runner.calls[k] = Call(wait, run_failing_forward)
+    member = RunMember(folder, ProcessLayout.from_program(program), rank)
+    member.black_box.enter_phase(ProcessPhase.STEP, executor.random_streams.step)
+    with Watchdog(member, WATCHDOG_SECONDS) as watchdog, watchdog.watch(executor):
+        executor.step(*step_inputs)
         wait_for_device()
 
 
-def said(folder: Path, how: str) -> dict[int, str]:
+def read_outputs(folder: Path, failure: str) -> dict[int, str]:
     """Return the output of each process."""
     with pytest.raises(RankError) as error:
-        run(failing, 4, str(folder), how, limit=240, grace=90)
+        run(run_failing_step, 4, str(folder), failure, limit=240, grace=90)
     for rank, text in error.value.tracebacks.items():
         print(f"rank {rank}: {text}", file=sys.stderr)
         assert "was killed" not in text and "Timeout (" not in text, f"rank {rank} hung"
@@ -226,15 +224,15 @@ def said(folder: Path, how: str) -> dict[int, str]:
     }
 
 
-def test_when_a_process_dies_all_others_end_with_a_word(tmp_path: Path) -> None:
-    found = said(tmp_path, "dies")
-    ended = {rank: text for rank, text in found.items() if text != "died without an error report"}
-    assert len(found) == 4 and len(ended) >= 2, found
+def test_all_processes_end_when_one_dies(tmp_path: Path) -> None:
+    outputs = read_outputs(tmp_path, "dies")
+    ended = {rank: text for rank, text in outputs.items() if text != "died without an error report"}
+    assert len(outputs) == 4 and len(ended) >= 2, outputs
 
 
 @pytest.mark.usefixtures("real_gpu")
-def test_a_kernel_that_hangs_is_named_and_all_processes_end(tmp_path: Path) -> None:
-    found = said(tmp_path, "hangs")
-    hung = [text for text in found.values() if "F 1.1" in text]
-    assert len(found) == 4 and hung, found
-    assert any("waits for rank 1 to" in text for text in found.values()), found
+def test_hanging_kernel_is_named_and_all_processes_end(tmp_path: Path) -> None:
+    outputs = read_outputs(tmp_path, "hangs")
+    hung = [text for text in outputs.values() if "F 1.1" in text]
+    assert len(outputs) == 4 and hung, outputs
+    assert any("waits for rank 1 to" in text for text in outputs.values()), outputs

@@ -19,7 +19,7 @@ from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_b
 from tests.gpu.shared import REHEARSED
 
 
-def on_gpu(stages: int) -> list[nn.Module]:
+def make_gpu_stages(stages: int) -> list[nn.Module]:
     return [module.cuda() for module in gpt_stages(stages, tied=False)]
 
 
@@ -27,24 +27,27 @@ def on_gpu(stages: int) -> list[nn.Module]:
 @pytest.mark.parametrize(
     ("schedule", "shape"), [(gpipe, PipelineShape(2, 6)), (one_f_one_b, PipelineShape(4, 6))]
 )
-def test_the_bits_of_what_stays(schedule: Any, shape: PipelineShape, recompute: Any) -> None:
+def test_offload_keeps_bits(schedule: Any, shape: PipelineShape, recompute: Any) -> None:
     torch.use_deterministic_algorithms(True)
     inputs, targets, scale = batch(shape.microbatches)
-    inputs, targets, found = inputs.cuda(), targets.cuda(), []
-    hows: list[dict[str, Any]] = [{}, {"offload": "all", "buffer_sharing": "minimal"}]
-    for how in hows:
-        program = compile(schedule, shape, progress_model="per_edge", recompute=recompute, **how)
-        stages = on_gpu(shape.stages)
+    inputs, targets, results = inputs.cuda(), targets.cuda(), []
+    option_sets: list[dict[str, Any]] = [{}, {"offload": "all", "buffer_sharing": "minimal"}]
+    for options in option_sets:
+        program = compile(
+            schedule, shape, progress_model="per_edge", recompute=recompute, **options
+        )
+        stages = make_gpu_stages(shape.stages)
         world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
         world.step(inputs, targets, scale)
         with host_waits() as waited:
             total = world.step(inputs, targets, scale)
         assert not waited
-        found.append((total, gradients(stages)))
+        results.append((total, gradients(stages)))
         for rank in world.executors:
-            rooms = [
-                room.location for room in rank.resources.service(MemoryTiers).host_arena.free_blocks
+            blocks = [
+                block.location
+                for block in rank.resources.service(MemoryTiers).host_arena.free_blocks
             ]
-            assert REHEARSED or all(room.is_pinned() for room in rooms)
+            assert REHEARSED or all(block.is_pinned() for block in blocks)
     torch.use_deterministic_algorithms(False)
-    assert torch.equal(found[0][0], found[1][0]) and same_bits(found[0][1], found[1][1])
+    assert torch.equal(results[0][0], results[1][0]) and same_bits(results[0][1], results[1][1])

@@ -41,29 +41,29 @@ class Noisy(nn.Module):
             return F.dropout(torch.tanh(self.inner(x)), 0.5)
 
 
-def noisy(stages: int, again: bool = False) -> list[nn.Module]:
-    return [Noisy(k, again).cuda() for k in range(stages)]
+def make_noisy_stages(stages: int, recompute: bool = False) -> list[nn.Module]:
+    return [Noisy(k, recompute).cuda() for k in range(stages)]
 
 
-def loss(y: Tensor, target: Tensor) -> Tensor:
+def compute_loss(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_any_order_draws_as_the_reference(again: bool) -> None:
+def test_random_numbers_match_reference_in_any_order(again: bool) -> None:
     x = torch.linspace(-1, 1, 4 * 32).view(4, *SHAPE).cuda()
     program, ours = (
         compile(interleaved, PipelineShape(2, 4, 2), progress_model="per_edge"),
-        noisy(4, again),
+        make_noisy_stages(4, again),
     )
-    ranks = InProcessExecutor(program, ours, loss=loss, boundary=Boundary(SHAPE), seed=5)
+    ranks = InProcessExecutor(program, ours, loss=compute_loss, boundary=Boundary(SHAPE), seed=5)
     close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
     before = torch.cuda.get_rng_state()
     for step, order in enumerate((None, 0, 1)):
-        theirs = noisy(4)
-        total = run_sequential(theirs, x, x, loss=loss, seed=5, step=step)
+        reference_stages = make_noisy_stages(4)
+        total = run_sequential(reference_stages, x, x, loss=compute_loss, seed=5, step=step)
         close(ranks.step(x, x, order_seed=order), total)
-        for one, other in zip(ours, theirs, strict=True):
-            for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        for stage, reference in zip(ours, reference_stages, strict=True):
+            for p, q in zip(stage.parameters(), reference.parameters(), strict=True):
                 close(p.grad, q.grad)
     assert torch.equal(torch.cuda.get_rng_state(), before)

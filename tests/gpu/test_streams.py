@@ -34,20 +34,20 @@ PLANS = [
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
+def restore_determinism() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
 
 
-def close(one: Sequence[dict[str, Tensor]], other: Sequence[dict[str, Tensor]]) -> bool:
+def are_close(actual: Sequence[dict[str, Tensor]], expected: Sequence[dict[str, Tensor]]) -> bool:
     return all(
         float((a[n] - b[n]).norm()) <= 1e-5 * float(b[n].norm())
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(actual, expected, strict=True)
         for n in b
     )
 
 
-def on_gpu(stages: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
+def make_gpu_stages(stages: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
     modules = [m.to("cuda", dtype) for m in gpt_stages(stages)]
     for module in modules:
         use_float32_gradients(module)
@@ -56,25 +56,25 @@ def on_gpu(stages: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("schedule", "shape"), PLANS)
-def test_every_order_gives_the_gradients_of_the_reference(
+def test_gradients_match_reference_in_any_order(
     schedule: Any, shape: PipelineShape, dtype: torch.dtype
 ) -> None:
     torch.use_deterministic_algorithms(True)
     inputs, targets, scale = batch(shape.microbatches)
     inputs, targets = inputs.cuda(), targets.cuda()
-    plain, ours = on_gpu(shape.stages, dtype), on_gpu(shape.stages, dtype)
+    plain, rank_stages = make_gpu_stages(shape.stages, dtype), make_gpu_stages(shape.stages, dtype)
     loss = run_sequential(plain, inputs, targets, loss=gpt.loss, grad_scale=scale)
     program = compile(schedule, shape, tied_weights=True)
     boundary = Boundary(BOUNDARY.shape, dtype)
-    world = InProcessExecutor(program, ours, loss=gpt.loss, boundary=boundary)
+    world = InProcessExecutor(program, rank_stages, loss=gpt.loss, boundary=boundary)
     for seed in range(4):
         got = world.step(inputs, targets, scale, seed)
         torch.testing.assert_close(got, loss)
-        assert close(gradients(ours), gradients(plain))
+        assert are_close(gradients(rank_stages), gradients(plain))
 
 
 @pytest.mark.parametrize("record", [False, True])
-def test_the_host_never_waits_inside_a_step(record: bool) -> None:
+def test_host_never_waits_inside_step(record: bool) -> None:
     shape = PipelineShape(4, 6)
     inputs, targets, scale = batch(shape.microbatches)
     inputs, targets = inputs.cuda(), targets.cuda()
@@ -83,7 +83,7 @@ def test_the_host_never_waits_inside_a_step(record: bool) -> None:
     )
     world = InProcessExecutor(
         program,
-        on_gpu(4),
+        make_gpu_stages(4),
         loss=gpt.loss,
         boundary=BOUNDARY,
         execution=ExecutionOptions(record_timestamps=record),
@@ -97,7 +97,7 @@ def test_the_host_never_waits_inside_a_step(record: bool) -> None:
 
 
 @pytest.mark.usefixtures("real_gpu")
-def test_a_wait_of_the_host_is_seen() -> None:
+def test_host_waits_are_detected() -> None:
     with host_waits() as waits:
         torch.ones(1, device="cuda").item()
         torch.cuda.Event().synchronize()
@@ -114,7 +114,7 @@ def assert_measured(timeline: Timeline) -> None:
     assert not too_early(timeline, 2 * EVENT_RESOLUTION)
 
 
-class _Greedy(nn.Module):
+class _OutOfMemory(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4, device="cuda"))
@@ -126,7 +126,7 @@ class _Greedy(nn.Module):
 
 @pytest.mark.usefixtures("real_gpu")
 def test_out_of_memory_names_rank_and_instruction() -> None:
-    stages = [nn.Linear(4, 4).cuda(), _Greedy()]
+    stages = [nn.Linear(4, 4).cuda(), _OutOfMemory()]
     world = InProcessExecutor(
         compile(one_f_one_b, PipelineShape(2, 2)),
         stages,

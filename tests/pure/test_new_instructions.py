@@ -16,7 +16,7 @@ from tests.cases import ALL
 from tests.new_rows import EDITS, EDITS_WITHOUT_HANDLERS, PRODUCT, ROOT, copy_tree
 
 
-def _run(tree: Path, script: str, *args: str) -> str:
+def run_script(tree: Path, script: str, *args: str) -> str:
     command = [sys.executable, str(tree / "tests" / "new_rows" / script), *args]
     env = {"PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
@@ -25,38 +25,42 @@ def _run(tree: Path, script: str, *args: str) -> str:
 
 
 @pytest.mark.parametrize("name", [*EDITS, *EDITS_WITHOUT_HANDLERS])
-def test_a_row_is_enough(tmp_path: Path, name: str) -> None:
-    """The order, memory, text, pictures, export and explanation of its programs are right."""
-    _run(copy_tree(tmp_path, name), "static_checks.py", name, str(tmp_path))
+def test_table_row_supports_all_static_features(tmp_path: Path, name: str) -> None:
+    """Check order, memory, text, pictures, export and explanation of its programs."""
+    run_script(copy_tree(tmp_path, name), "static_checks.py", name, str(tmp_path))
 
 
 @pytest.mark.parametrize("name", [*EDITS, *EDITS_WITHOUT_HANDLERS])
-def test_a_row_needs_at_most_four_files(tmp_path: Path, name: str) -> None:
-    """These are its numbers, its rows, a pass and handlers."""
+def test_new_instruction_changes_at_most_four_files(tmp_path: Path, name: str) -> None:
+    """The files are the opcodes, the instruction table, a pass and handlers."""
     tree = copy_tree(tmp_path, name)
-    changed = {
+    changed_files = {
         str(file.relative_to(tree))
         for folder in PRODUCT
         for file in (tree / folder).rglob("*")
         if file.suffix != ".pyc"
         and file.is_file()
-        and not _has_same_bytes(file, ROOT / file.relative_to(tree))
+        and not has_same_bytes(file, ROOT / file.relative_to(tree))
     }
-    own = {
+    required_files = {
         "schedir/ir/isa/opcodes.py",
         "schedir/ir/isa/instruction_table.py",
         f"schedir/passes/{name}.py",
     }
-    assert own <= changed <= own | {f"schedir/runtime/handlers/{name}_handlers.py"}
+    assert (
+        required_files
+        <= changed_files
+        <= required_files | {f"schedir/runtime/handlers/{name}_handlers.py"}
+    )
 
 
-def _has_same_bytes(one: Path, other: Path) -> bool:
-    return other.is_file() and one.read_bytes() == other.read_bytes()
+def has_same_bytes(first: Path, second: Path) -> bool:
+    return second.is_file() and first.read_bytes() == second.read_bytes()
 
 
-def test_rows_go_together(tmp_path: Path) -> None:
-    """One tree has all rows, and the checker judges mutated programs of them correctly."""
+def test_all_new_instructions_work_together(tmp_path: Path) -> None:
+    """One tree contains all new rows. The checker agrees with the oracle on mutated programs."""
     tree = copy_tree(tmp_path, *EDITS)
     for name in EDITS:
-        _run(tree, "static_checks.py", name, str(tmp_path))
-    assert "with new rows" in _run(tree, "mutation_checks.py", "2" if ALL else "1")
+        run_script(tree, "static_checks.py", name, str(tmp_path))
+    assert "with new rows" in run_script(tree, "mutation_checks.py", "2" if ALL else "1")

@@ -15,7 +15,7 @@ from tests.pure.test_planner_command import PLAN
 TIMELINE = schedir.simulate("zb_h1", Costs(send=0.5), ranks=2, microbatches=4)
 
 
-def test_a_search_is_shown_with_its_bound() -> None:
+def test_search_result_shows_its_lower_bound() -> None:
     result = schedir.search_schedule(PipelineShape(2, 4), time_limit=1.0)
     text = result._repr_html_()
     assert "<svg" in text and f"length {result.span:.6g}, proved shortest" in text
@@ -23,20 +23,20 @@ def test_a_search_is_shown_with_its_bound() -> None:
     assert f"lower bound {result.span / 2:.6g}" in longer._repr_html_()
 
 
-def test_a_frontier_is_a_table() -> None:
+def test_memory_frontier_is_a_table() -> None:
     frontier = schedir.memory_frontier(PipelineShape(2, 4), time_limit=1.0)
     text = frontier._repr_html_()
     assert text.count("<tr>") == 1 + len(frontier.levels) and "in flight" in text
 
 
-def test_a_plan_is_a_table() -> None:
+def test_plan_is_a_table() -> None:
     text = replace(PLAN, explanation="a < b")._repr_html_()
-    for words in ("<td>interleaved</td>", "<td>41 GB</td>", "a &lt; b", "<td>recompute</td>"):
-        assert words in text
+    for text_part in ("<td>interleaved</td>", "<td>41 GB</td>", "a &lt; b", "<td>recompute</td>"):
+        assert text_part in text
     assert "<td>rank_order</td>" not in text  # it has its default value
 
 
-def test_a_timeline_becomes_a_dataframe() -> None:
+def test_timeline_converts_to_dataframe() -> None:
     if find_spec("pandas") is None:
         with pytest.raises(MissingPackageError, match=r"schedir\[notebook\]"):
             TIMELINE.to_dataframe()

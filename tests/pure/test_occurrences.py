@@ -52,14 +52,16 @@ rank 0  unsharded_params 2
 """
 
 
-def moved(what: str, before: str) -> str:
+def move_instruction(instruction: str, successor: str) -> str:
     """Return the text with an instruction moved before another, or deleted."""
-    assert TEXT.count(f"  {what}\n") == 1
-    text = TEXT.replace(f"  {what}\n", "")
-    return text.replace(f"  {before}\n", f"  {what}\n  {before}\n") if before else text
+    assert TEXT.count(f"  {instruction}\n") == 1
+    text = TEXT.replace(f"  {instruction}\n", "")
+    return (
+        text.replace(f"  {successor}\n", f"  {instruction}\n  {successor}\n") if successor else text
+    )
 
 
-def test_turns_are_numbered_in_the_text() -> None:
+def test_text_numbers_occurrences() -> None:
     program = check(from_text(TEXT))
     assert from_text(to_text(program)) == program and to_text(program, folded=False) == TEXT
     turns = [i for i in program.streams[0] if i.op is Opcode.Unshard]
@@ -67,25 +69,25 @@ def test_turns_are_numbered_in_the_text() -> None:
 
 
 @pytest.mark.parametrize("time", [0.0, 0.25, 9.0])
-def test_a_gather_waits_for_the_slot_that_is_let_go(time: float) -> None:
-    """At most two stages are gathered at any time, however early gathers could start."""
+def test_unshard_waits_for_reshard_that_frees_slot(time: float) -> None:
+    """At most two stages are unsharded at any time, however early an unshard could start."""
     run = simulate(
         from_text(TEXT), Costs(F=1, B=2, unshard=time), sizes=Sizes(params=100, saved=10)
     )
     sides = {Opcode.Unshard: ("start", 1), Opcode.Reshard: ("end", -1)}
-    found = [(s[side[0]], side[1]) for s in run.spans if (side := sides.get(Opcode(s["op"])))]
-    now = 0
-    for _, change in sorted(found):
-        now += change
-        assert 0 <= now <= 2
-    assert now == 0
+    changes = [(s[side[0]], side[1]) for s in run.spans if (side := sides.get(Opcode(s["op"])))]
+    unsharded = 0
+    for _, change in sorted(changes):
+        unsharded += change
+        assert 0 <= unsharded <= 2
+    assert unsharded == 0
     (curve,) = run.memory
     assert max(curve.by_kind["unsharded weights"]) == 200 and max(curve.by_kind["saved"]) == 30
     assert run.span == {0.0: 9, 0.25: 9.25, 9.0: 5 * 9 + 2}[time]
 
 
 @pytest.mark.parametrize(
-    ("what", "before", "error", "sites"),
+    ("instruction", "successor", "error", "sites"),
     [
         ("unshard 2", "B 2.0", OrderError, ["F 2.0", "unshard 2"]),
         ("reshard 1", "B 1.0", OrderError, None),
@@ -95,37 +97,37 @@ def test_a_gather_waits_for_the_slot_that_is_let_go(time: float) -> None:
         ("unshard 2", "F 0.0", SlotError, ["unshard 2", "reshard 0"]),
     ],
 )
-def test_what_is_refused(
-    what: str, before: str, error: type[SchedirError], sites: list[str] | None
+def test_wrong_occurrence_order_is_refused(
+    instruction: str, successor: str, error: type[SchedirError], sites: list[str] | None
 ) -> None:
     with pytest.raises(error) as caught:
-        check(from_text(moved(what, before)))
+        check(from_text(move_instruction(instruction, successor)))
     assert type(caught.value) is error
     assert sites is None or [str(site.instr) for site in caught.value.sites] == sites
 
 
-def test_what_is_made_again_waits_for_who_has_let_go() -> None:
-    """A stage has one place for its gathered weights, however many slots there are."""
+def test_second_unshard_waits_for_reshard_of_same_stage() -> None:
+    """A stage has one buffer for its unsharded weights, however many slots there are."""
     program = from_text(TEXT.replace("rank 0  unsharded_params 2\n", "rank 0\n"))
     run = simulate(program, Costs(F=10, B=20))
-    when = {str(i): run.spans[k] for k, i in enumerate(program.streams[0])}
-    for stage, turn in ((0, 1), (1, 1)):
-        before = when[f"reshard {stage}"]["end"]
-        assert when[f"unshard {stage}.{turn}"]["start"] >= before > 0
-    assert when["unshard 2"]["start"] == 0
+    spans_by_text = {str(i): run.spans[k] for k, i in enumerate(program.streams[0])}
+    for stage, occurrence in ((0, 1), (1, 1)):
+        before = spans_by_text[f"reshard {stage}"]["end"]
+        assert spans_by_text[f"unshard {stage}.{occurrence}"]["start"] >= before > 0
+    assert spans_by_text["unshard 2"]["start"] == 0
 
 
-def lowered() -> Program:
-    """Return a program whose gathers a pass has placed, with two slots."""
+def compile_with_slots() -> Program:
+    """Return a compiled program with two slots for unsharded weights."""
     program = compile(
         interleaved, PipelineShape(2, 4, 2), zero=3, dp=2, clip_grad_norm=True, debug=True
     )
     return replace(program, slots=(SlotCounts.unspecified()._replace(unsharded_params=2),) * 2)
 
 
-def test_everybody_reads_them(tmp_path: object) -> None:
+def test_all_outputs_support_occurrences(tmp_path: object) -> None:
     """Text, pictures, files and explanations support these instructions."""
-    program, costs = lowered(), Costs(F=2, B=3, unshard=0.5, reduce_scatter=0.5)
+    program, costs = compile_with_slots(), Costs(F=2, B=3, unshard=0.5, reduce_scatter=0.5)
     assert from_text(to_text(program)) == program == check(program)
     run = simulate(program, costs, sizes=Sizes(params=100, saved=10))
     plain = simulate(compile(interleaved, PipelineShape(2, 4, 2)), costs)

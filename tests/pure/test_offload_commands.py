@@ -30,125 +30,129 @@ from schedir.predict.what_if import Advice, advise
 from tests.offload_programs import offloaded
 
 
-def run(costs: Costs, *, spilled: bool = False, **options: object) -> Timeline:
+def simulate_offloaded(costs: Costs, *, spilled: bool = False, **options: object) -> Timeline:
     plain = compile(schedules.one_f_one_b, PipelineShape(1, 3), **options)  # type: ignore[arg-type]
     return simulate(check(offloaded(plain, spilled=spilled)), costs)
 
 
-def causes(timeline: Timeline) -> dict[IdleCause, float]:
+def sum_idle_by_cause(timeline: Timeline) -> dict[IdleCause, float]:
     table = sum_by_cause(idleness(timeline), timeline.ranks).sum(0)
     return {c: round(float(table[c]), 9) for c in IdleCause if table[c]}
 
 
-def test_waits_for_the_host_and_for_the_disk_are_told_apart() -> None:
+def test_idle_causes_distinguish_host_and_disk_copies() -> None:
     """One rank runs F B F B F B, and waits for two or four copies before each B."""
     costs = Costs(F=1, B=2, offload=0.5, reload=0.25, offload_to_disk=3, reload_from_disk=1)
-    assert causes(run(costs)) == {IdleCause.OFFLOAD: 3 * 0.75}
-    assert causes(run(costs, spilled=True)) == {IdleCause.OFFLOAD: 3 * 0.75, IdleCause.DISK: 3 * 4}
-    found = run(costs, spilled=True)
-    idle = idleness(found)
+    assert sum_idle_by_cause(simulate_offloaded(costs)) == {IdleCause.OFFLOAD: 3 * 0.75}
+    assert sum_idle_by_cause(simulate_offloaded(costs, spilled=True)) == {
+        IdleCause.OFFLOAD: 3 * 0.75,
+        IdleCause.DISK: 3 * 4,
+    }
+    timeline = simulate_offloaded(costs, spilled=True)
+    idle = idleness(timeline)
     for cause, ops in (
         (IdleCause.OFFLOAD, {Opcode.Offload, Opcode.Reload}),
         (IdleCause.DISK, {Opcode.OffloadToDisk, Opcode.ReloadFromDisk}),
     ):  # fmt: skip
-        awaited = found.spans["op"][idle["awaited_span"][idle["cause"] == cause]]
+        awaited = timeline.spans["op"][idle["awaited_span"][idle["cause"] == cause]]
         assert {*awaited.tolist()} == ops
 
 
-def test_snapshots_on_the_same_lane_are_none_of_them() -> None:
+def test_snapshot_waits_have_their_own_idle_cause() -> None:
     costs = Costs(F=1, B=2, offload=0.5, reload=0.25, snapshot=20)
-    found = causes(run(costs, checkpoint_snapshots=True))
-    assert found[IdleCause.SNAPSHOT] > 0 and found[IdleCause.OFFLOAD] > 0
-    assert found[IdleCause.SNAPSHOT] + found[IdleCause.OFFLOAD] == pytest.approx(
-        sum(found.values())
-    )
-    assert IdleCause.OFFLOAD not in causes(
-        run(Costs(F=1, B=2, snapshot=20), checkpoint_snapshots=True)
+    idle = sum_idle_by_cause(simulate_offloaded(costs, checkpoint_snapshots=True))
+    assert idle[IdleCause.SNAPSHOT] > 0 and idle[IdleCause.OFFLOAD] > 0
+    assert idle[IdleCause.SNAPSHOT] + idle[IdleCause.OFFLOAD] == pytest.approx(sum(idle.values()))
+    assert IdleCause.OFFLOAD not in sum_idle_by_cause(
+        simulate_offloaded(Costs(F=1, B=2, snapshot=20), checkpoint_snapshots=True)
     )
 
 
-def test_a_forward_that_waits_for_room_waits_for_the_offload_that_leaves_it() -> None:
+def test_forward_without_free_slot_waits_for_offload() -> None:
     text = to_text(offloaded(compile(schedules.gpipe, PipelineShape(1, 4))), folded=False).replace(
         "\nrank 0\n", "\nrank 0  saved 1\n"
     )
-    found = simulate(check(from_text(text)), Costs(F=1, B=2, offload=0.5, reload=0.25))
-    assert causes(found) == {IdleCause.OFFLOAD: 4 * 0.75}
-    assert found.span == 4 * 3.75
+    timeline = simulate(check(from_text(text)), Costs(F=1, B=2, offload=0.5, reload=0.25))
+    assert sum_idle_by_cause(timeline) == {IdleCause.OFFLOAD: 4 * 0.75}
+    assert timeline.span == 4 * 3.75
 
 
-def test_free_copies_are_tried_and_free_snapshots_are_not_they() -> None:
+def test_advice_tries_free_copies_and_free_snapshots_apart() -> None:
     costs = Costs(F=1, B=2, offload=0.5, reload=0.25, snapshot=0.1)
-    timeline = run(costs, checkpoint_snapshots=True)
-    told = {change.description: change.saved_share for change in advise(timeline, costs).changes}
-    (copies,) = [saves for what, saves in told.items() if "copies to the host" in what]
-    (kept,) = [saves for what, saves in told.items() if "snapshots" in what]
-    free = simulate(timeline.program, Costs(F=1, B=2, snapshot=0.1))
-    assert copies == pytest.approx(1 - free.span / timeline.span)
-    assert copies > 0.1 and np.isclose(kept, 0, atol=0.05)
+    timeline = simulate_offloaded(costs, checkpoint_snapshots=True)
+    saved_shares = {
+        change.description: change.saved_share for change in advise(timeline, costs).changes
+    }
+    (copies,) = [
+        saves for description, saves in saved_shares.items() if "copies to the host" in description
+    ]
+    (snapshots,) = [
+        saves for description, saves in saved_shares.items() if "snapshots" in description
+    ]
+    without_copies = simulate(timeline.program, Costs(F=1, B=2, snapshot=0.1))
+    assert copies == pytest.approx(1 - without_copies.span / timeline.span)
+    assert copies > 0.1 and np.isclose(snapshots, 0, atol=0.05)
 
 
 # ---------------------------------------------------------------- memory advice
 
-PRICED = Costs(F=1, B=2, offload=1, reload=1)
+COPY_COSTS = Costs(F=1, B=2, offload=1, reload=1)
 SIZES = Sizes(saved=10, recompute_inputs=1)
 
 
-def advice_of(costs: Costs, limit: float | None = None, **options: Any) -> Advice:
+def advise_gpipe(costs: Costs, limit: float | None = None, **options: Any) -> Advice:
     program = compile(schedules.gpipe, PipelineShape(2, 8), costs=costs, **options)
     return advise(simulate(program, costs, sizes=SIZES), costs, memory_limit=limit)
 
 
-def test_offload_is_proposed_if_it_takes_no_time() -> None:
-    advice = advice_of(PRICED)
+def test_offload_without_extra_time_is_proposed() -> None:
+    advice = advise_gpipe(COPY_COSTS)
     (best,) = [change for change in advice.memory_changes if change.description == 'offload="all"']
     assert best.run.span == advice.baseline.span
     assert best.memory["device"] < advice.current.memory["device"] and best.memory["host"] > 0
     for change in advice.memory_changes:  # each is a program compiled with its options
         options = {k: v for k, v in change.row.options.items() if v is not None}
-        program = compile(schedules.gpipe, PipelineShape(2, 8), costs=PRICED, **options)
+        program = compile(schedules.gpipe, PipelineShape(2, 8), costs=COPY_COSTS, **options)
         assert program == change.run.program
 
 
-def test_what_takes_more_time_and_memory_than_another_is_not_proposed() -> None:
-    slow = replace(PRICED, offload=6, reload=6)
-    advice = advice_of(slow)
+def test_dominated_memory_change_is_not_proposed() -> None:
+    slow = replace(COPY_COSTS, offload=6, reload=6)
+    advice = advise_gpipe(slow)
     assert [change.description for change in advice.memory_changes] == ['recompute="all"']
-    first, *_ = advice_of(slow, offload=[0, 1]).memory_changes
-    assert first.description == "all saved activations kept" and first.saved_share > 0
-    most = [change.memory["device"] for change in advice_of(PRICED).memory_changes]
-    assert most == sorted(most, reverse=True) and len({*most}) == len(most)
+    best_change, *_ = advise_gpipe(slow, offload=[0, 1]).memory_changes
+    assert best_change.description == "all saved activations kept" and best_change.saved_share > 0
+    peaks = [change.memory["device"] for change in advise_gpipe(COPY_COSTS).memory_changes]
+    assert peaks == sorted(peaks, reverse=True) and len({*peaks}) == len(peaks)
 
 
-def test_within_a_limit_is_proposed_what_fits() -> None:
-    advice = advice_of(PRICED, limit=35)
-    assert not advice.fits_memory and any(
-        "offload" in change.description for change in advice.memory_changes
-    )
+def test_proposed_changes_fit_memory_limit() -> None:
+    advice = advise_gpipe(COPY_COSTS, limit=35)
+    assert not advice.fits_memory
+    assert any("offload" in change.description for change in advice.memory_changes)
     assert all(change.memory["device"] <= 35 for change in advice.memory_changes)
-    first, *_ = advice_of(
-        PRICED, limit=50
-    ).memory_changes  # the same time as "all", and fewer copies
-    assert first.description == 'offload="fit"' and first.run.span == advice.baseline.span
-    advice = advice_of(PRICED, limit=5)
+    # "fit" takes the same time as "all", with fewer copies.
+    best_change, *_ = advise_gpipe(COPY_COSTS, limit=50).memory_changes
+    assert best_change.description == 'offload="fit"'
+    assert best_change.run.span == advice.baseline.span
+    advice = advise_gpipe(COPY_COSTS, limit=5)
     assert not advice.fits_memory and not advice.memory_changes
-    assert advice_of(PRICED, limit=500).fits_memory
+    assert advise_gpipe(COPY_COSTS, limit=500).fits_memory
 
 
-def test_nothing_is_claimed_of_copies_without_costs_or_sizes() -> None:
-    program, free = compile(schedules.gpipe, PipelineShape(2, 8)), Costs(F=1, B=2)
-    held = advise(simulate(program, free, sizes=SIZES), free).memory_changes
+def test_offload_advice_needs_copy_costs_and_sizes() -> None:
+    program, free_costs = compile(schedules.gpipe, PipelineShape(2, 8)), Costs(F=1, B=2)
+    held = advise(simulate(program, free_costs, sizes=SIZES), free_costs).memory_changes
     assert not any("offload" in change.description for change in held)
-    assert advise(simulate(program, PRICED), PRICED).memory_changes == []  # no sizes
+    assert advise(simulate(program, COPY_COSTS), COPY_COSTS).memory_changes == []  # no sizes
 
 
-def test_explain_says_what_could_be_held(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_memory_changes(capsys: pytest.CaptureFixture[str]) -> None:
     head = "explain gpipe --ranks 2 --microbatches 8 --sizes saved=10MB --costs F=1,B=2"
     assert main(f"{head},offload=4,reload=4 -O offload=0,1".split()) == 0
-    told = capsys.readouterr().out
-    assert (
-        "changes that take less time or memory, by simulation:\n" in told
-        and "all saved activations kept" in told
-    )
+    output = capsys.readouterr().out
+    assert "changes that take less time or memory, by simulation:\n" in output
+    assert "all saved activations kept" in output
     assert main(f"{head},offload=1,reload=1 --memory-limit 40MB".split()) == 0
     assert "the program does not fit into 40 MB: span " in capsys.readouterr().out
     assert main(f"{head},offload=1,reload=1 --memory-limit 5MB".split()) == 0
@@ -160,26 +164,26 @@ def test_explain_says_what_could_be_held(capsys: pytest.CaptureFixture[str]) -> 
     assert 'offload="all"' in [change["description"] for change in facts["memory_changes"]]
 
 
-def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_and_check_print_offloaded_activations(capsys: pytest.CaptureFixture[str]) -> None:
     shape = (
         "gpipe --ranks 2 --microbatches 4 --sizes saved=10MB,recompute_inputs=1MB --costs F=1,B=2"
     )
-    moved = (
+    offload_options = (
         f"{shape},offload=0.5,reload=0.5,offload_to_disk=0.5,reload_from_disk=0.5 -O offload=all"
     )
-    moved += " -O offload_to_disk=0.1,0.2"
-    assert main(f"simulate {moved} --json".split()) == 0
+    offload_options += " -O offload_to_disk=0.1,0.2"
+    assert main(f"simulate {offload_options} --json".split()) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["peak_on_disk"] == [20e6, 0] and len(facts["peak_on_host"]) == 2
     for command in ("simulate", "check"):
-        assert main(f"{command} {moved}".split()) == 0
-        told = capsys.readouterr().out
-        assert "\nspilled: 2 of 8 forwards: mb 1-2 of stage 0\n" in f"\n{told}"
-        assert "offloaded: " in told and ("peak on disk" in told) == (command == "simulate")
+        assert main(f"{command} {offload_options}".split()) == 0
+        output = capsys.readouterr().out
+        assert "\nspilled: 2 of 8 forwards: mb 1-2 of stage 0\n" in f"\n{output}"
+        assert "offloaded: " in output and ("peak on disk" in output) == (command == "simulate")
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         (
             {"offload": [3, 0]},
@@ -199,32 +203,33 @@ def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[s
         ),
     ],
 )
-def test_what_is_named_for_nothing_is_told(how: dict[str, Any], told: str) -> None:
-    with pytest.warns(UserWarning, match=told):
+def test_selection_that_moves_no_activation_warns(how: dict[str, Any], message: str) -> None:
+    with pytest.warns(UserWarning, match=message):
         program = compile(schedules.one_f_one_b, PipelineShape(4, 8), **how)
-    assert (
-        Opcode.Offload in program.used_opcodes and Opcode.OffloadToDisk not in program.used_opcodes
-    )
+    assert Opcode.Offload in program.used_opcodes
+    assert Opcode.OffloadToDisk not in program.used_opcodes
 
 
-def test_the_command_warns_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+def test_command_prints_warning_as_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[str] = []
 
-    def shown(*warning: Any, **more: Any) -> None:
-        told.append(warnings.formatwarning(*warning[:4]))
+    def record_warning(*warning: Any, **more: Any) -> None:
+        messages.append(warnings.formatwarning(*warning[:4]))
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        monkeypatch.setattr(warnings, "showwarning", shown)
+        monkeypatch.setattr(warnings, "showwarning", record_warning)
         assert (
             main(["check", "one_f_one_b", "--ranks=4", "--microbatches=8", "-O", "offload=3"]) == 0
         )
-    (own,) = told
-    assert own.startswith("warning: offload selects 3, but moves no activation of this selection: ")
-    assert own.endswith("the use of the activations\n")
+    (message,) = messages
+    assert message.startswith(
+        "warning: offload selects 3, but moves no activation of this selection: "
+    )
+    assert message.endswith("the use of the activations\n")
 
 
-def test_a_limit_says_what_moving_would_spare() -> None:
+def test_memory_limit_error_suggests_offload() -> None:
     shape, sizes = PipelineShape(4, 8), Sizes(saved=10, model_states=7)
     costs = Costs(F=1, B=2, offload=1, reload=1)
     with pytest.raises(MemoryLimitError) as caught:
@@ -236,10 +241,10 @@ def test_a_limit_says_what_moving_would_spare() -> None:
     assert not caught.value.hint
 
 
-def test_what_the_host_does_for_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """The host's steps take time, and `simulate` and `explain` say how to give their cost."""
+def test_host_instructions_without_cost_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """`simulate` and `explain` print the option that gives the missing costs."""
     for command in ("simulate", "explain"):
-        at = [
+        argv = [
             command,
             "one_f_one_b",
             "--ranks=2",
@@ -247,9 +252,13 @@ def test_what_the_host_does_for_nothing_is_told(capsys: pytest.CaptureFixture[st
             "-O",
             "optimizer_placement=cpu_step",
         ]
-        assert not main([*at, "--costs=F=1,B=2,offload_grads=1"])
-        (line,) = [one for one in capsys.readouterr().out.splitlines() if "without a cost" in one]
+        assert not main([*argv, "--costs=F=1,B=2,offload_grads=1"])
+        (line,) = [
+            text_line
+            for text_line in capsys.readouterr().out.splitlines()
+            if "without a cost" in text_line
+        ]
         assert "without a cost, and so free: host_step, reload_weights; " in line
         assert "--costs host_step=0.5,reload_weights=0.5" in line
-        assert not main([*at, "--costs=F=1,B=2,offload_grads=1,reload_weights=1,host_step=1"])
+        assert not main([*argv, "--costs=F=1,B=2,offload_grads=1,reload_weights=1,host_step=1"])
         assert "without a cost" not in capsys.readouterr().out

@@ -28,86 +28,90 @@ from schedir.schedules import dualpipe, forward_only, gpipe, interleaved, looped
 from schedir.testing import shapes
 from schedir.testing.strategies import random_compute_program
 
-ROWS = (Opcode.ReloadState, Opcode.StageOptimizerStep, Opcode.OffloadState)
+STATE_OPS = (Opcode.ReloadState, Opcode.StageOptimizerStep, Opcode.OffloadState)
 
 
-PLAN = PipelineShape(2, 4, 3)
+SHAPE = PipelineShape(2, 4, 3)
 
 
-def lowered(schedule: Any = interleaved, shape: PipelineShape = PLAN, **how: Any) -> Program:
-    return schedir.compile(schedule, shape, optimizer_placement="host", **how)
+def compile_on_host(
+    schedule: Any = interleaved, shape: PipelineShape = SHAPE, **options: Any
+) -> Program:
+    return schedir.compile(schedule, shape, optimizer_placement="host", **options)
 
 
-def names(program: Program, rank: int) -> list[str]:
-    return [str(i) for i in program.streams[rank] if i.op in ROWS]
+def list_state_instructions(program: Program, rank: int) -> list[str]:
+    return [str(i) for i in program.streams[rank] if i.op in STATE_OPS]
 
 
 # ---------------------------------------------------------------- positions of instructions
 
 
-def test_loads_stand_ahead_by_the_slots() -> None:
+def test_state_loads_run_ahead_by_slot_count() -> None:
     """Loads have the order of the reductions, and follow the store that frees their slot."""
-    assert names(lowered(), 1) == [
+    assert list_state_instructions(compile_on_host(), 1) == [
         "reload_state 5", "reload_state 3", "stage_step 5", "offload_state 5", "stage_step 3",
         "offload_state 3", "reload_state 1", "stage_step 1", "offload_state 1",
     ]  # fmt: skip
-    alone = names(lowered(optimizer_device_buffers=1), 1)
-    assert alone == [f"{what} {s}" for s in (5, 3, 1) for what in _WORDS]
-    assert {slots.specified()["state"] for slots in lowered().slots} == {2}
-    assert not lowered(shape=PipelineShape(2, 4, 2)).slots  # one per stage, so no load waits
+    alone = list_state_instructions(compile_on_host(optimizer_device_buffers=1), 1)
+    assert alone == [f"{op} {s}" for s in (5, 3, 1) for op in STATE_OP_NAMES]
+    assert {slots.specified()["state"] for slots in compile_on_host().slots} == {2}
+    # With one slot per stage, no load waits.
+    assert not compile_on_host(shape=PipelineShape(2, 4, 2)).slots
 
 
-_WORDS = ("reload_state", "stage_step", "offload_state")
+STATE_OP_NAMES = ("reload_state", "stage_step", "offload_state")
 
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.booleans(), st.integers(0, 3))
-def test_any_draft_has_them_once_and_is_legal(
+def test_random_draft_loads_each_state_once(
     shape: PipelineShape, seed: int, slots: int, clip: bool, zero: int
 ) -> None:
     draft = random_compute_program(shape, random.Random(seed))
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "clip_grad_norm": clip,
         "zero": zero,
         "dp": 2,
         "tied_weights": shape.stages > 1,
     }
-    program = lowered(draft, shape, optimizer_device_buffers=slots, **how)
+    program = compile_on_host(draft, shape, optimizer_device_buffers=slots, **options)
     for model in MODELS:
         schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
-    for op in ROWS:
+    for op in STATE_OPS:
         assert np.count_nonzero(program.op == op) == shape.replica_ranks.size
-    plain = schedir.compile(draft, shape, **how)
+    plain = schedir.compile(draft, shape, **options)
     assert program.digest != plain.digest
-    same = ~np.isin(program.op, ROWS)
+    same = ~np.isin(program.op, STATE_OPS)
     assert (program.words[same] == plain.words).all()
 
 
-def test_what_is_frozen_or_does_not_step_has_none() -> None:
-    assert names(lowered(frozen_stages=3), 0) == [f"{what} 4" for what in _WORDS]
-    assert not lowered(forward_only, PipelineShape(2, 4)).used_opcodes & {*ROWS}
-    both = lowered(
-        dualpipe, PipelineShape(2, 4, placement="mirror")
-    )  # each holder has its own states
-    assert len(names(both, 0)) == len(names(both, 1)) == 6
+def test_frozen_or_evaluated_stage_loads_no_state() -> None:
+    assert list_state_instructions(compile_on_host(frozen_stages=3), 0) == [
+        f"{op} 4" for op in STATE_OP_NAMES
+    ]
+    assert not compile_on_host(forward_only, PipelineShape(2, 4)).used_opcodes & {*STATE_OPS}
+    # Each stage replica has its own optimizer states.
+    program = compile_on_host(dualpipe, PipelineShape(2, 4, placement="mirror"))
+    assert len(list_state_instructions(program, 0)) == len(list_state_instructions(program, 1)) == 6
 
 
 # ---------------------------------------------------------------- refusals
 
 
-def moved(text: str, what: str, before: str) -> Program:
+def move_line(text: str, line: str, next_line: str) -> Program:
     """Move the line of an instruction of rank 1 before another line, or delete it."""
-    first, text = text.split("rank 1", 1)
-    assert text.count(f"  {what}\n") == 1, what
-    text = text.replace(f"  {what}\n", "")
-    if before:
-        assert text.count(f"  {before}\n") == 1, before
-        text = text.replace(f"  {before}\n", f"  {what}\n  {before}\n")
-    return schedir.from_text(f"{first}rank 1{text}")
+    rank_0_text, text = text.split("rank 1", 1)
+    assert text.count(f"  {line}\n") == 1, line
+    text = text.replace(f"  {line}\n", "")
+    if next_line:
+        assert text.count(f"  {next_line}\n") == 1, next_line
+        text = text.replace(f"  {next_line}\n", f"  {line}\n  {next_line}\n")
+    return schedir.from_text(f"{rank_0_text}rank 1{text}")
 
 
 @pytest.mark.parametrize(
-    ("what", "before", "error", "says"),
+    ("line", "next_line", "error", "message"),
     [
         ("stage_step 5", "reload_state 5", OrderError, "reload_state 5 gives only later"),
         ("offload_state 5", "stage_step 5", OrderError, "offload_state 5 has moved to the host"),
@@ -122,42 +126,42 @@ def moved(text: str, what: str, before: str) -> Program:
         ("offload_state 3", "", CompletenessError, "offload_state 3"),
     ],
 )
-def test_a_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -> None:
-    text = schedir.to_text(lowered(clip_grad_norm=True), folded=False)
-    with pytest.raises(error, match=says):
-        schedir.check(moved(text, what, before), blocking_hosts=True)
+def test_wrong_order_is_refused(line: str, next_line: str, error: Any, message: str) -> None:
+    text = schedir.to_text(compile_on_host(clip_grad_norm=True), folded=False)
+    with pytest.raises(error, match=message):
+        schedir.check(move_line(text, line, next_line), blocking_hosts=True)
 
 
-def test_a_step_waits_for_all_gradients_of_its_rank() -> None:
-    """This holds without a norm too, since gradients must be finite before any step."""
-    text = schedir.to_text(lowered(clip_grad_norm=False), folded=False)
+def test_step_before_last_gradient_of_rank_is_refused() -> None:
+    """A step waits without a norm too, since all gradients must be finite before any step."""
+    text = schedir.to_text(compile_on_host(clip_grad_norm=False), folded=False)
     with pytest.raises(OrderError, match="stage_step 5 needs the reduced gradient"):
-        schedir.check(moved(text, "reduce_grads 1", "reload_state 1"))
+        schedir.check(move_line(text, "reduce_grads 1", "reload_state 1"))
 
 
-@pytest.mark.parametrize("op", _WORDS)
-def test_twice_or_not_asked_for_is_refused(op: str) -> None:
-    text = schedir.to_text(lowered(), folded=False)
+@pytest.mark.parametrize("op", STATE_OP_NAMES)
+def test_repeated_or_unrequested_state_moves_are_refused(op: str) -> None:
+    text = schedir.to_text(compile_on_host(), folded=False)
     with pytest.raises(SchedirError):
         schedir.check(schedir.from_text(text.replace(f"  {op} 3\n", f"  {op} 3\n  {op} 3\n")))
-    for said in ("", "optimizer_placement device\n"):
+    for header in ("", "optimizer_placement device\n"):
         with pytest.raises(CompletenessError, match="optimizer_placement device"):
-            schedir.check(schedir.from_text(text.replace("optimizer_placement host\n", said)))
+            schedir.check(schedir.from_text(text.replace("optimizer_placement host\n", header)))
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_incompatible_options_are_refused() -> None:
     with pytest.raises(ShapeError, match="optimizer_steps=1, not 2"):
-        lowered(one_f_one_b, PipelineShape(2, 4, optimizer_steps=2))
+        compile_on_host(one_f_one_b, PipelineShape(2, 4, optimizer_steps=2))
     with pytest.raises(ShapeError, match="norm_check='after_step'"):
-        lowered(clip_grad_norm=True, norm_check="after_step")
+        compile_on_host(clip_grad_norm=True, norm_check="after_step")
     with pytest.raises(ShapeError, match="'disk' or 'cpu_step'"):
         schedir.compile(gpipe, PipelineShape(2, 4), optimizer_placement="nvme")
     with pytest.raises(ShapeError, match="optimizer_device_buffers"):
-        lowered(optimizer_device_buffers=0)
+        compile_on_host(optimizer_device_buffers=0)
     with pytest.raises(
         UsageError, match="optimizer of a stage is not on the device: it is on the host"
     ):
-        compute_footprints(lowered(), Sizes(model_states=10))
+        compute_footprints(compile_on_host(), Sizes(model_states=10))
 
 
 # ---------------------------------------------------------------- bytes
@@ -165,32 +169,32 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_bytes_are_told_by_tier(zero: int, slots: int) -> None:
+def test_optimizer_bytes_on_host_and_device(zero: int, slots: int) -> None:
     """The host always holds the whole optimizer state, or a replica's shard.
 
     The device holds the states of as many stages as it has slots, while they are stepped.
     """
     dp, bytes_of = 2, (8, 16, 24, 32, 40, 48)
     sizes = Sizes(optimizer=bytes_of, params=2, grads=2)
-    program = lowered(
+    program = compile_on_host(
         dp=dp, zero=zero, optimizer_device_buffers=slots, unsharded_stages=3 if zero == 3 else None
     )
     costs = Costs(F=1, B=1, reload_state=2, stage_step=3, offload_state=2)
     run = schedir.simulate(program, costs, sizes=sizes)
-    part = dp if zero else 1
+    shards = dp if zero else 1
     for rank, curve in enumerate(run.memory_on("host")):
-        own = sum(bytes_of[s] for s in range(rank, 6, 2))
-        assert (curve.total == own / part).all()
+        rank_bytes = sum(bytes_of[s] for s in range(rank, 6, 2))
+        assert (curve.total == rank_bytes / shards).all()
     for rank, curve in enumerate(run.memory):
         assert "optimizer" not in curve.by_kind
-        each = [bytes_of[s] / part for s in (4 + rank, 2 + rank, rank)]
-        most = max(sum(each[k : k + slots]) for k in range(3))
-        assert curve.by_kind["state"].max() == most
+        shard_bytes = [bytes_of[s] / shards for s in (4 + rank, 2 + rank, rank)]
+        peak_bytes = max(sum(shard_bytes[k : k + slots]) for k in range(3))
+        assert curve.by_kind["state"].max() == peak_bytes
         assert curve.by_kind["state"][0] == curve.by_kind["state"][-1] == 0
     plain = schedir.compile(interleaved, PipelineShape(2, 4, 3), dp=dp, zero=zero)
     before = schedir.simulate(plain, costs, sizes=sizes)
-    rest = {"sharded optimizer state" if zero else "optimizer"}
-    assert rest <= before.memory[0].by_kind.keys()
+    optimizer_kind = {"sharded optimizer state" if zero else "optimizer"}
+    assert optimizer_kind <= before.memory[0].by_kind.keys()
     assert all((curve.total == 0).all() for curve in before.memory_on("host"))
 
 
@@ -200,44 +204,45 @@ def test_bytes_are_told_by_tier(zero: int, slots: int) -> None:
     st.lists(st.floats(0, 9), min_size=5, max_size=5),
     shapes(),
 )
-def test_a_limit_holds_whatever_takes_how_long(
+def test_worst_case_memory_bounds_any_costs(
     slots: int, seed: int, times: Sequence[float], shape: PipelineShape
 ) -> None:
-    program = lowered(
+    program = compile_on_host(
         random_compute_program(shape, random.Random(seed)),
         shape,
         optimizer_device_buffers=slots,
         dp=2,
     )
-    names = ("reload_state", "stage_step", "offload_state", "reduce_grads", "send")
-    costs = Costs(F=1, B=2, **dict(zip(names, times, strict=True)))
+    op_names = ("reload_state", "stage_step", "offload_state", "reduce_grads", "send")
+    costs = Costs(F=1, B=2, **dict(zip(op_names, times, strict=True)))
     sizes = Sizes(saved=7, optimizer=tuple(range(1, shape.stages + 1)), params=1, grads=1)
-    most = [
-        float(own.total_bytes.max()) for own in compute_footprints(program, sizes, worst_case=True)
+    limits = [
+        float(footprint.total_bytes.max())
+        for footprint in compute_footprints(program, sizes, worst_case=True)
     ]
     run = schedir.simulate(program, costs, sizes=sizes)
-    assert (run.peak_memory <= np.array(most)).all()
+    assert (run.peak_memory <= np.array(limits)).all()
 
 
-def test_a_program_fits_where_one_with_its_states_does_not() -> None:
+def test_host_optimizer_fits_smaller_device_memory() -> None:
     sizes = Sizes(saved=10, optimizer=100, params=10, grads=10)
     shape, limit = PipelineShape(2, 4, 4), 360
     with pytest.raises(MemoryLimitError):
         schedir.compile(interleaved, shape, sizes=sizes, memory_limit=limit)
-    lowered(shape=shape, sizes=sizes, memory_limit=limit)
+    compile_on_host(shape=shape, sizes=sizes, memory_limit=limit)
     with pytest.raises(MemoryLimitError, match=r"state +2"):
-        lowered(shape=shape, sizes=sizes, memory_limit=279)
-    lowered(shape=shape, sizes=sizes, host_memory_limit=400)
+        compile_on_host(shape=shape, sizes=sizes, memory_limit=279)
+    compile_on_host(shape=shape, sizes=sizes, host_memory_limit=400)
     with pytest.raises(
         MemoryLimitError, match=r'(?s)400 B on the host.*optimizer_placement="device"'
     ):
-        lowered(shape=shape, sizes=sizes, host_memory_limit=399)
+        compile_on_host(shape=shape, sizes=sizes, host_memory_limit=399)
 
 
 # ---------------------------------------------------------------- time
 
 
-def pipeline(stages: int, slots: int, load: float, step: float, store: float) -> float:
+def compute_pipeline_span(stages: int, slots: int, load: float, step: float, store: float) -> float:
     """Return the time when the last of equal stages is stored.
 
     There are three queues, and a load waits for the store of the stage `slots` before it.
@@ -253,32 +258,34 @@ def pipeline(stages: int, slots: int, load: float, step: float, store: float) ->
 @pytest.mark.parametrize("stages", [1, 2, 3, 6])
 @pytest.mark.parametrize("slots", [1, 2, 3, 6])
 @pytest.mark.parametrize("times", [(1, 1, 1), (3, 1, 2), (1, 4, 1), (0.5, 0.25, 5), (2, 0, 0)])
-def test_a_step_is_a_pipeline_of_three(stages: int, slots: int, times: Any) -> None:
+def test_step_time_equals_three_queue_pipeline(stages: int, slots: int, times: Any) -> None:
     load, step, store = times
-    program = lowered(looped_bfs, PipelineShape(1, 2, stages), optimizer_device_buffers=slots)
+    program = compile_on_host(
+        looped_bfs, PipelineShape(1, 2, stages), optimizer_device_buffers=slots
+    )
     costs = Costs(F=0, B=0, reload_state=load, stage_step=step, offload_state=store)
     span = schedir.simulate(program, costs).span
-    assert span == pytest.approx(pipeline(stages, slots, *times))
+    assert span == pytest.approx(compute_pipeline_span(stages, slots, *times))
     if slots == 1:  # one after the other
         assert span == pytest.approx(stages * sum(times))
     if slots >= stages:  # the slowest of the three queues delays the others
         assert span == pytest.approx(sum(times) + (stages - 1) * max(times))
 
 
-def test_loads_run_under_backwards() -> None:
-    """This holds for all stages except the first, which has the last backwards."""
+def test_state_loads_overlap_backwards() -> None:
+    """Loads overlap in all stages except the first, which has the last backwards."""
     shape, costs = (
         PipelineShape(1, 4, 4),
         Costs(F=1, B=2, reload_state=2, stage_step=0.5, offload_state=0.25),
     )
     alone = schedir.simulate(schedir.compile(looped_bfs, shape), costs).span
-    for slots, late in ((4, 2 + 0.5 + 0.25), (1, 3 * (2 + 0.5 + 0.25) + 0.5 + 0.25)):
-        program = lowered(looped_bfs, shape, optimizer_device_buffers=slots)
-        assert schedir.simulate(program, costs).span == alone + late
+    for slots, exposed_time in ((4, 2 + 0.5 + 0.25), (1, 3 * (2 + 0.5 + 0.25) + 0.5 + 0.25)):
+        program = compile_on_host(looped_bfs, shape, optimizer_device_buffers=slots)
+        assert schedir.simulate(program, costs).span == alone + exposed_time
 
 
-def test_slots_of_states_that_stay_on_the_device_are_refused() -> None:
+def test_device_buffers_need_host_optimizer() -> None:
     with pytest.raises(
         UsageError, match="optimizer_device_buffers is 2, but optimizer_placement is 'device'"
     ):
-        schedir.compile(interleaved, PLAN, optimizer_device_buffers=2)
+        schedir.compile(interleaved, SHAPE, optimizer_device_buffers=2)

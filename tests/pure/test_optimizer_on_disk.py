@@ -23,21 +23,23 @@ from schedir.testing import shapes
 from schedir.testing.strategies import random_compute_program
 from schedir.training.config.run_config import MemoryConfig
 
-OF_DISK = (Opcode.ReadStateFromDisk, Opcode.WriteStateToDisk)
-ROWS = (*OF_DISK, Opcode.ReloadState, Opcode.StageOptimizerStep, Opcode.OffloadState)
-PLAN = PipelineShape(2, 4, 3)
+DISK_OPS = (Opcode.ReadStateFromDisk, Opcode.WriteStateToDisk)
+STATE_OPS = (*DISK_OPS, Opcode.ReloadState, Opcode.StageOptimizerStep, Opcode.OffloadState)
+SHAPE = PipelineShape(2, 4, 3)
 
 
-def lowered(schedule: Any = interleaved, shape: PipelineShape = PLAN, **how: Any) -> Program:
-    return schedir.compile(schedule, shape, optimizer_placement="disk", **how)
+def compile_on_disk(
+    schedule: Any = interleaved, shape: PipelineShape = SHAPE, **options: Any
+) -> Program:
+    return schedir.compile(schedule, shape, optimizer_placement="disk", **options)
 
 
-def names(program: Program, rank: int) -> list[str]:
-    return [str(i) for i in program.streams[rank] if i.op in ROWS]
+def list_state_instructions(program: Program, rank: int) -> list[str]:
+    return [str(i) for i in program.streams[rank] if i.op in STATE_OPS]
 
 
-def test_fetches_stand_ahead_by_the_rooms() -> None:
-    assert names(lowered(), 1) == [
+def test_disk_reads_run_ahead_by_host_buffer_count() -> None:
+    assert list_state_instructions(compile_on_disk(), 1) == [
         "read_state_from_disk 5", "reload_state 5", "read_state_from_disk 3", "reload_state 3",
         "read_state_from_disk 1",
         "stage_step 5", "offload_state 5", "write_state_to_disk 5", "stage_step 3",
@@ -45,7 +47,9 @@ def test_fetches_stand_ahead_by_the_rooms() -> None:
         "write_state_to_disk 3", "reload_state 1", "stage_step 1", "offload_state 1",
         "write_state_to_disk 1",
     ]  # fmt: skip
-    alone = names(lowered(optimizer_device_buffers=1, optimizer_host_buffers=1), 1)
+    alone = list_state_instructions(
+        compile_on_disk(optimizer_device_buffers=1, optimizer_host_buffers=1), 1
+    )
     order = (
         "read_state_from_disk",
         "reload_state",
@@ -53,20 +57,22 @@ def test_fetches_stand_ahead_by_the_rooms() -> None:
         "offload_state",
         "write_state_to_disk",
     )
-    assert alone == [f"{what} {s}" for s in (5, 3, 1) for what in order]
-    for rooms in (1, 2, 3):
-        (said,) = lowered(looped_bfs, PipelineShape(1, 2, 4), optimizer_host_buffers=rooms).slots
-        assert said.specified() == {"state": 2, "state_host": rooms}
-        few = lowered(
+    assert alone == [f"{op} {s}" for s in (5, 3, 1) for op in order]
+    for host_buffers in (1, 2, 3):
+        (slots,) = compile_on_disk(
+            looped_bfs, PipelineShape(1, 2, 4), optimizer_host_buffers=host_buffers
+        ).slots
+        assert slots.specified() == {"state": 2, "state_host": host_buffers}
+        minimal_slots = compile_on_disk(
             looped_bfs,
             PipelineShape(1, 2, 4),
-            optimizer_host_buffers=rooms,
+            optimizer_host_buffers=host_buffers,
             buffer_sharing="minimal",
         ).slots[0]
-        assert few.state_host == rooms
+        assert minimal_slots.state_host == host_buffers
 
 
-def test_few_stages_pass_through_as_many_rooms_as_told() -> None:
+def test_few_stages_use_requested_host_buffers() -> None:
     """The states of few stages pass through the given number of slots and host buffers.
 
     This holds even if a rank loads all states before it stores any. The times of two stages are
@@ -76,79 +82,79 @@ def test_few_stages_pass_through_as_many_rooms_as_told() -> None:
                   read_state_from_disk=2, write_state_to_disk=2)  # fmt: skip
     for stages in (1, 2, 3, 4):
         for slots in (1, 2, 3):
-            for rooms in (1, 2, 3):
-                program = lowered(
+            for host_buffers in (1, 2, 3):
+                program = compile_on_disk(
                     looped_bfs,
                     PipelineShape(1, 2, stages),
                     optimizer_device_buffers=slots,
-                    optimizer_host_buffers=rooms,
+                    optimizer_host_buffers=host_buffers,
                 )
-                assert program.slots[0].state_host == min(stages, rooms)
+                assert program.slots[0].state_host == min(stages, host_buffers)
     two = [
-        lowered(looped_bfs, PipelineShape(1, 2, 2), optimizer_host_buffers=rooms)
-        for rooms in (1, 2)
+        compile_on_disk(looped_bfs, PipelineShape(1, 2, 2), optimizer_host_buffers=host_buffers)
+        for host_buffers in (1, 2)
     ]
     spans = [schedir.simulate(program, costs).span for program in two]
-    ends = 12 + 0.1 + 0.8  # end of the first store, since compute hides all earlier copies
-    assert spans[1] == pytest.approx(ends + 2 + 2)
+    first_store_end = 12 + 0.1 + 0.8  # compute hides all earlier copies
+    assert spans[1] == pytest.approx(first_store_end + 2 + 2)
     assert spans[0] == pytest.approx(12 + 0.8 + 0.8 + 2 + 0.8 + 2)  # after the last load
 
 
-def test_a_chart_tells_tiers_of_what_forwards_saved() -> None:
+def test_chart_names_tiers_of_offloaded_activations_only() -> None:
     """Optimizer states do not count, so a chart without offloaded activations names no tiers."""
-    (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(lowered()))
+    (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(compile_on_disk()))
     assert "peak" in head[0][0] and "host" not in head[0][0] and "disk" not in head[0][0]
-    moved = schedir.compile(interleaved, PLAN, optimizer_placement="disk", offload=[0])
-    (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(moved))
+    program = schedir.compile(interleaved, SHAPE, optimizer_placement="disk", offload=[0])
+    (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(program))
     assert "host" in head[0][0] and "disk" not in head[0][0]
 
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3))
-def test_any_draft_has_them_once_and_is_legal(
+def test_random_draft_reads_and_writes_each_state_once(
     shape: PipelineShape, seed: int, slots: int, rooms: int, zero: int
 ) -> None:
     draft = random_compute_program(shape, random.Random(seed))
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "clip_grad_norm": True,
         "zero": zero,
         "dp": 2,
         "tied_weights": shape.stages > 1,
     }
-    program = lowered(
-        draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **how
+    program = compile_on_disk(
+        draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **options
     )
     for model in MODELS:
         schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
-    for op in ROWS:
+    for op in STATE_OPS:
         assert np.count_nonzero(program.op == op) == shape.replica_ranks.size
     host = schedir.compile(
-        draft, shape, optimizer_placement="host", optimizer_device_buffers=slots, **how
+        draft, shape, optimizer_placement="host", optimizer_device_buffers=slots, **options
     )
-    assert (program.words[~np.isin(program.op, OF_DISK)] == host.words).all()
+    assert (program.words[~np.isin(program.op, DISK_OPS)] == host.words).all()
     assert program.digest != host.digest
-    again = lowered(
-        draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **how
+    relowered = compile_on_disk(
+        draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **options
     )
-    assert again == program
+    assert relowered == program
 
 
 # ---------------------------------------------------------------- refusals
 
 
-def moved(text: str, what: str, before: str) -> Program:
+def move_line(text: str, line: str, next_line: str) -> Program:
     """Move the line of an instruction of rank 1 before another line, or delete it."""
-    first, text = text.split("rank 1", 1)
-    assert text.count(f"  {what}\n") == 1, what
-    text = text.replace(f"  {what}\n", "")
-    if before:
-        assert text.count(f"  {before}\n") == 1, before
-        text = text.replace(f"  {before}\n", f"  {what}\n  {before}\n")
-    return schedir.from_text(f"{first}rank 1{text}")
+    rank_0_text, text = text.split("rank 1", 1)
+    assert text.count(f"  {line}\n") == 1, line
+    text = text.replace(f"  {line}\n", "")
+    if next_line:
+        assert text.count(f"  {next_line}\n") == 1, next_line
+        text = text.replace(f"  {next_line}\n", f"  {line}\n  {next_line}\n")
+    return schedir.from_text(f"{rank_0_text}rank 1{text}")
 
 
 @pytest.mark.parametrize(
-    ("what", "before", "error", "says"),
+    ("line", "next_line", "error", "message"),
     [
         (
             "reload_state 5",
@@ -168,15 +174,17 @@ def moved(text: str, what: str, before: str) -> Program:
         ("write_state_to_disk 3", "", CompletenessError, "write_state_to_disk 3"),
     ],
 )
-def test_a_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -> None:
-    rooms = 1 if error is SlotError else 2
-    text = schedir.to_text(lowered(clip_grad_norm=True, optimizer_host_buffers=rooms), folded=False)
-    with pytest.raises(error, match=says):
-        schedir.check(moved(text, what, before), blocking_hosts=True)
+def test_wrong_order_is_refused(line: str, next_line: str, error: Any, message: str) -> None:
+    host_buffers = 1 if error is SlotError else 2
+    text = schedir.to_text(
+        compile_on_disk(clip_grad_norm=True, optimizer_host_buffers=host_buffers), folded=False
+    )
+    with pytest.raises(error, match=message):
+        schedir.check(move_line(text, line, next_line), blocking_hosts=True)
 
 
-def test_what_does_not_go_together_is_refused() -> None:
-    text = schedir.to_text(lowered(), folded=False)
+def test_incompatible_options_are_refused() -> None:
+    text = schedir.to_text(compile_on_disk(), folded=False)
     with pytest.raises((CompletenessError, OrderError)):
         schedir.check(
             schedir.from_text(
@@ -186,13 +194,13 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(
         UsageError, match="optimizer_host_buffers is 2, but optimizer_placement is 'host'"
     ):
-        schedir.compile(interleaved, PLAN, optimizer_placement="host", optimizer_host_buffers=2)
+        schedir.compile(interleaved, SHAPE, optimizer_placement="host", optimizer_host_buffers=2)
     with pytest.raises(UsageError, match="but optimizer_placement is 'device'"):
-        schedir.compile(interleaved, PLAN, optimizer_host_buffers=2)
+        schedir.compile(interleaved, SHAPE, optimizer_host_buffers=2)
     with pytest.raises(
         UsageError, match="optimizer of a stage is not on the device: it is on the disk"
     ):
-        compute_footprints(lowered(), Sizes(model_states=10))
+        compute_footprints(compile_on_disk(), Sizes(model_states=10))
     with pytest.raises(UsageError, match="optimizer_placement = 'disk' needs spill_dir"):
         MemoryConfig(optimizer_placement="disk")  # type: ignore[call-arg]
     MemoryConfig(optimizer_placement="disk", spill_dir="/nvme")  # type: ignore[call-arg]
@@ -203,11 +211,11 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("rooms", [1, 2, 3])
-def test_bytes_are_told_by_tier(zero: int, rooms: int) -> None:
+def test_optimizer_bytes_on_disk_host_and_device(zero: int, rooms: int) -> None:
     """The disk always holds all states. Host and device hold those in transit that fit."""
     bytes_of = (8, 16, 24, 32, 40, 48)
     sizes = Sizes(optimizer=bytes_of, params=2, grads=2)
-    program = lowered(dp=2, zero=zero, optimizer_host_buffers=rooms)
+    program = compile_on_disk(dp=2, zero=zero, optimizer_host_buffers=rooms)
     costs = Costs(
         F=1,
         B=1,
@@ -218,13 +226,13 @@ def test_bytes_are_told_by_tier(zero: int, rooms: int) -> None:
         write_state_to_disk=5,
     )
     run = schedir.simulate(program, costs, sizes=sizes)
-    part = 2 if zero else 1
+    shards = 2 if zero else 1
     for rank, curve in enumerate(run.memory_on("disk")):
-        assert (curve.total == sum(bytes_of[rank::2]) / part).all()
+        assert (curve.total == sum(bytes_of[rank::2]) / shards).all()
     for rank, curve in enumerate(run.memory_on("host")):
-        each = sorted((size / part for size in bytes_of[rank::2]), reverse=True)
-        assert curve.total.max() <= sum(each[:rooms])
-        assert curve.total.max() >= each[0] and curve.total[-1] == 0
+        shard_bytes = sorted((size / shards for size in bytes_of[rank::2]), reverse=True)
+        assert curve.total.max() <= sum(shard_bytes[:rooms])
+        assert curve.total.max() >= shard_bytes[0] and curve.total[-1] == 0
     for curve in run.memory:
         assert (
             curve.by_kind["state"][0]
@@ -233,12 +241,14 @@ def test_bytes_are_told_by_tier(zero: int, rooms: int) -> None:
             < curve.by_kind["state"].max()
         )
     limit = max(
-        float(own.total_bytes.max())
-        for own in compute_footprints(program, sizes, "host", worst_case=True)
+        float(footprint.total_bytes.max())
+        for footprint in compute_footprints(program, sizes, "host", worst_case=True)
     )
-    lowered(dp=2, zero=zero, optimizer_host_buffers=rooms, sizes=sizes, host_memory_limit=limit)
+    compile_on_disk(
+        dp=2, zero=zero, optimizer_host_buffers=rooms, sizes=sizes, host_memory_limit=limit
+    )
     with pytest.raises(MemoryLimitError, match="on the host"):
-        lowered(
+        compile_on_disk(
             dp=2, zero=zero, optimizer_host_buffers=rooms, sizes=sizes, host_memory_limit=limit - 1
         )
 
@@ -250,14 +260,14 @@ def test_bytes_are_told_by_tier(zero: int, rooms: int) -> None:
     st.lists(st.floats(0, 9), min_size=6, max_size=6),
     shapes(),
 )
-def test_no_tier_ever_holds_more_than_it_may(
+def test_worst_case_memory_bounds_every_tier(
     slots: int, rooms: int, seed: int, times: Sequence[float], shape: PipelineShape
 ) -> None:
     draft = random_compute_program(shape, random.Random(seed))
-    program = lowered(
+    program = compile_on_disk(
         draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, dp=2
     )
-    names = (
+    op_names = (
         "read_state_from_disk",
         "reload_state",
         "stage_step",
@@ -265,19 +275,21 @@ def test_no_tier_ever_holds_more_than_it_may(
         "write_state_to_disk",
         "send",
     )
-    costs = Costs(F=1, B=2, **dict(zip(names, times, strict=True)))
+    costs = Costs(F=1, B=2, **dict(zip(op_names, times, strict=True)))
     sizes = Sizes(saved=7, optimizer=tuple(range(1, shape.stages + 1)), params=1, grads=1)
     run = schedir.simulate(program, costs, sizes=sizes)
     for tier in ("device", "host", "disk"):
-        most = [
-            float(own.total_bytes.max())
-            for own in compute_footprints(program, sizes, tier, worst_case=True)
+        limits = [
+            float(footprint.total_bytes.max())
+            for footprint in compute_footprints(program, sizes, tier, worst_case=True)
         ]
-        seen = [curve.total.max() for curve in run.memory_on(tier)]
-        assert (np.array(seen) <= np.array(most) + 1e-9).all()
+        peaks = [curve.total.max() for curve in run.memory_on(tier)]
+        assert (np.array(peaks) <= np.array(limits) + 1e-9).all()
 
 
-def pipeline(order: Sequence[str], slots: int, rooms: int, times: dict[str, float]) -> float:
+def compute_pipeline_span(
+    order: Sequence[str], slots: int, host_buffers: int, times: dict[str, float]
+) -> float:
     """Return the time when the last instruction ends.
 
     Each waits for its lane, for its stage's previous instruction, and for a free slot on the device
@@ -290,22 +302,22 @@ def pipeline(order: Sequence[str], slots: int, rooms: int, times: dict[str, floa
         "offload_state": "d2h",
         "write_state_to_disk": "disk",
     }
-    free, done = dict[str, float](), dict[str, float]()
-    left = {"device": [0.0] * slots, "host": [0.0] * rooms}
-    for turn in order:
-        what, stage = turn.split()
-        takes = {
+    lane_end, done = dict[str, float](), dict[str, float]()
+    free_times = {"device": [0.0] * slots, "host": [0.0] * host_buffers}
+    for instruction in order:
+        op, stage = instruction.split()
+        acquired = {
             "read_state_from_disk": "host", "reload_state": "device", "offload_state": "host"
-        }.get(what)  # fmt: skip
-        leaves = {
+        }.get(op)  # fmt: skip
+        released = {
             "reload_state": "host", "offload_state": "device", "write_state_to_disk": "host"
-        }.get(what)  # fmt: skip
-        start = max(free.get(lanes[what], 0.0), done.get(stage, 0.0))
-        if takes is not None:
-            start = max(start, left[takes].pop(0))
-        end = free[lanes[what]] = done[stage] = start + times[what]
-        if leaves is not None:
-            left[leaves].append(end)
+        }.get(op)  # fmt: skip
+        start = max(lane_end.get(lanes[op], 0.0), done.get(stage, 0.0))
+        if acquired is not None:
+            start = max(start, free_times[acquired].pop(0))
+        end = lane_end[lanes[op]] = done[stage] = start + times[op]
+        if released is not None:
+            free_times[released].append(end)
     return max(done.values())
 
 
@@ -314,8 +326,8 @@ def pipeline(order: Sequence[str], slots: int, rooms: int, times: dict[str, floa
 @pytest.mark.parametrize(
     "times", [(1, 1, 1, 1, 1), (4, 1, 0.5, 1, 5), (1, 3, 1, 2, 1), (2, 0, 0, 0, 3)]
 )
-def test_a_step_is_a_pipeline_of_four_lanes(slots: int, rooms: int, times: Any) -> None:
-    program = lowered(
+def test_step_time_equals_four_lane_pipeline(slots: int, rooms: int, times: Any) -> None:
+    program = compile_on_disk(
         looped_bfs,
         PipelineShape(1, 2, 5),
         optimizer_device_buffers=slots,
@@ -325,31 +337,33 @@ def test_a_step_is_a_pipeline_of_four_lanes(slots: int, rooms: int, times: Any) 
         "read_state_from_disk", "reload_state", "stage_step", "offload_state",
         "write_state_to_disk",
     )  # fmt: skip
-    each = dict(zip(lanes, times, strict=True))
-    span = schedir.simulate(program, Costs(F=0, B=0, **each)).span
-    assert span == pytest.approx(pipeline(names(program, 0), slots, rooms, each))
+    times_by_op = dict(zip(lanes, times, strict=True))
+    span = schedir.simulate(program, Costs(F=0, B=0, **times_by_op)).span
+    assert span == pytest.approx(
+        compute_pipeline_span(list_state_instructions(program, 0), slots, rooms, times_by_op)
+    )
     # The disk has one lane.
-    assert span >= 5 * (each["read_state_from_disk"] + each["write_state_to_disk"])
+    assert span >= 5 * (times_by_op["read_state_from_disk"] + times_by_op["write_state_to_disk"])
     if slots == rooms == 1:
         assert span == pytest.approx(5 * sum(times))
     # The disk's lane waits for no more than one stage.
-    if each["read_state_from_disk"] > 3 and rooms > 1 and slots > 1:
+    if times_by_op["read_state_from_disk"] > 3 and rooms > 1 and slots > 1:
         assert span <= 5 * (4 + 5) + 1 + 0.5 + 1
 
 
-def test_a_cluster_and_explain_tell_what_the_disk_takes() -> None:
+def test_cluster_disk_costs_cause_disk_idle_time() -> None:
     node = Cluster(
         nodes=1, gpus_per_node=2, flops=312e12, memory=80e9, hbm_bandwidth=2e12,
         nvlink_bandwidth=300e9, network_bandwidth=25e9,
         latency=0.0, host_bandwidth=10e9, disk_bandwidth=2e9,
     )  # fmt: skip
     sizes = Sizes(activation=1e6, params=1e9, grads=1e9, optimizer=6e9)
-    costs = node.fill_costs(PLAN, sizes, Costs(F=0.01, B=0.02), optimizer_placement="disk")
+    costs = node.fill_costs(SHAPE, sizes, Costs(F=0.01, B=0.02), optimizer_placement="disk")
     assert (costs.reload_state, costs.read_state_from_disk, costs.write_state_to_disk) == (
         0.6,
         3.0,
         3.0,
     )
-    run = schedir.simulate(lowered(), costs)
+    run = schedir.simulate(compile_on_disk(), costs)
     table = sum_by_cause(idleness(run), run.ranks)
     assert table[:, IdleCause.DISK].sum() > 2 * 3.0  # two ranks

@@ -14,7 +14,7 @@ from schedir.schedules import gpipe, interleaved, zb_v
 from tests.commands import run_command, run_refused_command
 
 
-def test_a_run_is_checked_under_the_model_that_it_ran_under(
+def test_run_is_checked_under_its_progress_model(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -31,20 +31,20 @@ def test_a_run_is_checked_under_the_model_that_it_ran_under(
     run_command(capsys, "export", "x.timeline", "--to", "torch", "-o", "x.csv")
 
 
-def test_ties_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    for both in (
+def test_repeated_tied_weights_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for options in (
         ("-O", "tied_weights", "-O", "tied_weights=0=1"),
         ("-O", "tied_weights=0=1", "-O", "tied_weights"),
     ):
         assert "-O tied_weights is given twice" in run_refused_command(
-            capsys, "check", "one_f_one_b", *both
+            capsys, "check", "one_f_one_b", *options
         )
 
 
-def test_reductions_of_a_rank_are_shared_out_to_its_stages(
+def test_compare_divides_reduction_cost_among_stages(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Costs of `compare` are those of a rank, so a stage with half its weights takes half."""
+    """`compare` takes costs of a rank. A stage with half of its weights takes half of the time."""
     costs = "--costs=F=1,B=2,reduce_grads=4"
     alone, compared = (
         json.loads(run_command(capsys, *argv, "-O", "dp=2", "--json"))
@@ -54,13 +54,13 @@ def test_reductions_of_a_rank_are_shared_out_to_its_stages(
         )
     )
     assert compared[0]["span"] == alone["span"]
-    whole = json.loads(
+    unsegmented = json.loads(
         run_command(capsys, "simulate", "one_f_one_b", costs, "-O", "dp=2", "--json")
     )
-    assert compared[1]["span"] == whole["span"]
+    assert compared[1]["span"] == unsegmented["span"]
 
 
-def test_a_pair_has_one_time_for_both(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overlapped_pairs_do_not_make_stage_slow(capsys: pytest.CaptureFixture[str]) -> None:
     """A stage with more pairs is not reported as slow."""
     assert "x the mean" not in run_command(
         capsys, "explain", "dualpipe_v", "--costs=F=1,B=2,send=0.1"
@@ -69,17 +69,17 @@ def test_a_pair_has_one_time_for_both(capsys: pytest.CaptureFixture[str]) -> Non
     assert "it takes 0.89x the mean" in run_command(capsys, "explain", "one_f_one_b", slow)
 
 
-def test_half_a_gigabyte(capsys: pytest.CaptureFixture[str]) -> None:
+def test_size_with_or_without_leading_zero(capsys: pytest.CaptureFixture[str]) -> None:
     """A number may be given with or without a leading 0."""
     for half in ("0.5GB", ".5GB", "500MB", "5e2 MB"):
         assert "500 MB" in run_command(capsys, "simulate", "one_f_one_b", f"--sizes=saved={half}")
-    for no in (".GB", "5.5.5GB", "-.5GB"):
+    for invalid_size in (".GB", "5.5.5GB", "-.5GB"):
         assert "saved must be a number" in run_refused_command(
-            capsys, "simulate", "gpipe", f"--sizes=saved={no}"
+            capsys, "simulate", "gpipe", f"--sizes=saved={invalid_size}"
         )
 
 
-def test_no_option_is_left_unread(
+def test_print_compute_only_reads_all_options(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -102,22 +102,22 @@ def test_no_option_is_left_unread(
     )
 
 
-def test_why_on_hosts_that_block(
+def test_explain_start_on_blocking_hosts(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gather on a blocking host delays later work, so the explanation differs."""
     monkeypatch.chdir(tmp_path)
     costs = schedir.Costs(send=0.5, tp_gather=0.3)
     program = schedir.compile(gpipe, PipelineShape(4, 8), tp=2, costs=costs)
-    last = len(program.streams[3]) - 1
-    argv = "-O", "tp=2", "--costs=send=0.5,tp_gather=0.3", f"--explain-start=3:{last}"
+    last_index = len(program.streams[3]) - 1
+    argv = "-O", "tp=2", "--costs=send=0.5,tp_gather=0.3", f"--explain-start=3:{last_index}"
     starts = []
     for blocks in (False, True):
-        asked = ["check", "gpipe", *argv, *["--blocking-hosts"] * blocks]
-        chain = json.loads(run_command(capsys, *asked, "--json"))
+        command = ["check", "gpipe", *argv, *["--blocking-hosts"] * blocks]
+        chain = json.loads(run_command(capsys, *command, "--json"))
         run = schedir.simulate(program, costs, blocking_hosts=blocks)
         assert chain[-1]["start"] == run.spans["start"][-1]
-        assert ("under per_device, if hosts block" in run_command(capsys, *asked)) == blocks
+        assert ("under per_device, if hosts block" in run_command(capsys, *command)) == blocks
         starts.append(chain[-1]["start"])
     assert starts[0] < starts[1]
     schedir.save_timeline(schedir.simulate(program), "x.timeline")
@@ -133,15 +133,15 @@ def test_why_on_hosts_that_block(
         ("colour", "the options are shape, tp, dp, progress_model, costs"),
     ],
 )
-def test_an_option_that_compile_does_not_have(option: str, hint: str) -> None:
-    given: dict[str, Any] = {option: True}
+def test_unknown_compile_option_is_refused(option: str, hint: str) -> None:
+    options: dict[str, Any] = {option: True}
     with pytest.raises(schedir.errors.UsageError) as error:
-        schedir.compile(interleaved, PipelineShape(2, 2), **given)
+        schedir.compile(interleaved, PipelineShape(2, 2), **options)
     assert error.value.fields == (option,) and error.value.hint.startswith(hint)
 
 
-def test_a_draft_is_not_lowered(capsys: pytest.CaptureFixture[str]) -> None:
-    cut = run_refused_command(
+def test_draft_refuses_lowering_option(capsys: pytest.CaptureFixture[str]) -> None:
+    error = run_refused_command(
         capsys, "print", "gpipe", "-O", "tp=2", "-O", "stage_segments=5", "--compute-only"
     )
-    assert "-O stage_segments applies only to lowered programs" in cut
+    assert "-O stage_segments applies only to lowered programs" in error

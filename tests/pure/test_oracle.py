@@ -25,17 +25,17 @@ seeds = st.integers(0, 2**32 - 1)
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("schedule", known(), ids=get_schedule_name)
-def test_every_schedule_runs(schedule: Schedule, overlap: bool) -> None:
+def test_every_schedule_passes_oracle(schedule: Schedule, overlap: bool) -> None:
     placement, v = getattr(schedule, "placed", ("loop", None))
     takes_v = "v" in inspect.signature(schedule).parameters
     v = v or (2 if takes_v else find_named_placement(placement).stages_per_rank)
     for model in MODELS:
-        right = compile(
+        program = compile(
             schedule, PipelineShape(4, 8, v, placement), tp=2, tied_weights=True,
             clip_grad_norm=True,
             progress_model=model, overlap=overlap,
         )  # fmt: skip
-        assert verdict(right, model).kind == "ok"
+        assert verdict(program, model).kind == "ok"
 
 
 WRONG = {
@@ -63,11 +63,11 @@ WRONG = {
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_seen(name: str, model: str) -> None:
+def test_wrong_program_has_verdict_wrong(name: str, model: str) -> None:
     assert verdict(WRONG[name], model).kind == "wrong"
 
 
-def test_who_waits_for_ever_hangs() -> None:
+def test_deadlock_has_verdict_hang() -> None:
     assert verdict(written("F 0.0", "recv_act 1.0; F 1.0"), "per_edge").kind == "hang"
     crossed = written(
         "F 0.0; send_act 0.0; F 0.1; recv_grad 0.0; send_act 0.1; B 0.0; recv_grad 0.1; B 0.1;"
@@ -82,14 +82,16 @@ def test_who_waits_for_ever_hangs() -> None:
 
 
 @given(seeds, st.sampled_from([*MUTATIONS]), st.sampled_from(MODELS), seeds)
-def test_the_order_of_threads_does_not_matter(seed: int, name: str, model: str, order: int) -> None:
+def test_verdict_does_not_depend_on_thread_order(
+    seed: int, name: str, model: str, order: int
+) -> None:
     mutant = trial(name, seed).mutant
     if mutant is not None:
         assert verdict(mutant, model).kind == verdict(mutant, model, order).kind
 
 
 @given(compute_programs(), seeds)
-def test_any_run_is_a_program(draft: Program, seed: int) -> None:
+def test_end_order_of_run_is_legal_program(draft: Program, seed: int) -> None:
     """The order in which a run under `per_edge` ended is legal under every model."""
     run = MUTATIONS["run_order"](lower(draft), random.Random(seed))
     assert run is not None

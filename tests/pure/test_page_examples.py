@@ -21,21 +21,21 @@ def commands(page: str) -> list[str]:
     return [line for line in lines if line.startswith("schedir ")]
 
 
-def run(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def run_shell_command(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Run a command as a shell does, and return its exit code and output."""
-    first, *words = shlex.split(command, comments=True)
-    if first == "python":
-        runpy.run_path(words[0], run_name="__main__")
+    program, *arguments = shlex.split(command, comments=True)
+    if program == "python":
+        runpy.run_path(arguments[0], run_name="__main__")
         return 0, "".join(capsys.readouterr())
-    for k, word in enumerate(words):
+    for k, word in enumerate(arguments):
         if word.startswith("$("):  # a shell inserts the standard output of this command
             assert main(shlex.split(word[2:-1])[1:]) == 0
-            words[k] = capsys.readouterr().out.strip()
-    return main(words), "".join(capsys.readouterr())
+            arguments[k] = capsys.readouterr().out.strip()
+    return main(arguments), "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_page_of_a_reader(
+def test_page_commands_print_documented_output(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (ROOT / "docs" / f"{name}.md").read_text()
@@ -43,8 +43,8 @@ def test_page_of_a_reader(
     monkeypatch.setenv("COLUMNS", "80")
     Path("examples").symlink_to(ROOT / "examples")
     program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))
-    schedir.save_timeline(schedir.simulate(program), "run.timeline")  # a file that readers have
-    ran = 0
+    schedir.save_timeline(schedir.simulate(program), "run.timeline")  # a file that the pages use
+    num_commands = 0
     for step in steps(page):
         if step.kind == "file":
             Path(step.named).write_text(step.text)
@@ -53,38 +53,39 @@ def test_page_of_a_reader(
         ):  # tests/cpu runs the others
             exec(compile(step.text, name, "exec"), {})
             capsys.readouterr()  # pages describe the output in words
-            ran += 1
+            num_commands += 1
         elif step.kind == "command" and not step.text.startswith("schedir train"):
-            code, out = run(step.text, capsys)
+            code, out = run_shell_command(step.text, capsys)
             assert code == (2 if "Error: " in step.prints else 0), step.text
-            shown = ".*".join(map(re.escape, step.prints.split("...\n")))
-            assert re.fullmatch(shown, out, flags=re.S), (step.text, out)
-            ran += 1
+            pattern = ".*".join(map(re.escape, step.prints.split("...\n")))
+            assert re.fullmatch(pattern, out, flags=re.S), (step.text, out)
+            num_commands += 1
     for command in commands(page):
         if not command.startswith("schedir train"):  # tests/cpu trains
-            assert run(command, capsys)[0] == 0, command
-            ran += 1
-    assert ran or name in ("how-to/write-a-schedule", "how-to/train-from-a-configuration")
+            assert run_shell_command(command, capsys)[0] == 0, command
+            num_commands += 1
+    assert num_commands or name in ("how-to/write-a-schedule", "how-to/train-from-a-configuration")
 
 
-def test_commands_that_pages_name_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_named_on_pages_exist(capsys: pytest.CaptureFixture[str]) -> None:
     """Commands and options exist, in blocks and in sentences, and Python blocks are valid."""
     helps: dict[str, str] = {}
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     for path in pages:
         page = path.read_text().replace("\\\n", "")
         shell = "".join(body for language, body in blocks(page) if language in ("", "sh", "bash"))
-        named = re.findall(r"^(?:\$ )?schedir +([a-z]+) (.*)$", shell, flags=re.M)
-        named += re.findall(r"`schedir ([a-z]+) ?([^`]*)`", page)
-        for command, rest in named:
-            part = [
+        commands = re.findall(r"^(?:\$ )?schedir +([a-z]+) (.*)$", shell, flags=re.M)
+        commands += re.findall(r"`schedir ([a-z]+) ?([^`]*)`", page)
+        for command, arguments in commands:
+            # A command may have subcommands.
+            command_words = [
                 command,
-                *re.findall(r"^(?:inspect|export)\b", rest),
-            ]  # a command may have subcommands
-            if (called := " ".join(part)) not in helps:
-                assert main([*part, "--help"]) == 0, (path.name, called)
+                *re.findall(r"^(?:inspect|export)\b", arguments),
+            ]
+            if (called := " ".join(command_words)) not in helps:
+                assert main([*command_words, "--help"]) == 0, (path.name, called)
                 helps[called] = capsys.readouterr().out
-            for option in re.findall(r"(?<!\S)--?[a-z][\w-]*", rest.split("  #")[0]):
+            for option in re.findall(r"(?<!\S)--?[a-z][\w-]*", arguments.split("  #")[0]):
                 known = re.search(rf"(?<!\S){option}(?![\w-])", helps[called].replace("[", " "))
                 assert known, (path.name, command, option)
         for language, body in blocks(page):

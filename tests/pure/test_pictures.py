@@ -34,7 +34,7 @@ from tests.strategies import costs
 PAIRED = simulate(compile(dualpipe_v, PipelineShape(4, 10, 2, "vee")))
 
 
-def timeline(
+def simulate_schedule(
     schedule: Schedule = one_f_one_b, ranks: int = 4, m: int = 8, v: int = 1, **cost: float
 ) -> Timeline:
     priced = Costs(**cost)
@@ -45,7 +45,7 @@ def timeline(
 
 
 @given(compute_programs(), st.data(), st.integers(1, 40))
-def test_shares_are_the_parts_of_time(draft: Program, data: st.DataObject, columns: int) -> None:
+def test_density_shares_sum_to_busy_time(draft: Program, data: st.DataObject, columns: int) -> None:
     t = simulate(lower(draft), data.draw(costs(draft.shape)))
     kind = t.spans["op"].astype(np.int64)
     share = compute_shares(t, kind, len(Opcode), columns)
@@ -59,74 +59,81 @@ def test_shares_are_the_parts_of_time(draft: Program, data: st.DataObject, colum
         )
         lo, hi = t.span * column / columns, t.span * (column + 1) / columns
         for op in (Opcode.Forward, Opcode.Backward):
-            own = t.spans[(t.spans["rank"] == rank) & (t.spans["op"] == op)]
-            inside = np.minimum(own["end"], hi) - np.maximum(own["start"], lo)
+            spans = t.spans[(t.spans["rank"] == rank) & (t.spans["op"] == op)]
+            inside = np.minimum(spans["end"], hi) - np.maximum(spans["start"], lo)
             assert share[rank, column, op] == pytest.approx(
                 inside.clip(0).sum() / (hi - lo), abs=1e-9
             )
 
 
-def test_a_pair_shares_its_time() -> None:
+def test_overlapped_pair_shares_its_time() -> None:
     share = compute_shares(PAIRED, PAIRED.spans["op"].astype(np.int64), len(Opcode), 97)
     assert PAIRED.is_second_of_pair.any()
     assert np.allclose(share.sum((1, 2)) * PAIRED.span / 97, PAIRED.busy)
 
 
-def test_small_boxes_become_densities(tmp_path: Path) -> None:
-    t = timeline(ranks=32, m=1024)
+def test_small_boxes_become_density_images(tmp_path: Path) -> None:
+    t = simulate_schedule(ranks=32, m=1024)
     figure = gantt(t, show=("lanes", "arrows", "path"))
     assert (figure.get_size_inches() < 15).all()
     images = figure.axes[0].images
     assert len(images) == 32
     for rank, image in enumerate(images):
-        seen = np.asarray(image.get_array())
-        assert seen[..., 3].mean() == pytest.approx(t.busy[rank] / t.span, abs=0.01)
+        pixels = np.asarray(image.get_array())
+        assert pixels[..., 3].mean() == pytest.approx(t.busy[rank] / t.span, abs=0.01)
     save(figure, tmp_path / "x.png")
-    assert not gantt(timeline()).axes[0].images
+    assert not gantt(simulate_schedule()).axes[0].images
 
 
 # ---------------------------------------------------------------- overlays
 
 
-def lines_of(figure: Figure) -> list[LineCollection]:
+def list_line_collections(figure: Figure) -> list[LineCollection]:
     return [c for c in figure.axes[0].collections if isinstance(c, LineCollection)]
 
 
-def test_overlays_are_named() -> None:
+def test_unknown_overlay_or_width_is_refused() -> None:
     with pytest.raises(
         UsageError, match="lanes, arrows, path, in_flight, memory, phases, not 'colour'"
     ):
-        gantt(timeline(), show="path, colour")
+        gantt(simulate_schedule(), show="path, colour")
     with pytest.raises(UsageError, match="'column' or 'page'"):
-        gantt(timeline(), width="poster")
+        gantt(simulate_schedule(), width="poster")
 
 
 @pytest.mark.parametrize(("width", "inches"), [("column", 3.35), ("page", 7.0)])
-def test_a_paper_has_widths(width: str, inches: float) -> None:
+def test_figure_has_column_or_page_width(width: str, inches: float) -> None:
     for show in ((), tuple(OVERLAYS)):
-        figure = compare([timeline(), timeline(gpipe)], width=width, show=show)
+        figure = compare([simulate_schedule(), simulate_schedule(gpipe)], width=width, show=show)
         assert figure.get_figwidth() == pytest.approx(inches)
-        names = [axes.get_title("left") for axes in figure.axes]
-        assert [name.partition(" ")[0] for name in names] == ["one_f_one_b", "gpipe"]
+        titles = [axes.get_title("left") for axes in figure.axes]
+        assert [name.partition(" ")[0] for name in titles] == ["one_f_one_b", "gpipe"]
 
 
 @pytest.mark.parametrize(
-    "t", [timeline(send=0.2), timeline(interleaved, v=2), timeline(gpipe), timeline(zb_h1), PAIRED]
+    "t",
+    [
+        simulate_schedule(send=0.2),
+        simulate_schedule(interleaved, v=2),
+        simulate_schedule(gpipe),
+        simulate_schedule(zb_h1),
+        PAIRED,
+    ],
 )
-def test_an_arrow_for_every_message(t: Timeline) -> None:
+def test_every_message_has_one_arrow(t: Timeline) -> None:
     sends = int(np.isin(t.spans["op"], SEND_OPS).sum())
     pairs = find_messages(t)
     assert len(pairs) == sends > 0
     assert (t.spans["rank"][pairs[:, 0]] != t.spans["rank"][pairs[:, 1]]).all()
     assert (t.spans["mb"][pairs[:, 0]] == t.spans["mb"][pairs[:, 1]]).all()
     figure = gantt(t, show=("arrows",))
-    (drawn,) = [c for c in figure.axes[0].collections if isinstance(c, Quiver)]
-    assert sends == drawn.N
+    (arrows,) = [c for c in figure.axes[0].collections if isinstance(c, Quiver)]
+    assert sends == arrows.N
     assert not [c for c in gantt(t).axes[0].collections if isinstance(c, Quiver)]
 
 
-def test_the_critical_path_is_outlined() -> None:
-    t = timeline(B=2)
+def test_critical_path_is_outlined() -> None:
+    t = simulate_schedule(B=2)
     figure = gantt(t, show=("path",))
     polygons = [c for c in figure.axes[0].collections if isinstance(c, PolyCollection)]
     edges = [np.asarray(c.get_edgecolor()) for c in polygons]
@@ -140,19 +147,24 @@ def test_the_critical_path_is_outlined() -> None:
     assert sum(np.ptp(np.asarray(p.vertices)[:, 0]) for p in outlined.get_paths()) == t.span
 
 
-def test_phases_end_where_backwards_begin_and_forwards_end() -> None:
-    times = find_phase_times(timeline(B=2))
+def test_phase_times_of_warmup_and_cooldown() -> None:
+    times = find_phase_times(simulate_schedule(B=2))
     assert times["warmup"][1].tolist() == [10, 8, 6, 4]
     assert times["cooldown"][0].tolist() == [22, 23, 24, 25]
     for lo, hi in times.values():
         assert (lo <= hi).all()
-    warm, cool = (find_phase_times(timeline(gpipe))[name] for name in ("warmup", "cooldown"))
+    warm, cool = (
+        find_phase_times(simulate_schedule(gpipe))[name] for name in ("warmup", "cooldown")
+    )
     assert (warm[1] <= cool[0]).all()
-    assert gantt(timeline(), show=("phases",)).legends[0].get_texts()[-1].get_text() == "cooldown"
+    assert (
+        gantt(simulate_schedule(), show=("phases",)).legends[0].get_texts()[-1].get_text()
+        == "cooldown"
+    )
 
 
-def test_curves_rise_to_the_peaks() -> None:
-    t = timeline(B=2)
+def test_curves_reach_peak_memory_and_in_flight() -> None:
+    t = simulate_schedule(B=2)
     for rank, (times, counts) in enumerate(compute_in_flight_curve(t).steps):
         assert (np.diff(times) > 0).all() and counts.max() == t.peak_in_flight[rank]
     sized = replace(t, sizes=Sizes(saved=1e9, activation=1e8))
@@ -160,9 +172,9 @@ def test_curves_rise_to_the_peaks() -> None:
     for (_, values), peak in zip(compute_memory_curve(sized).steps, sized.peak_memory, strict=True):
         assert values.max() == peak
     figure = gantt(sized, show=("in_flight", "memory"))
-    assert len(lines_of(figure)) == 2 and "GB" in figure.axes[0].get_title("right")
+    assert len(list_line_collections(figure)) == 2 and "GB" in figure.axes[0].get_title("right")
     assert "GB" in bubble_vs_memory([sized]).axes[0].get_xlabel()
-    (curves,) = lines_of(gantt(t, show=("in_flight",)))
+    (curves,) = list_line_collections(gantt(t, show=("in_flight",)))
     high = [np.ptp(np.asarray(path.vertices)[:, 1]) for path in curves.get_paths()]
     assert np.allclose(np.array(high) / high[0], t.peak_in_flight / t.peak_in_flight[0])
 
@@ -170,8 +182,13 @@ def test_curves_rise_to_the_peaks() -> None:
 # ---------------------------------------------------------------- figures of runs
 
 
-def test_bubble_against_memory() -> None:
-    runs = [timeline(gpipe), timeline(), timeline(zb_h1), timeline(interleaved, v=2, F=0.5, B=0.5)]
+def test_bubble_vs_memory_has_point_per_run() -> None:
+    runs = [
+        simulate_schedule(gpipe),
+        simulate_schedule(),
+        simulate_schedule(zb_h1),
+        simulate_schedule(interleaved, v=2, F=0.5, B=0.5),
+    ]
     (axes,) = bubble_vs_memory(runs).axes
     points = np.asarray(axes.collections[0].get_offsets())
     assert points.tolist() == [[t.peak_activations, t.bubble] for t in runs]
@@ -181,29 +198,31 @@ def test_bubble_against_memory() -> None:
     assert (np.diff(best) <= 0).all() and min(t.bubble for t in runs) in best
     with pytest.raises(UsageError):
         bubble_vs_memory([])
-    bubble_vs_memory([timeline(ranks=1, m=1)] * 12)  # all in one spot
+    bubble_vs_memory([simulate_schedule(ranks=1, m=1)] * 12)  # all in one spot
 
 
-def test_the_map_of_idle_time_adds_up(tmp_path: Path) -> None:
-    t = timeline(send=0.25, reduce_grads=1)
+def test_idle_map_sums_to_idle_time(tmp_path: Path) -> None:
+    t = simulate_schedule(send=0.25, reduce_grads=1)
     (axes,) = idle_map(t).axes
     cells = np.asarray(axes.images[0].get_array())
     assert np.allclose(cells[:-1, -1], t.idle / t.span)
     assert np.allclose(cells[:, :-1].sum(1), cells[:, -1])
     assert cells[-1, -1] == pytest.approx(t.bubble)
-    names = [label.get_text() for label in axes.get_xticklabels()]
-    assert names[0] == "warmup" and names[-1] == "all" and "host" not in names
+    cause_names = [label.get_text() for label in axes.get_xticklabels()]
+    assert cause_names[0] == "warmup" and cause_names[-1] == "all" and "host" not in cause_names
     assert len(axes.texts) == cells.size
-    big = idle_map(timeline(ranks=200, m=1))
+    big = idle_map(simulate_schedule(ranks=200, m=1))
     assert (big.get_size_inches() < 13).all()
     save(big, tmp_path / "x.png")
-    save(idle_map(timeline(ranks=1, m=2)), tmp_path / "y.png")  # never idle
+    save(idle_map(simulate_schedule(ranks=1, m=2)), tmp_path / "y.png")  # never idle
 
 
 # ---------------------------------------------------------------- from the command line
 
 
-def test_plain_options_reach_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_options_of_draw_and_compare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     marks = ["--show", ",".join(OVERLAYS), "--width", "column"]
     for argv in (

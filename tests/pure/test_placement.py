@@ -1,4 +1,4 @@
-"""Tests of users' own placements, with any ranks and any number of holders of each stage."""
+"""Tests of users' own placements, with any ranks and any number of replicas of each stage."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ from schedir.testing.strategies import random_compute_program, shapes
 from schedir.verify.check import check
 
 
-def test_names_are_rows() -> None:
+def test_named_placement_equals_its_rows() -> None:
     for name, rows in {
         "loop": [[0, 1, 2, 3]],
         "vee": [[0, 1, 2, 3, 3, 2, 1, 0]],
         "mirror": [[0, 1, 2, 3], [3, 2, 1, 0]],
         "mirror-vee": [[0, 1, 2, 3, 3, 2, 1, 0], [3, 2, 1, 0, 0, 1, 2, 3]],
     }.items():
-        named = PipelineShape(4, 6, placement=name)
-        given = PipelineShape(4, 6, placement=tuple(map(tuple, rows)))
-        assert named.replica_ranks.tolist() == given.replica_ranks.tolist() == rows
-        assert named.stages_on_rank == given.stages_on_rank
+        by_name = PipelineShape(4, 6, placement=name)
+        by_rows = PipelineShape(4, 6, placement=tuple(map(tuple, rows)))
+        assert by_name.replica_ranks.tolist() == by_rows.replica_ranks.tolist() == rows
+        assert by_name.stages_on_rank == by_rows.stages_on_rank
         assert (
-            named.stages_per_rank == given.stages_per_rank == NAMED_PLACEMENTS[name].stages_per_rank
+            by_name.stages_per_rank
+            == by_rows.stages_per_rank
+            == NAMED_PLACEMENTS[name].stages_per_rank
         )
         programs = [
-            compile(random_compute_program(shape, random.Random(1))) for shape in (named, given)
+            compile(random_compute_program(shape, random.Random(1))) for shape in (by_name, by_rows)
         ]
         assert programs[0].digest == programs[1].digest
 
@@ -49,16 +51,22 @@ def test_names_are_rows() -> None:
     ("rows", "m", "parts"),
     [(1, 5, (0, 5)), (2, 5, (0, 3, 5)), (3, 5, (0, 2, 4, 5)), (3, 7, (0, 3, 5, 7))],
 )
-def test_parts_are_as_even_as_can_be(rows: int, m: int, parts: tuple[int, ...]) -> None:
+def test_placement_rows_share_microbatches_evenly(
+    rows: int, m: int, parts: tuple[int, ...]
+) -> None:
     shape = PipelineShape(3, m, placement=tuple((k, (k + 1) % 3, (k + 2) % 3) for k in range(rows)))
     assert shape.microbatch_row_offsets == parts and shape.placement_rows == rows
     for stage in range(3):
-        on = [(stage + k) % 3 for k in range(rows) for _ in range(parts[k], parts[k + 1])]
-        assert np.broadcast_to(shape.rank_of_stage(stage, range(m)), m).tolist() == on
+        ranks_by_microbatch = [
+            (stage + k) % 3 for k in range(rows) for _ in range(parts[k], parts[k + 1])
+        ]
+        assert (
+            np.broadcast_to(shape.rank_of_stage(stage, range(m)), m).tolist() == ranks_by_microbatch
+        )
 
 
 @pytest.mark.parametrize("text", ["loop", "mirror-vee", "0,1,1", "0,1,2,3/3,2,1,0", "0,1/1,2/2,0"])
-def test_a_placement_is_a_text(text: str) -> None:
+def test_placement_round_trips_through_text(text: str) -> None:
     ranks = 4 if text[0] in "lm" or "3" in text else 2 + ("2" in text)
     shape = PipelineShape(ranks, 6, placement=text)
     assert format_placement(shape.placement) == text
@@ -99,32 +107,34 @@ def test_a_placement_is_a_text(text: str) -> None:
         ({"placement": "mirror-vee", "stages_per_rank": 3}, "stages_per_rank must be even, not 3"),
     ],
 )
-def test_what_is_no_placement(shape: dict[str, Any], fact: str) -> None:
+def test_invalid_placement_is_refused(shape: dict[str, Any], fact: str) -> None:
     with pytest.raises(ShapeError) as caught:
         PipelineShape(**{"ranks": 2, "microbatches": 8} | shape)
     assert fact in str(caught.value) and set(caught.value.fields) >= {*shape} - {"ranks"}
 
 
-def test_an_own_stage_may_have_two_names() -> None:
+def test_stage_has_local_number_on_each_rank() -> None:
     """Stage 1 is `F[1]` on rank 0 and `F[0]` on rank 1."""
     shape = PipelineShape(3, 4, placement=((0, 0), (2, 1)))
     assert shape.stages_on_rank == ((0, 1), (1,), (0,))
     assert shape.local_stage(1, [0, 1]).tolist() == [1, 0]
-    words = [2 * (F[0] + F[1] + B[1] + B[0]), 2 * (F + B), 2 * (F + B)]
+    rank_schedules = [2 * (F[0] + F[1] + B[1] + B[0]), 2 * (F + B), 2 * (F + B)]
 
     def mine(rank: int, ranks: int, microbatches: int) -> RankSchedule:
-        return words[rank]
+        return rank_schedules[rank]
 
     program = compile(mine, shape)
     check(program)
-    found = [[(s, mb) for op, s, mb in stream if op is FORWARD] for stream in program.streams]
-    assert found == [[(0, 0), (1, 0), (0, 1), (1, 1)], [(1, 2), (1, 3)], [(0, 2), (0, 3)]]
+    forwards = [[(s, mb) for op, s, mb in stream if op is FORWARD] for stream in program.streams]
+    assert forwards == [[(0, 0), (1, 0), (0, 1), (1, 1)], [(1, 2), (1, 3)], [(0, 2), (0, 3)]]
 
 
 @settings(max_examples=25)
 @given(shapes(placements=["rows"]), st.randoms(use_true_random=False), st.booleans())
-def test_any_holders(shape: PipelineShape, rng: random.Random, tied: bool) -> None:
-    """Under all models each holder runs its part, and reduces with the others of its stage."""
+def test_random_stage_replicas_compile_and_reduce(
+    shape: PipelineShape, rng: random.Random, tied: bool
+) -> None:
+    """Each stage replica runs its microbatches, and reduces with the other replicas."""
     for model in MODELS:
         program = compile(
             random_compute_program(shape, rng),
@@ -137,30 +147,31 @@ def test_any_holders(shape: PipelineShape, rng: random.Random, tied: bool) -> No
             if op in (FORWARD, BACKWARD):
                 assert shape.replica_ranks[shape.replica_row_of_microbatch(mb), s] == rank
     for op in (Opcode.ReduceGrads, Opcode.ReduceReplicatedStages):
-        each = [[i.stage for i in stream if i.op is op] for stream in program.streams]
-        assert [sorted(own) for own in each] == [[*own] for own in shape.stages_on_rank]
-    assert (
-        simulate(program).span >= 3 * shape.microbatch_row_offsets[1]
-    )  # the compute of one holder of a stage
+        reduced_stages = [[i.stage for i in stream if i.op is op] for stream in program.streams]
+        assert [sorted(rank_stages) for rank_stages in reduced_stages] == [
+            [*rank_stages] for rank_stages in shape.stages_on_rank
+        ]
+    # The span is at least the compute of one replica of a stage.
+    assert simulate(program).span >= 3 * shape.microbatch_row_offsets[1]
 
 
-def test_each_holder_is_missed() -> None:
-    """The error names whichever of three holders is missing in the sum."""
+def test_missing_replica_reduction_is_named() -> None:
+    """The error names the stage replica whose reduction is missing."""
     shape = PipelineShape(3, 3, placement=((0, 1), (1, 2), (2, 0)))
     text = to_text(compile(random_compute_program(shape, random.Random(0))), folded=False)
     for k in range(text.count("\n  reduce_replicated_stages 1\n")):
-        head, *parts = text.split("\n  reduce_replicated_stages 1\n")
-        without = "\n  reduce_replicated_stages 1\n".join([head, *parts[:k]]) + "\n" * (
-            k < len(parts)
+        head, *pieces = text.split("\n  reduce_replicated_stages 1\n")
+        without = "\n  reduce_replicated_stages 1\n".join([head, *pieces[:k]]) + "\n" * (
+            k < len(pieces)
         )
-        whole = without + "\n  reduce_replicated_stages 1\n".join(parts[k:])
+        incomplete_text = without + "\n  reduce_replicated_stages 1\n".join(pieces[k:])
         with pytest.raises(
             SchedirError, match=f"reduce_replicated_stages 1 is missing on rank {k}"
         ):
-            check(from_text(whole))
+            check(from_text(incomplete_text))
 
 
-def test_a_microbatch_of_another_holder() -> None:
+def test_microbatch_of_other_replica_is_refused() -> None:
     def greedy(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         return F[0].at(2) + F[0].at(0)
 
@@ -168,7 +179,9 @@ def test_a_microbatch_of_another_holder() -> None:
         compile(greedy, PipelineShape(2, 4, placement=((0, 1), (1, 0))))
 
 
-def test_a_draft_of_named_rows_is_that_of_their_name() -> None:
+def test_placement_name_and_rows_give_same_draft() -> None:
     rows = ((0, 1, 2, 3), (3, 2, 1, 0))
-    one, other = (expand_schedule(dualpipe, PipelineShape(4, 8, 2, p)) for p in ("mirror", rows))
-    assert [*one.streams] == [*other.streams]
+    by_name, by_rows = (
+        expand_schedule(dualpipe, PipelineShape(4, 8, 2, p)) for p in ("mirror", rows)
+    )
+    assert [*by_name.streams] == [*by_rows.streams]

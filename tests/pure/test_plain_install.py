@@ -19,48 +19,56 @@ from tests import plain_install
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def with_dependencies(names: list[str]) -> Iterator[str]:
+def list_with_dependencies(names: list[str]) -> Iterator[str]:
     """Yield packages and all their direct and indirect dependencies."""
-    seen: set[str] = set()
+    visited: set[str] = set()
     while names:
         name = names.pop()
-        if name not in seen:
-            seen.add(name)
+        if name not in visited:
+            visited.add(name)
             yield name
-            needs = map(Requirement, distribution(name).requires or ())
-            names += [each.name for each in needs if not each.marker or each.marker.evaluate()]
+            requirements = map(Requirement, distribution(name).requires or ())
+            names += [
+                requirement.name
+                for requirement in requirements
+                if not requirement.marker or requirement.marker.evaluate()
+            ]
 
 
-def environment(folder: Path) -> Path:
+def create_environment(folder: Path) -> Path:
     """Create an environment with the packages of a plain install, and return its Python."""
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for name in with_dependencies([Requirement(each).name for each in project["dependencies"]]):
+    for name in list_with_dependencies(
+        [Requirement(requirement).name for requirement in project["dependencies"]]
+    ):
         package = distribution(name)
-        for part in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
-            if not (site / part).exists():
-                (site / part).symlink_to(str(package.locate_file(part)))
+        for top_level in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+            if not (site / top_level).exists():
+                (site / top_level).symlink_to(str(package.locate_file(top_level)))
     (site / "source.pth").write_text(f"{ROOT}\n")
     return folder / "bin" / "python"
 
 
-def test_all_commands_that_need_no_torch_work_without_it(tmp_path: Path) -> None:
+def test_commands_without_torch_work_in_plain_install(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    python = environment(tmp_path / "environment")
+    python = create_environment(tmp_path / "environment")
     plain_install.use(python, tmp_path / "empty", in_one_process=True)
 
 
-def imports_of_the_docs() -> list[str]:
+def list_documented_imports() -> list[str]:
     """Return the import lines of schedir in the Python examples of all pages."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     line = r"^(?:from schedir[\w.]* import (?:\([^)]*\)|.*)|import schedir.*)$"
-    found = {each for page in pages for each in re.findall(line, page.read_text(), re.M)}
-    return sorted(found)
+    lines = {
+        import_line for page in pages for import_line in re.findall(line, page.read_text(), re.M)
+    }
+    return sorted(lines)
 
 
-def test_every_documented_import_works_or_names_the_missing_package(tmp_path: Path) -> None:
-    python = environment(tmp_path / "environment")
+def test_documented_import_works_or_names_missing_package(tmp_path: Path) -> None:
+    python = create_environment(tmp_path / "environment")
     script = r"""
 import sys
 for line in sys.stdin.read().split("\0"):
@@ -70,7 +78,7 @@ for line in sys.stdin.read().split("\0"):
         if error.name not in ("torch", "hypothesis"):
             print(line, error)
 """
-    lines = imports_of_the_docs()
+    lines = list_documented_imports()
     assert len(lines) > 20
     done = subprocess.run(
         [python, "-c", script], input="\0".join(lines), capture_output=True, text=True, check=True
@@ -78,44 +86,50 @@ for line in sys.stdin.read().split("\0"):
     assert done.stdout == ""
 
 
-def test_all_names_can_be_listed_without_torch(tmp_path: Path) -> None:
-    python = environment(tmp_path / "environment")
+def test_public_names_are_listed_without_torch(tmp_path: Path) -> None:
+    python = create_environment(tmp_path / "environment")
     script = "import inspect, schedir; inspect.getmembers(schedir); help(schedir)"
     done = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True)
     assert "NAME\n    schedir" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (None, "needs torch, which is not installed"),
         ("raise ImportError('libcudart.so.12')", "torch cannot be imported: ImportError"),
         ("raise OSError('libcudart.so.12')", "torch cannot be imported: OSError"),
     ],
 )
-def test_a_torch_that_cannot_be_imported(tmp_path: Path, content: str | None, words: str) -> None:
-    """The torch is an empty folder, or lacks a library."""
-    python = environment(tmp_path / "environment")
+def test_broken_torch_is_reported_without_traceback(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    """The torch package is an empty folder, or lacks a library."""
+    python = create_environment(tmp_path / "environment")
     (tmp_path / "torch").mkdir()
     if content is not None:
         (tmp_path / "torch" / "__init__.py").write_text(content)
     command = [str(python), "-m", "schedir", "plan", "--measure", "-o", "here.toml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and words in done.stderr and "pip install" in done.stderr
+    assert done.returncode == 2 and message in done.stderr and "pip install" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_version_that_is_too_low_is_refused() -> None:
+def test_too_low_package_version_is_refused() -> None:
     require_package("hypothesis", "this", min_version="6.0")
     with pytest.raises(MissingPackageError) as caught:
         require_package("hypothesis", "this", min_version="999.1")
     assert caught.value.name == "hypothesis" and "999.1 or later" in caught.value.fact
 
 
-def test_the_lowest_versions_are_those_of_the_project() -> None:
+def test_min_versions_equal_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for package, extra in EXTRAS.items():
         needed = map(Requirement, project["optional-dependencies"][extra.name])
-        (own,) = [each for each in needed if each.name == package.replace(".", "-")]
-        lowest = [each.version for each in own.specifier if each.operator == ">="]
+        (requirement,) = [
+            candidate for candidate in needed if candidate.name == package.replace(".", "-")
+        ]
+        lowest = [
+            candidate.version for candidate in requirement.specifier if candidate.operator == ">="
+        ]
         assert lowest == ([extra.min_version] if extra.min_version else [])

@@ -19,7 +19,7 @@ SIMPLE = replace(PLAN, schedule="one_f_one_b", stages_per_rank=1, recompute="non
 @pytest.mark.parametrize(
     ("slowdown", "is_preferred"), [(0.0, True), (0.006, True), (0.0199, True), (0.0201, False)]
 )
-def test_two_percent_are_the_limit(slowdown: float, is_preferred: bool) -> None:
+def test_simple_plan_within_two_percent_is_preferred(slowdown: float, is_preferred: bool) -> None:
     simple = replace(SIMPLE, step_time=PLAN.step_time * (1 + slowdown))
     assert prefer_simplest([PLAN, simple]) == ([simple, PLAN] if is_preferred else [PLAN, simple])
     assert prefer_simplest([]) == []
@@ -33,25 +33,23 @@ def test_two_percent_are_the_limit(slowdown: float, is_preferred: bool) -> None:
         {"optimizer_placement": "host"},
     ],
 )  # fmt: skip
-def test_each_mechanism_counts(change: dict[str, object]) -> None:
+def test_each_mechanism_increases_complexity(change: dict[str, object]) -> None:
     complex_plan = replace(SIMPLE, **change)  # type: ignore[arg-type]
     assert measure_complexity(complex_plan, 1e9) > measure_complexity(SIMPLE, 2e9)
 
 
-def test_fewer_stages_and_then_less_memory_are_simpler() -> None:
+def test_fewer_stages_then_less_memory_is_simpler() -> None:
     """ZeRO 1 does not count as a mechanism, since it saves memory without more communication."""
     two, eight = (replace(PLAN, stages_per_rank=v) for v in (2, 8))
     assert prefer_simplest([eight, two]) == [two, eight]
-    less = PLAN.memory._replace(optimizer=PLAN.memory.optimizer - 1)
-    plain, sharded = replace(PLAN, zero=0), replace(PLAN, zero=1, memory=less)
+    smaller_memory = PLAN.memory._replace(optimizer=PLAN.memory.optimizer - 1)
+    plain, sharded = replace(PLAN, zero=0), replace(PLAN, zero=1, memory=smaller_memory)
     assert prefer_simplest([plain, sharded])[0] == sharded
-    assert prefer_simplest([replace(PLAN, zero=2, memory=less), plain])[0] == plain
+    assert prefer_simplest([replace(PLAN, zero=2, memory=smaller_memory), plain])[0] == plain
 
 
-def test_the_command_prints_what_it_prefers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The preferred plan is also the one that is written."""
+def test_command_prints_preferred_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command also writes the preferred plan."""
     text = run_command(capsys, *AT, "-o", str(tmp_path / "plan.toml"))
     assert (
         "\nplan 1 comes first because it is the simplest plan within 2 % of the fastest; " in text

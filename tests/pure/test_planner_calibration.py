@@ -23,65 +23,67 @@ PLANS = [
 ]
 
 
-def measured(cluster: Cluster, plans: list[ParallelPlan] = PLANS) -> list[MeasuredRun]:
+def predict_runs(cluster: Cluster, plans: list[ParallelPlan] = PLANS) -> list[MeasuredRun]:
     """Return runs that are as fast as a cluster predicts."""
     return [MeasuredRun(MODEL, p, predict(cluster, STACK, MODEL, p).step_time) for p in plans]
 
 
-def test_constants_of_another_cluster_are_found() -> None:
-    """The runs depend on the speeds of compute and host, which are therefore determined."""
+def test_calibrate_finds_cluster_constants() -> None:
+    """The runs depend on the speeds of compute and host, so the fit finds both."""
     truth = replace(
         PRESET, flops=PRESET.flops * 0.8, hbm_bandwidth=PRESET.hbm_bandwidth * 0.8, kernel_us=40
     )
-    found = planner.calibrate(PRESET, STACK, measured(truth))
-    assert max(map(abs, found.errors)) < 0.03
-    assert found.cluster.flops == pytest.approx(truth.flops, rel=0.05)
-    assert found.cluster.kernel_us == pytest.approx(40, rel=0.05)
-    for one in found.constants:
-        assert one.low <= getattr(truth, one.name) <= one.high, one.name
-    other = ParallelPlan(pp=2, tp=2, dp=2, microbatches=64, sequence_parallel=True)
-    seconds = predict(truth, STACK, MODEL, other).step_time
-    low, high = found.find_interval(MODEL, other)
+    calibration = planner.calibrate(PRESET, STACK, predict_runs(truth))
+    assert max(map(abs, calibration.errors)) < 0.03
+    assert calibration.cluster.flops == pytest.approx(truth.flops, rel=0.05)
+    assert calibration.cluster.kernel_us == pytest.approx(40, rel=0.05)
+    for constant in calibration.constants:
+        assert constant.low <= getattr(truth, constant.name) <= constant.high, constant.name
+    other_plan = ParallelPlan(pp=2, tp=2, dp=2, microbatches=64, sequence_parallel=True)
+    seconds = predict(truth, STACK, MODEL, other_plan).step_time
+    low, high = calibration.find_interval(MODEL, other_plan)
     assert low <= seconds <= high < 1.5 * low
 
 
-def test_runs_as_predicted_change_nothing() -> None:
-    found = planner.calibrate(PRESET, STACK, measured(PRESET))
-    for one in found.constants:
-        assert one.value == pytest.approx(one.prior, rel=1e-3)
-    assert max(map(abs, found.errors)) < 1e-3
+def test_runs_as_predicted_keep_constants() -> None:
+    calibration = planner.calibrate(PRESET, STACK, predict_runs(PRESET))
+    for constant in calibration.constants:
+        assert constant.value == pytest.approx(constant.prior, rel=1e-3)
+    assert max(map(abs, calibration.errors)) < 1e-3
 
 
-def test_one_bad_run_among_many_counts_little() -> None:
+def test_outlier_run_changes_constants_little() -> None:
     plans = [ParallelPlan(dp=8, microbatches=m) for m in (4, 8, 16, 32, 64)]
-    runs = measured(PRESET, plans)
-    bad = [*runs[:-1], runs[-1]._replace(step_time=runs[-1].step_time * 5)]
-    found = planner.calibrate(PRESET, STACK, bad)
-    assert found.cluster.flops == pytest.approx(PRESET.flops, rel=0.05)
+    runs = predict_runs(PRESET, plans)
+    with_outlier = [*runs[:-1], runs[-1]._replace(step_time=runs[-1].step_time * 5)]
+    calibration = planner.calibrate(PRESET, STACK, with_outlier)
+    assert calibration.cluster.flops == pytest.approx(PRESET.flops, rel=0.05)
 
 
-def test_more_runs_make_constants_more_certain() -> None:
-    few, many = (planner.calibrate(PRESET, STACK, measured(PRESET)[:n]) for n in (1, 3))
+def test_more_runs_narrow_intervals() -> None:
+    few, many = (planner.calibrate(PRESET, STACK, predict_runs(PRESET)[:n]) for n in (1, 3))
     for a, b in zip(few.constants, many.constants, strict=True):
         assert b.high / b.low <= a.high / a.low * 1.001
     suggested = few.suggest_run()
     assert suggested is not None and suggested.gpus == 8
-    more = [*measured(PRESET)[:1], *measured(PRESET, [suggested])]
-    added = planner.calibrate(PRESET, STACK, more)
+    runs = [*predict_runs(PRESET)[:1], *predict_runs(PRESET, [suggested])]
+    added = planner.calibrate(PRESET, STACK, runs)
     assert max(a.high / a.low / (b.high / b.low)
                for a, b in zip(few.constants, added.constants, strict=True)) > 1.5  # fmt: skip
 
 
 def test_extrapolations_are_listed() -> None:
-    found = planner.calibrate(PRESET, STACK, measured(PRESET))
-    assert found.list_extrapolations(PLANS[0]) == []
-    text = " ".join(found.list_extrapolations(ParallelPlan(pp=2, tp=8, dp=8)))
+    calibration = planner.calibrate(PRESET, STACK, predict_runs(PRESET))
+    assert calibration.list_extrapolations(PLANS[0]) == []
+    text = " ".join(calibration.list_extrapolations(ParallelPlan(pp=2, tp=8, dp=8)))
     assert "gpus 128" in text and "pp 2" in text and "tp 8" in text
-    assert found.cluster.calibrated_gpus == 16
+    assert calibration.cluster.calibrated_gpus == 16
 
 
-@pytest.mark.parametrize("runs", [[], [MeasuredRun(MODEL, PLANS[0], 0.0)], measured(PRESET) * 7])
-def test_wrong_runs(runs: list[MeasuredRun]) -> None:
+@pytest.mark.parametrize(
+    "runs", [[], [MeasuredRun(MODEL, PLANS[0], 0.0)], predict_runs(PRESET) * 7]
+)
+def test_invalid_runs_are_refused(runs: list[MeasuredRun]) -> None:
     with pytest.raises(UsageError):
         planner.calibrate(PRESET, STACK, runs)
 
@@ -91,7 +93,7 @@ SIZES = {"layers": 16, "hidden": 2048, "heads": 32, "vocab": 131072, "sequence":
 MODEL_OPTIONS = [*(word for k, v in SIZES.items() for word in (f"--{k}", str(v))), "--gated"]
 
 
-def calibrate(tmp_path: Path, text: str, *options: str) -> int:
+def run_calibrate_command(tmp_path: Path, text: str, *options: str) -> int:
     (tmp_path / "runs.csv").write_text(text)
     return main([
         "plan", *MODEL_OPTIONS, "--cluster", "h100", "--calibrate", str(tmp_path / "runs.csv"),
@@ -99,26 +101,28 @@ def calibrate(tmp_path: Path, text: str, *options: str) -> int:
     ])  # fmt: skip
 
 
-def test_the_command_writes_a_cluster_that_plans(
+def test_command_writes_usable_cluster_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert not calibrate(tmp_path, CSV.format("step_time,memory", "3.36,24.2GB", "9.1,"))
-    said = capsys.readouterr().out
-    assert "kernel_us" in said and "24.2 GB" in said and "measure next: pp" in said
-    mine = load_cluster(tmp_path / "mine.toml")
-    assert mine.calibrated_gpus == 8 and 0 < mine.uncertainty < 0.2
+    assert not run_calibrate_command(
+        tmp_path, CSV.format("step_time,memory", "3.36,24.2GB", "9.1,")
+    )
+    output = capsys.readouterr().out
+    assert "kernel_us" in output and "24.2 GB" in output and "measure next: pp" in output
+    cluster = load_cluster(tmp_path / "mine.toml")
+    assert cluster.calibrated_gpus == 8 and 0 < cluster.uncertainty < 0.2
     by_tokens = CSV.format("tokens_per_second", 256 * 4096 / 3.36, 256 * 4096 / 9.1)
-    assert not calibrate(tmp_path, by_tokens)
-    again = load_cluster(tmp_path / "mine.toml")
-    assert again == mine
+    assert not run_calibrate_command(tmp_path, by_tokens)
+    second_cluster = load_cluster(tmp_path / "mine.toml")
+    assert second_cluster == cluster
     capsys.readouterr()
     assert not main([
         "plan", *MODEL_OPTIONS, "--cluster", str(tmp_path / "mine.toml"), "--nodes", "2",
         "--batch", "256", "--stack", "nanotron", "--closed-form-only", "--zero", "1",
     ])  # fmt: skip
-    said = capsys.readouterr().out
-    assert "in 90 % of runs" in said and "cannot be distinguished" in said
-    assert "16 GPUs are an extrapolation" in said
+    output = capsys.readouterr().out
+    assert "in 90 % of runs" in output and "cannot be distinguished" in output
+    assert "16 GPUs are an extrapolation" in output
 
 
 @pytest.mark.parametrize(
@@ -130,7 +134,7 @@ def test_the_command_writes_a_cluster_that_plans(
         "dp,sequence_parallel,step_time\n8,perhaps,1\n", "dp,schedule,step_time\n8,none,1\n",
     ],
 )  # fmt: skip
-def test_wrong_files(tmp_path: Path, text: str) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(SchedirError):
         from schedir.commands.common.cluster_calibration import read_runs
 
@@ -139,7 +143,7 @@ def test_wrong_files(tmp_path: Path, text: str) -> None:
         planner.calibrate(PRESET, STACK, runs)
 
 
-def test_an_error_has_its_line(tmp_path: Path) -> None:
+def test_csv_error_has_its_line(tmp_path: Path) -> None:
     from schedir.commands.common.cluster_calibration import read_runs
 
     (tmp_path / "runs.csv").write_text(CSV.format("step_time", 1, "x"))
@@ -148,6 +152,6 @@ def test_an_error_has_its_line(tmp_path: Path) -> None:
     assert caught.value.line == 4
 
 
-def test_the_command_needs_a_stack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert calibrate(tmp_path, CSV.format("step_time", 1, 1), "--nodes", "1")
+def test_command_needs_stack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_calibrate_command(tmp_path, CSV.format("step_time", 1, 1), "--nodes", "1")
     assert "--stack" in capsys.readouterr().err

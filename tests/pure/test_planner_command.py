@@ -37,9 +37,9 @@ PLAN = PlanEstimate(
 )  # fmt: skip
 
 
-def test_plans_in_words() -> None:
-    """The complete output is compared, for plans that are given here."""
-    asked = PlanRequest(
+def test_plans_print_as_golden_file() -> None:
+    """Compare the complete output for two plans with the golden file."""
+    request = PlanRequest(
         MODEL_PRESETS["gpt-175b"][0], cluster_preset("a100", 128), 1536, ("gpt-175b", "a100"), {}
     )
     uneven = replace(PLAN, layers_per_stage=(5, *[6] * 14, 7), tp=16, dp=8, sequence_parallel=True)
@@ -49,30 +49,30 @@ def test_plans_in_words() -> None:
     plain = replace(
         plain, is_simulated=True, explanation="", breakdown=StepBreakdown(0.04, 0, 0, 0, 0, 0, 0)
     )
-    text = format_plans(asked, [uneven, plain], 1, 300e9)
-    text += format_plans(asked, [plain], 1, None)
+    text = format_plans(request, [uneven, plain], 1, 300e9)
+    text += format_plans(request, [plain], 1, None)
     assert text == GOLDEN.read_text()
 
 
-def test_one_of_a_kind_is_told_as_one() -> None:
-    one = replace(PLAN, pp=1, tp=1, dp=1, microbatches=1)
-    asked = PlanRequest(
+def test_counts_of_one_are_singular() -> None:
+    single_gpu = replace(PLAN, pp=1, tp=1, dp=1, microbatches=1)
+    request = PlanRequest(
         MODEL_PRESETS["gpt-175b"][0],
         resize_cluster(cluster_preset("a100", 1), 1),
         2,
         ("gpt", "a100"),
         {},
     )
-    text = format_plans(asked, [one], 1, None)
+    text = format_plans(request, [single_gpu], 1, None)
     assert "; 1 GPU of a100 " in text and ", 1 microbatch of 1" in text
-    long = attach_bottleneck(
-        asked.cluster,
-        replace(one, breakdown=PARTS._replace(host_copies=8658.774), step_time=8669.0),
+    long_step = attach_bottleneck(
+        request.cluster,
+        replace(single_gpu, breakdown=PARTS._replace(host_copies=8658.774), step_time=8669.0),
     )
-    assert long.explanation == "host_copies: 8659 s of 8669 s"
-    assert "bound by host copies: 8659 s" in format_plans(asked, [long], 1, None)
-    slow = replace(one, flops_per_second=2.553e10)  # a processor
-    assert " 0.0255 " in format_plans(asked, [slow], 1, None)
+    assert long_step.explanation == "host_copies: 8659 s of 8669 s"
+    assert "bound by host copies: 8659 s" in format_plans(request, [long_step], 1, None)
+    slow = replace(single_gpu, flops_per_second=2.553e10)  # a processor
+    assert " 0.0255 " in format_plans(request, [slow], 1, None)
 
 
 REFUSED = {
@@ -140,7 +140,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("argv", REFUSED, ids=" ".join)
-def test_what_is_wrong_is_one_sentence(
+def test_wrong_options_are_refused(
     argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -149,7 +149,7 @@ def test_what_is_wrong_is_one_sentence(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_file_says_a_model(
+def test_model_file_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The file gives the model at its top or in [model], with the names of `schedir train`.
@@ -163,11 +163,11 @@ def test_a_file_says_a_model(
     assert load_model("plain.toml") == load_model("train.toml")
     assert load_model("plain.toml", sequence=64).sequence == 64
     Path("wrong.toml").write_text(f"{lines}sequnce = 128\n")
-    told = run_refused_command(capsys, "plan", "--model=wrong.toml", *AT[6:])
-    assert "wrong.toml: a model has no field 'sequnce'\n  hint: did you mean 'sequence'?" in told
+    error = run_refused_command(capsys, "plan", "--model=wrong.toml", *AT[6:])
+    assert "wrong.toml: a model has no field 'sequnce'\n  hint: did you mean 'sequence'?" in error
 
 
-def test_shapes_are_as_large_as_their_names() -> None:
+def test_model_presets_have_named_parameter_count() -> None:
     for name, (model, _) in MODEL_PRESETS.items():
         # Its experts share attention, so Mixtral 8x7B has 47 billion (arXiv 2401.04088).
         size = "-47b" if name == "mixtral-8x7b" else name
@@ -176,7 +176,7 @@ def test_shapes_are_as_large_as_their_names() -> None:
         assert abs(params / float(number) - 1) < 0.04, (name, params)
 
 
-def test_gpus_are_whole_nodes_or_a_part_of_one() -> None:
+def test_gpus_fill_nodes_or_part_of_one() -> None:
     node = cluster_preset("a100")
     assert resize_cluster(node, 3072).nodes == 384
     assert (resize_cluster(node, 4).nodes, resize_cluster(node, 4).gpus_per_node) == (1, 4)
@@ -184,112 +184,124 @@ def test_gpus_are_whole_nodes_or_a_part_of_one() -> None:
         resize_cluster(node, 20)
 
 
-def test_it_is_told_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
-    told = json.loads(run_command(capsys, *AT, "--top=3", "--json"))
-    assert told["batch"] == 32 and told["cluster"]["gpus"] == 4
-    assert told["model"]["hidden"] == 256
-    assert 1 <= len(told["plans"]) <= 3
-    for plan in told["plans"]:
-        assert (
-            plan["pp"] * plan["tp"] * plan["dp"] == 4
-            and plan["dp"] * plan["microbatches"] * plan["microbatch_size"] == 32
-        )
+def test_json_output_has_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    result = json.loads(run_command(capsys, *AT, "--top=3", "--json"))
+    assert result["batch"] == 32 and result["cluster"]["gpus"] == 4
+    assert result["model"]["hidden"] == 256
+    assert 1 <= len(result["plans"]) <= 3
+    for plan in result["plans"]:
+        assert plan["pp"] * plan["tp"] * plan["dp"] == 4
+        assert plan["dp"] * plan["microbatches"] * plan["microbatch_size"] == 32
         assert sum(plan["breakdown"].values()) == pytest.approx(plan["step_time"])
-    steps = [plan["step_time"] for plan in told["plans"]]
+    steps = [plan["step_time"] for plan in result["plans"]]
     assert steps[1:] == sorted(steps[1:]) and steps[0] <= 1.02 * min(steps)
 
 
-def test_what_is_fixed_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    fixed = ("--pp=2", "--tp=1,2", "--schedules=gpipe,one_f_one_b", "--recompute=full", "--zero=1")
-    told = json.loads(run_command(capsys, *AT, *fixed, "--json"))["plans"]
-    assert told
-    for plan in told:
+def test_fixed_options_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed_options = (
+        "--pp=2",
+        "--tp=1,2",
+        "--schedules=gpipe,one_f_one_b",
+        "--recompute=full",
+        "--zero=1",
+    )
+    plans = json.loads(run_command(capsys, *AT, *fixed_options, "--json"))["plans"]
+    assert plans
+    for plan in plans:
         assert plan["pp"] == 2 and plan["tp"] in (1, 2) and plan["zero"] == 1
         assert plan["recompute"] == "full" and plan["schedule"] in ("gpipe", "one_f_one_b")
 
 
-def test_plans_use_a_part_of_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    at = ("plan", "--model=llama-7b", "--cluster=a100", "--gpus=8", "--batch=32", "--json",
+def test_memory_limit_bounds_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("plan", "--model=llama-7b", "--cluster=a100", "--gpus=8", "--batch=32", "--json",
           "--closed-form-only")  # fmt: skip
     for limit in (40e9, 60e9):
-        found = json.loads(run_command(capsys, *at, f"--memory-limit={limit:g}B"))
-        used = [plan["memory"]["total"] for plan in found["plans"]]
+        result = json.loads(run_command(capsys, *command, f"--memory-limit={limit:g}B"))
+        used = [plan["memory"]["total"] for plan in result["plans"]]
         assert 0.5 * limit < max(used) <= limit
-    words = run_refused_command(capsys, *at, "--memory-limit=90GB")
-    assert "--memory-limit 90 GB is not a part of the 80 GB of a GPU" in words
+    error = run_refused_command(capsys, *command, "--memory-limit=90GB")
+    assert "--memory-limit 90 GB is not a part of the 80 GB of a GPU" in error
 
 
-def test_the_plan_is_written_and_drawn(
+def test_selected_plan_is_written_and_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The selected plan is written as a configuration and as a program, and drawn."""
     monkeypatch.chdir(tmp_path)
     plain = (*AT, "--top=4", "--recompute=none,full")
-    second = json.loads(run_command(capsys, *plain, "--json"))["plans"][1]
-    told = run_command(capsys, *plain, "--select=2", "-o", "best.toml", "--picture", "plans.svg")
-    assert told.endswith("wrote best.toml\nwrote plans.svg\n") and "\nplan 2: " in told
+    second_plan = json.loads(run_command(capsys, *plain, "--json"))["plans"][1]
+    output = run_command(capsys, *plain, "--select=2", "-o", "best.toml", "--picture", "plans.svg")
+    assert output.endswith("wrote best.toml\nwrote plans.svg\n") and "\nplan 2: " in output
     text = Path("best.toml").read_text()
-    more = ("--select=2", "-o", "best.toml", "--picture", "plans.svg")
+    output_options = ("--select=2", "-o", "best.toml", "--picture", "plans.svg")
     assert text.startswith(
-        f"# schedir {shlex.join([*plain, *more])}\n# {second['pp']} pipeline rank"
+        f"# schedir {shlex.join([*plain, *output_options])}\n# {second_plan['pp']} pipeline rank"
     )
-    found = tomllib.loads(text)
-    assert found["model"]["hidden"] == 256 and found["model"]["context"] == 128
-    assert found["pipeline"]["ranks"] == second["pp"] and found["pipeline"]["tp"] == second["tp"]
-    assert found["data"]["microbatch_size"] == second["microbatch_size"]
+    config = tomllib.loads(text)
+    assert config["model"]["hidden"] == 256 and config["model"]["context"] == 128
+    assert config["pipeline"]["ranks"] == second_plan["pp"]
+    assert config["pipeline"]["tp"] == second_plan["tp"]
+    assert config["data"]["microbatch_size"] == second_plan["microbatch_size"]
     run_command(capsys, *plain, "-o", "best.sched", "--picture", "all.png", "--tradeoff")
     program = from_text(Path("best.sched").read_text())
-    first = json.loads(run_command(capsys, *plain, "--json"))["plans"][0]
-    assert (program.shape.ranks, program.shape.microbatches) == (first["pp"], first["microbatches"])
+    first_plan = json.loads(run_command(capsys, *plain, "--json"))["plans"][0]
+    assert (program.shape.ranks, program.shape.microbatches) == (
+        first_plan["pp"],
+        first_plan["microbatches"],
+    )
     assert {path.suffix for path in tmp_path.iterdir()} == {".toml", ".svg", ".sched", ".png"}
 
 
-def test_a_search_finds_a_shorter_schedule(
+def test_improve_schedules_finds_shorter_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The schedule is written as a program, since a configuration has no name for it."""
     monkeypatch.chdir(tmp_path)
-    at = ("plan", "--model=gpt-22b", "--cluster=a100", "--gpus=16", "--batch=32", "--top=1",
+    command = ("plan", "--model=gpt-22b", "--cluster=a100", "--gpus=16", "--batch=32", "--top=1",
           "--pp=4", "--tp=4", "--schedules=one_f_one_b", "--recompute=full")  # fmt: skip
-    (plain,) = json.loads(run_command(capsys, *at, "--json"))["plans"]
-    (found,) = json.loads(
+    (plain,) = json.loads(run_command(capsys, *command, "--json"))["plans"]
+    (improved,) = json.loads(
         run_command(
-            capsys, *at, "--improve-schedules", "--time-limit=0.5", "-o", "best.sched", "--json"
+            capsys,
+            *command,
+            "--improve-schedules",
+            "--time-limit=0.5",
+            "-o",
+            "best.sched",
+            "--json",
         )
     )["plans"]
-    assert found["schedule"] == "search" and found["step_time"] < plain["step_time"]
+    assert improved["schedule"] == "search" and improved["step_time"] < plain["step_time"]
     program = from_text(Path("best.sched").read_text())
-    assert program.name == "search" and program.shape.microbatches == found["microbatches"]
-    told = run_refused_command(
-        capsys, *at, "--improve-schedules", "--time-limit=0.5", "-o", "best.toml"
+    assert program.name == "search" and program.shape.microbatches == improved["microbatches"]
+    error = run_refused_command(
+        capsys, *command, "--improve-schedules", "--time-limit=0.5", "-o", "best.toml"
     )
-    assert (
-        "plan 1 has a schedule from --improve-schedules, and a .toml cannot" in told
-        and not Path("best.toml").exists()
-    )
+    assert "plan 1 has a schedule from --improve-schedules, and a .toml cannot" in error
+    assert not Path("best.toml").exists()
 
 
-def test_layers_are_divided_so_that_a_step_is_shorter(
+def test_optimize_division_shortens_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a large vocabulary the last stage gets fewer layers, also in the written file."""
-    at = ("plan", "--layers=24", "--hidden=2304", "--heads=24", "--vocab=128000", "--batch=64",
+    command = ("plan", "--layers=24", "--hidden=2304", "--heads=24", "--vocab=128000", "--batch=64",
           "--sequence=2048", "--cluster=a100", "--nodes=1", "--pp=4", "--tp=1", "--top=1",
           "--schedules=one_f_one_b", "--recompute=none", "--json")  # fmt: skip
-    (even,) = json.loads(run_command(capsys, *at))["plans"]
-    (found,) = json.loads(
-        run_command(capsys, *at, "--optimize-division", "-o", str(tmp_path / "best.toml"))
+    (even,) = json.loads(run_command(capsys, *command))["plans"]
+    (optimized,) = json.loads(
+        run_command(capsys, *command, "--optimize-division", "-o", str(tmp_path / "best.toml"))
     )["plans"]
-    layers = found["layers_per_stage"]
-    assert found["step_time"] < 0.85 * even["step_time"]
+    layers = optimized["layers_per_stage"]
+    assert optimized["step_time"] < 0.85 * even["step_time"]
     assert sum(layers) == 24 and layers[-1] < min(layers[:-1])
     assert f"layers_per_stage = {layers}" in (tmp_path / "best.toml").read_text()
 
 
-def test_the_page_can_be_followed(
+def test_how_to_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Run its Python, and the commands whose output it does not show.
+    """Run the Python blocks of the page, and the commands whose output it does not show.
 
     `test_docs` compares the output and the pictures of the others.
     """
@@ -306,10 +318,10 @@ def test_the_page_can_be_followed(
     assert {path.name for path in tmp_path.iterdir()} == {"best.toml", "best.sched", "best.csv"}
 
 
-def test_over_numbers_of_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_counts_print_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The batch is the same for each number, or grows. A number without a plan is explained."""
     picture = tmp_path / "scale.svg"
-    at = (
+    command = (
         "plan",
         *TINY,
         "--cluster=a100",
@@ -318,18 +330,19 @@ def test_over_numbers_of_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "--tp=1,2",
     )
     counts = "--gpu-counts=8,2,4"
-    told = json.loads(run_command(capsys, *at, counts, "--picture", str(picture), "--json"))
-    assert [plan["pp"] * plan["tp"] * plan["dp"] for plan in told["strong_scaling"]] == [2, 4, 8]
+    result = json.loads(run_command(capsys, *command, counts, "--picture", str(picture), "--json"))
+    assert [plan["pp"] * plan["tp"] * plan["dp"] for plan in result["strong_scaling"]] == [2, 4, 8]
     assert [
         plan["dp"] * plan["microbatches"] * plan["microbatch_size"]
-        for plan in told["strong_scaling"]
+        for plan in result["strong_scaling"]
     ] == [12, 12, 12]
     assert [
-        plan["dp"] * plan["microbatches"] * plan["microbatch_size"] for plan in told["weak_scaling"]
+        plan["dp"] * plan["microbatches"] * plan["microbatch_size"]
+        for plan in result["weak_scaling"]
     ] == [3, 6, 12]
-    assert told["refusals"] == [] and picture.exists()
-    table = run_command(capsys, *at, "--gpu-counts=8,2,3")
+    assert result["refusals"] == [] and picture.exists()
+    table = run_command(capsys, *command, "--gpu-counts=8,2,3")
     assert table.startswith("strong: the same batch\n") and "\nweak: a batch that grows" in table
     assert table.endswith("no plan for 3 GPUs, weak: 4.50 is not a number of sequences\n")
-    one = run_refused_command(capsys, *at[:-1], "--tp=8", "--gpu-counts=2,4")
-    assert "8" in one
+    error = run_refused_command(capsys, *command[:-1], "--tp=8", "--gpu-counts=2,4")
+    assert "8" in error

@@ -42,12 +42,12 @@ NODE = Cluster(nodes=1, gpus_per_node=8, flops=250e12, memory=80e9, hbm_bandwidt
 SCHEDULES = {"one_f_one_b": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1, "zb_v": 2}
 
 
-def cluster(gpus: int, **more: Any) -> Cluster:
-    return replace(NODE, gpus_per_node=gpus, **more)
+def resize_node(gpus: int, **changes: Any) -> Cluster:
+    return replace(NODE, gpus_per_node=gpus, **changes)
 
 
 @st.composite
-def choices(draw: st.DrawFn) -> tuple[planner.ParallelPlan, planner.TransformerSpec]:
+def plans_with_models(draw: st.DrawFn) -> tuple[planner.ParallelPlan, planner.TransformerSpec]:
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
     p, t, d = (draw(st.sampled_from([1, 2, 4])) for _ in range(3))
     v = SCHEDULES[schedule]
@@ -67,125 +67,137 @@ def choices(draw: st.DrawFn) -> tuple[planner.ParallelPlan, planner.TransformerS
 
 
 @settings(max_examples=40, deadline=None)
-@given(choices())
-def test_parts_add_up_and_work_is_a_bound(
+@given(plans_with_models())
+def test_breakdown_sums_to_step_and_work_bounds_it(
     case: tuple[planner.ParallelPlan, planner.TransformerSpec],
 ) -> None:
     choice, model = case
-    where = cluster(choice.gpus)
-    found = simulate_plan(model, where, choice)
-    assert found.is_simulated
-    assert sum(found.breakdown) == pytest.approx(found.step_time, rel=1e-9)
-    assert min(found.breakdown) >= 0
+    node = resize_node(choice.gpus)
+    estimate = simulate_plan(model, node, choice)
+    assert estimate.is_simulated
+    assert sum(estimate.breakdown) == pytest.approx(estimate.step_time, rel=1e-9)
+    assert min(estimate.breakdown) >= 0
     # The step takes at least the compute of the busiest rank.
-    times = compute_stage_times(model, where, choice)
-    own = plan_program(choice, tied_weights=model.tied).shape.stages_on_rank
-    work = [sum(sum(times[s].total) for s in stages) * choice.microbatches for stages in own]
-    assert found.step_time >= max(work) * (1 - 1e-9)
-    busy = found.breakdown.compute + found.breakdown.recompute + found.breakdown.layer_collectives
-    assert min(abs(busy - each) for each in work) <= 1e-9 * busy
+    times = compute_stage_times(model, node, choice)
+    stages_by_rank = plan_program(choice, tied_weights=model.tied).shape.stages_on_rank
+    work = [
+        sum(sum(times[s].total) for s in stages) * choice.microbatches for stages in stages_by_rank
+    ]
+    assert estimate.step_time >= max(work) * (1 - 1e-9)
+    busy = (
+        estimate.breakdown.compute
+        + estimate.breakdown.recompute
+        + estimate.breakdown.layer_collectives
+    )
+    assert min(abs(busy - rank_work) for rank_work in work) <= 1e-9 * busy
 
 
-def alike(
-    p: int, m: int, **more: Any
+def make_uniform_plan(
+    p: int, m: int, **plan_fields: Any
 ) -> tuple[planner.TransformerSpec, Cluster, planner.ParallelPlan]:
     """Return a plan whose stages all take equal time, and whose messages take no time."""
-    free = cluster(p, nvlink_bandwidth=1e30, network_bandwidth=1e30, latency=0.0)
+    free_network = resize_node(p, nvlink_bandwidth=1e30, network_bandwidth=1e30, latency=0.0)
     model = planner.TransformerSpec(layers=2 * p, hidden=256, heads=4, vocab=1, sequence=64)
-    return model, free, planner.ParallelPlan(pp=p, microbatches=m, **more)
+    return model, free_network, planner.ParallelPlan(pp=p, microbatches=m, **plan_fields)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 13), (8, 32)])
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "gpipe"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_balanced_flush_is_the_closed_formula(
+def test_balanced_stages_match_closed_formula(
     monkeypatch: pytest.MonkeyPatch, p: int, m: int, schedule: str, recompute: str
 ) -> None:
     """The time is (m + p - 1)(F + B) as in SC21, section 2.2.1, with recomputation in B."""
-    model, free, choice = alike(p, m, schedule=schedule, recompute=recompute)
-    inner = planner.stage_time(model, free, choice, 2)
+    model, free_network, choice = make_uniform_plan(p, m, schedule=schedule, recompute=recompute)
+    inner = planner.stage_time(model, free_network, choice, 2)
     monkeypatch.setattr(
         import_module("schedir.planner.estimate.instruction_costs"),
         "stage_time",
         lambda *args: inner,
     )
-    found = simulate_plan(model, free, choice)
-    one = sum(inner.total)
-    step = found.breakdown.optimizer + found.breakdown.data_parallel
-    assert found.step_time - step == pytest.approx((m + p - 1) * one, rel=1e-12)
-    assert found.breakdown.bubble == pytest.approx((p - 1) * one, rel=1e-9)
-    assert found.breakdown.transfers == 0
-    assert found.breakdown.recompute == pytest.approx(m * inner.compute.R, rel=1e-12)
+    estimate = simulate_plan(model, free_network, choice)
+    microbatch_time = sum(inner.total)
+    step = estimate.breakdown.optimizer + estimate.breakdown.data_parallel
+    assert estimate.step_time - step == pytest.approx((m + p - 1) * microbatch_time, rel=1e-12)
+    assert estimate.breakdown.bubble == pytest.approx((p - 1) * microbatch_time, rel=1e-9)
+    assert estimate.breakdown.transfers == 0
+    assert estimate.breakdown.recompute == pytest.approx(m * inner.compute.R, rel=1e-12)
 
 
-def compositions(total: int, parts: int, least: list[int]) -> Iterator[tuple[int, ...]]:
-    for each in product(*(range(low, total + 1) for low in least)):
-        if sum(each) == total and len(each) == parts:
-            yield each
+def compositions(total: int, parts: int, min_parts: list[int]) -> Iterator[tuple[int, ...]]:
+    for division in product(*(range(low, total + 1) for low in min_parts)):
+        if sum(division) == total and len(division) == parts:
+            yield division
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_balanced_against_all_divisions(data: st.DataObject) -> None:
+def test_balance_layers_is_optimal(data: st.DataObject) -> None:
     ranks, layers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 7))
     number = st.one_of(st.integers(0, 9).map(float), st.just(np.inf))
     row = st.lists(number, min_size=layers + 1, max_size=layers + 1)
     seconds = np.array(data.draw(st.lists(row, min_size=ranks, max_size=ranks)))
     best = min(
-        max(seconds[r, n] for r, n in enumerate(each))
-        for each in compositions(layers, ranks, [0] * ranks)
+        max(seconds[r, n] for r, n in enumerate(division))
+        for division in compositions(layers, ranks, [0] * ranks)
     )
     if np.isinf(best):
         with pytest.raises(UsageError):
             balance_layers(seconds)
         return
-    found = balance_layers(seconds)
-    assert sum(found) == layers
-    assert max(seconds[r, n] for r, n in enumerate(found)) == best
+    balanced = balance_layers(seconds)
+    assert sum(balanced) == layers
+    assert max(seconds[r, n] for r, n in enumerate(balanced)) == best
 
 
 @pytest.mark.parametrize(("p", "v", "schedule", "layers"), [
     (3, 1, "one_f_one_b", 9), (2, 2, "interleaved", 8), (2, 2, "zb_v", 9), (4, 1, "zb_h1", 10),
 ])  # fmt: skip
-def test_cut_against_all_divisions(p: int, v: int, schedule: str, layers: int) -> None:
-    """No division of a small model is much faster than the chosen one, nor is the even one.
+def test_layer_division_is_near_best_division(p: int, v: int, schedule: str, layers: int) -> None:
+    """No division of a small model is more than 2 % faster than the chosen one.
 
     All divisions are simulated. The head takes as long as some layers.
     """
     model = planner.TransformerSpec(layers=layers, hidden=512, heads=8, vocab=16384, sequence=256)
     choice = planner.ParallelPlan(pp=p, stages_per_rank=v, microbatches=4 * p, schedule=schedule)
     stages = p * v
-    least = [0, *[1] * (stages - 2), 0]
+    min_layers = [0, *[1] * (stages - 2), 0]
     steps = {
-        each: simulate_plan(model, cluster(p), replace(choice, layers_per_stage=each)).step_time
-        for each in compositions(layers, stages, least)
-        if max(each) - min(each) <= 4
+        division: simulate_plan(
+            model, resize_node(p), replace(choice, layers_per_stage=division)
+        ).step_time
+        for division in compositions(layers, stages, min_layers)
+        if max(division) - min(division) <= 4
     }
-    found = optimize_layer_division(model, cluster(p), choice)
-    assert steps[found] <= min(steps.values()) * 1.02
+    best_division = optimize_layer_division(model, resize_node(p), choice)
+    assert steps[best_division] <= min(steps.values()) * 1.02
     if layers % stages == 0:
-        assert steps[found] <= steps[(layers // stages,) * stages]
+        assert steps[best_division] <= steps[(layers // stages,) * stages]
 
 
-def test_cut_keeps_to_memory() -> None:
+def test_layer_division_respects_memory() -> None:
     """The first rank of 1F1B needs most memory, and with less memory it gets fewer layers."""
     model = planner.TransformerSpec(layers=12, hidden=2048, heads=16, vocab=1024, sequence=2048)
     choice = planner.ParallelPlan(pp=4, microbatches=16, microbatch_size=4)
-    wide = optimize_layer_division(model, cluster(4), choice)
-    fullest = simulate_plan(model, cluster(4), replace(choice, layers_per_stage=wide)).memory.total
-    less = cluster(4, memory=0.95 * fullest)
-    found = simulate_plan(
-        model, less, replace(choice, layers_per_stage=optimize_layer_division(model, less, choice))
+    wide = optimize_layer_division(model, resize_node(4), choice)
+    fullest = simulate_plan(
+        model, resize_node(4), replace(choice, layers_per_stage=wide)
+    ).memory.total
+    small_memory = resize_node(4, memory=0.95 * fullest)
+    estimate = simulate_plan(
+        model,
+        small_memory,
+        replace(choice, layers_per_stage=optimize_layer_division(model, small_memory, choice)),
     )
-    assert found.fits and found.layers_per_stage[0] < wide[0]
+    assert estimate.fits and estimate.layers_per_stage[0] < wide[0]
     with pytest.raises(UsageError):
-        optimize_layer_division(model, cluster(4, memory="1MB"), choice)
+        optimize_layer_division(model, resize_node(4, memory="1MB"), choice)
 
 
 # ---------------------------------------------------------------- a shorter schedule from a search
 
 
-def test_a_shorter_schedule_is_found_within_memory() -> None:
+def test_improved_schedule_fits_memory() -> None:
     choice = planner.ParallelPlan(
         pp=2,
         stages_per_rank=2,
@@ -195,15 +207,19 @@ def test_a_shorter_schedule_is_found_within_memory() -> None:
         zero=1,
         recompute="full",
     )
-    own = simulate_plan(MODEL, cluster(choice.gpus), choice)
-    tight = cluster(choice.gpus, memory=1.02 * own.memory.total)
-    found = improve_schedule(MODEL, tight, choice, time_limit=60, max_evaluations=150)
-    told = found.estimate
-    assert told.step_time <= own.step_time
-    assert found.lower_bound <= told.step_time and told.fits
-    assert sum(told.breakdown) == pytest.approx(told.step_time, rel=1e-9)
-    assert (told.pp, told.microbatches, told.zero) == (choice.pp, choice.microbatches, choice.zero)
-    run = simulate(found.program)  # checked, with all options of the plan
+    unimproved = simulate_plan(MODEL, resize_node(choice.gpus), choice)
+    tight = resize_node(choice.gpus, memory=1.02 * unimproved.memory.total)
+    improved = improve_schedule(MODEL, tight, choice, time_limit=60, max_evaluations=150)
+    estimate = improved.estimate
+    assert estimate.step_time <= unimproved.step_time
+    assert improved.lower_bound <= estimate.step_time and estimate.fits
+    assert sum(estimate.breakdown) == pytest.approx(estimate.step_time, rel=1e-9)
+    assert (estimate.pp, estimate.microbatches, estimate.zero) == (
+        choice.pp,
+        choice.microbatches,
+        choice.zero,
+    )
+    run = simulate(improved.program)  # checked, with all options of the plan
     assert (run.program.dp, run.program.zero) == (choice.dp, choice.zero)
 
 
@@ -225,22 +241,26 @@ DENSE = planner.TransformerSpec(layers=16, hidden=4096, heads=32, vocab=32000, s
     (MIXED, planner.ParallelPlan(pp=1, dp=8, ep=4, stages_per_rank=4, microbatches=4,
                                  schedule="looped_bfs", zero=3)),
 ])  # fmt: skip
-def test_near_the_closed_form(model: planner.TransformerSpec, choice: planner.ParallelPlan) -> None:
+def test_simulation_is_near_closed_form(
+    model: planner.TransformerSpec, choice: planner.ParallelPlan
+) -> None:
     """The simulation and the closed form are independent, and give nearly the same numbers."""
-    where = replace(cluster(4), nodes=choice.gpus // 4)
-    one = simulate_plan(model, where, choice)
-    other = planner.estimate_step(model, where, choice, exact=False)
-    assert one.step_time == pytest.approx(other.step_time, rel=0.05)
-    assert one.memory.total == pytest.approx(other.memory.total, rel=0.05)
-    assert one.breakdown.data_parallel == pytest.approx(
-        other.breakdown.data_parallel, abs=0.05 * one.step_time
+    node = replace(resize_node(4), nodes=choice.gpus // 4)
+    simulated = simulate_plan(model, node, choice)
+    closed_form = planner.estimate_step(model, node, choice, exact=False)
+    assert simulated.step_time == pytest.approx(closed_form.step_time, rel=0.05)
+    assert simulated.memory.total == pytest.approx(closed_form.memory.total, rel=0.05)
+    assert simulated.breakdown.data_parallel == pytest.approx(
+        closed_form.breakdown.data_parallel, abs=0.05 * simulated.step_time
     )
-    assert one.breakdown.optimizer == pytest.approx(other.breakdown.optimizer, rel=0.02, abs=1e-4)
+    assert simulated.breakdown.optimizer == pytest.approx(
+        closed_form.breakdown.optimizer, rel=0.02, abs=1e-4
+    )
 
 
 @pytest.mark.parametrize(("model", "e"), [(DENSE, 1), (MIXED, 1), (MIXED, 2)])
 @pytest.mark.parametrize("zero", [0, 1])
-def test_what_slices_sum_of_a_shared_sequence_is_priced(
+def test_sequence_parallel_gradient_sum_costs(
     model: planner.TransformerSpec, zero: int, e: int
 ) -> None:
     """The sum of gradients over tensor-parallel ranks costs the time of an all-reduce.
@@ -251,38 +271,49 @@ def test_what_slices_sum_of_a_shared_sequence_is_priced(
     choice = planner.ParallelPlan(pp=2, tp=4, dp=2, stages_per_rank=2, microbatches=4,
                                   schedule="interleaved", zero=zero,
                             sequence_parallel=True, ep=e)  # fmt: skip
-    where = replace(cluster(8), nodes=2)
-    one, two = (np.array(count_layer_params(model, t, e)) for t in (1, 2))
-    whole, of_experts = (2 * two - one) * model.layers / 4
-    whole += of_experts * (e if zero else 1)  # experts are divided among e times fewer replicas
-    numbers = [whole + model.sequence * model.hidden, whole, whole, whole + 2 * model.hidden]
+    nodes = replace(resize_node(8), nodes=2)
+    undivided, two = (np.array(count_layer_params(model, t, e)) for t in (1, 2))
+    full_params, of_experts = (2 * two - undivided) * model.layers / 4
+    # Experts are divided among e times fewer replicas.
+    full_params += of_experts * (e if zero else 1)
+    numbers = [
+        full_params + model.sequence * model.hidden,
+        full_params,
+        full_params,
+        full_params + 2 * model.hidden,
+    ]
 
-    def costs(choice: planner.ParallelPlan) -> Costs:
-        times = compute_stage_times(model, where, choice)
+    def compute_plan_costs(choice: planner.ParallelPlan) -> Costs:
+        times = compute_stage_times(model, nodes, choice)
         return compute_costs(
-            model, where, choice, build_pipeline_shape(choice), times, planner.SoftwareConstants()
+            model, nodes, choice, build_pipeline_shape(choice), times, planner.SoftwareConstants()
         )
 
     sizes = [2 * number / (2 if zero else 1) for number in numbers]
-    ring = [where.all_reduce_time(size, 4) for size in sizes]
-    tree = [where.small_all_reduce_time(size, 4) for size in sizes]
-    found: Any = costs(choice).reduce_sequence_parallel_grads
-    assert found == pytest.approx(tuple(map(min, ring, tree)), rel=1e-9)
-    assert costs(replace(choice, sequence_parallel=False)).reduce_sequence_parallel_grads is None
+    ring = [nodes.all_reduce_time(size, 4) for size in sizes]
+    tree = [nodes.small_all_reduce_time(size, 4) for size in sizes]
+    sum_costs: Any = compute_plan_costs(choice).reduce_sequence_parallel_grads
+    assert sum_costs == pytest.approx(tuple(map(min, ring, tree)), rel=1e-9)
+    assert (
+        compute_plan_costs(replace(choice, sequence_parallel=False)).reduce_sequence_parallel_grads
+        is None
+    )
     assert (
         Opcode.ReduceSequenceParallelGrads
         in plan_program(choice, tied_weights=model.tied).used_opcodes
     )
     plans = PlanColumns.from_plan(choice)
-    told = closed_form._estimate_sequence_sums(
-        model, where, plans, plans.compute_shares(model), ADAM
+    closed_form_times = closed_form._estimate_sequence_sums(
+        model, nodes, plans, plans.compute_shares(model), ADAM
     )
-    assert told == pytest.approx([max(found[0] + found[2], found[1] + found[3])], rel=1e-9)
+    assert closed_form_times == pytest.approx(
+        [max(sum_costs[0] + sum_costs[2], sum_costs[1] + sum_costs[3])], rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("sent", [0.1, 0.5, 2.0])
-def test_a_joined_pair_hides_all_to_alls_as_a_program_of_segments_does(sent: float) -> None:
-    """The pair's time is that between a forward and a backward that run alone."""
+def test_overlapped_pair_time_matches_segment_program(sent: float) -> None:
+    """The pair takes the span of a program without its first forward and its last backward."""
     layers = 3
     segments = 2 * layers + 1
     program = compile(
@@ -300,12 +331,12 @@ def test_a_joined_pair_hides_all_to_alls_as_a_program_of_segments_does(sent: flo
     assert pair >= max(3 * segments, 2 * total)
 
 
-def test_only_joined_schedules_hide_all_to_alls() -> None:
-    where = replace(cluster(8), nodes=2)
+def test_only_overlapped_pairs_hide_all_to_alls() -> None:
+    nodes = replace(resize_node(8), nodes=2)
     zb_v, dualpipe_v = (
         planner.simulate_plan(
             MIXED,
-            where,
+            nodes,
             planner.ParallelPlan(
                 pp=2, dp=8, ep=4, microbatches=16, stages_per_rank=2, schedule=schedule
             ),

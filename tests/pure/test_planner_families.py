@@ -24,68 +24,72 @@ from schedir.planner.transformer.layer_division import (
     get_layers_per_stage,
 )
 
-ALL = [pytest.param(each, id=name) for name, each in SCHEDULE_FORMULAS.items()]
+ALL_FORMULAS = [pytest.param(each, id=name) for name, each in SCHEDULE_FORMULAS.items()]
 
 
-def plan(each: ScheduleFormulas, P: int, v: int, turns: int) -> PipelineShape:
+def make_shape(formulas: ScheduleFormulas, P: int, v: int, rounds: int) -> PipelineShape:
     """Return a shape with a few microbatches more than the family's minimum."""
-    stages = {"one": 1, "two": 2, "many": v}[each.stages_per_rank]
-    least = int(each.min_microbatches(P))
-    m = P * turns if each.needs_multiple_of_ranks else max(least, P) + turns
-    return PipelineShape(P, m, stages, "vee" if each.is_vee else "loop")
+    stages = {"one": 1, "two": 2, "many": v}[formulas.stages_per_rank]
+    min_microbatches = int(formulas.min_microbatches(P))
+    m = P * rounds if formulas.needs_multiple_of_ranks else max(min_microbatches, P) + rounds
+    return PipelineShape(P, m, stages, "vee" if formulas.is_vee else "loop")
 
 
-def span(each: ScheduleFormulas, of: PipelineShape, **costs: float) -> float:
-    made = compile(getattr(schedules, each.name), of, costs=Costs(**costs))
-    return simulate(made, Costs(**costs)).span
+def simulate_span(formulas: ScheduleFormulas, shape: PipelineShape, **costs: float) -> float:
+    program = compile(getattr(schedules, formulas.name), shape, costs=Costs(**costs))
+    return simulate(program, Costs(**costs)).span
 
 
-@pytest.mark.parametrize("each", ALL)
+@pytest.mark.parametrize("each", ALL_FORMULAS)
 @settings(max_examples=8)
 @given(data=st.data())
-def test_idle_time_and_messages_are_those_of_the_program(each: ScheduleFormulas, data: Any) -> None:
+def test_idle_time_and_messages_match_program(each: ScheduleFormulas, data: Any) -> None:
     P, v = data.draw(st.integers(2, 6)), data.draw(st.integers(2, 4))
-    of = plan(each, P, v, data.draw(st.integers(1, 3)))
+    shape = make_shape(each, P, v, data.draw(st.integers(1, 3)))
     F, I, W = 1.0, data.draw(st.floats(1.0, 1.6)), data.draw(st.floats(0.4, 1.0))
-    m, v = of.microbatches, of.stages_per_rank
+    m, v = shape.microbatches, shape.stages_per_rank
     costs = {"F": F, "I": I, "W": W, "B": I + W}
-    law = (P - 1) * float(each.wait_time(F, I, W)) + m * v * (F + I + W)
-    assert span(each, of, **costs) == pytest.approx(law)
+    ideal_span = (P - 1) * float(each.wait_time(F, I, W)) + m * v * (F + I + W)
+    assert simulate_span(each, shape, **costs) == pytest.approx(ideal_span)
     send = 0.02
-    more = (span(each, of, **costs, send=send) - law) / send
-    assert more == pytest.approx(
+    exposed_messages = (simulate_span(each, shape, **costs, send=send) - ideal_span) / send
+    assert exposed_messages == pytest.approx(
         float(each.exposed_messages(P, v, m)), abs=P + 1 if each.has_split_backward else 2
     )
 
 
-@pytest.mark.parametrize("each", ALL)
+@pytest.mark.parametrize("each", ALL_FORMULAS)
 @given(P=st.integers(1, 6), v=st.integers(2, 4), turns=st.integers(1, 3))
 @settings(max_examples=8)
-def test_held_is_what_the_program_holds(each: ScheduleFormulas, P: int, v: int, turns: int) -> None:
-    of = plan(each, P, v, turns)
-    found = peak_in_flight(compile(getattr(schedules, each.name), of))
-    law = [each.live_activations(P, of.stages_per_rank, of.microbatches, r) for r in range(P)]
-    assert found.tolist() == law
+def test_live_activations_match_program(each: ScheduleFormulas, P: int, v: int, turns: int) -> None:
+    shape = make_shape(each, P, v, turns)
+    peaks = peak_in_flight(compile(getattr(schedules, each.name), shape))
+    expected = [
+        each.live_activations(P, shape.stages_per_rank, shape.microbatches, r) for r in range(P)
+    ]
+    assert peaks.tolist() == expected
 
 
 @given(P=st.integers(1, 4), v=st.integers(1, 6), groups=st.integers(1, 4))
 @settings(max_examples=12)
-def test_gathers_are_those_of_the_program(P: int, v: int, groups: int) -> None:
+def test_unshard_count_matches_program(P: int, v: int, groups: int) -> None:
     for name in ("looped_bfs", "interleaved", "interleaved_zb"):
-        made = compile(getattr(schedules, name), PipelineShape(P, P * groups, v), dp=2, zero=3)
-        found = {int((stream.op == Opcode.Unshard).sum()) for stream in made.streams}
-        assert found == {int(count_unshards(name, P, v, P * groups))}, (name, P, v, groups)
+        program = compile(getattr(schedules, name), PipelineShape(P, P * groups, v), dp=2, zero=3)
+        counts = {int((stream.op == Opcode.Unshard).sum()) for stream in program.streams}
+        assert counts == {int(count_unshards(name, P, v, P * groups))}, (name, P, v, groups)
 
 
 @given(layers=st.integers(1, 60), stages=st.integers(1, 12))
-def test_layers_divide_as_evenly_as_can_be(layers: int, stages: int) -> None:
-    found = divide_evenly(layers, stages)
-    assert sum(found) == layers and len(found) == stages and max(found) - min(found) <= 1
+def test_layers_divide_evenly(layers: int, stages: int) -> None:
+    layers_by_stage = divide_evenly(layers, stages)
+    assert sum(layers_by_stage) == layers
+    assert len(layers_by_stage) == stages
+    assert max(layers_by_stage) - min(layers_by_stage) <= 1
     if stages > 2 and layers % stages <= stages - 2:
-        assert found[0] == found[-1] == min(found)
+        assert layers_by_stage[0] == layers_by_stage[-1] == min(layers_by_stage)
 
 
-def test_shares_have_all_layers_once() -> None:
+def test_rank_shares_have_each_layer_once() -> None:
     model = TransformerSpec(layers=10, hidden=8, heads=2, vocab=16, sequence=4)
     choice = ParallelPlan(
         pp=2, stages_per_rank=2, microbatches=4, schedule="zb_v", layers_per_stage=(1, 2, 3, 4)
@@ -102,7 +106,7 @@ def test_shares_have_all_layers_once() -> None:
     ]
 
 
-def test_refusals() -> None:
+def test_wrong_division_or_schedule_is_refused() -> None:
     model = TransformerSpec(layers=10, hidden=8, heads=2, vocab=16, sequence=4)
     with pytest.raises(
         UsageError,

@@ -1,4 +1,4 @@
-"""Tests of plans with offload: their times and memory, the search for them, and refusals."""
+"""Tests of plans with offload: their times and memory, the search for them, and errors."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ NODE = Cluster(nodes=1, gpus_per_node=4, flops=250e12, memory=8e9, hbm_bandwidth
     nvlink_bandwidth=230e9,
                network_bandwidth=25e9, latency=5e-6, kernel_us=2, host_bandwidth=240e9,
                host_memory=60e9)  # fmt: skip
-CLOSE = 1e-9
+RELATIVE_ERROR = 1e-9
 
 
-def cluster(gpus: int, **more: Any) -> Cluster:
-    return replace(NODE, gpus_per_node=gpus, **more)
+def resize_node(gpus: int, **changes: Any) -> Cluster:
+    return replace(NODE, gpus_per_node=gpus, **changes)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[planner.ParallelPlan, Cluster]:
+def offload_plans(draw: st.DrawFn) -> tuple[planner.ParallelPlan, Cluster]:
     """Draw a plan with offload, and GPUs with less memory than it needs without offload."""
     schedule = draw(st.sampled_from(["one_f_one_b", "gpipe", "interleaved", "zb_h1"]))
     p, t, d = (
@@ -66,152 +66,167 @@ def cases(draw: st.DrawFn) -> tuple[planner.ParallelPlan, Cluster]:
         offload=draw(st.sampled_from(["none", "fit"])),
     )  # fmt: skip
     assume(choice.has_offload)
-    plain = planner.simulate_plan(MODEL, cluster(p * t * d), on_device(choice)).memory
+    plain = planner.simulate_plan(MODEL, resize_node(p * t * d), remove_offload(choice)).memory
     share = draw(st.floats(0.5, 1.0))
-    return choice, cluster(p * t * d, memory=max(share * plain.total, 1.1e9))
+    return choice, resize_node(p * t * d, memory=max(share * plain.total, 1.1e9))
 
 
-def on_device(choice: planner.ParallelPlan) -> planner.ParallelPlan:
+def remove_offload(choice: planner.ParallelPlan) -> planner.ParallelPlan:
     return replace(choice, offload="none", optimizer_placement="device")
 
 
 @settings(max_examples=15, deadline=None)
-@given(cases())
-def test_what_offloads_adds_up(case: tuple[planner.ParallelPlan, Cluster]) -> None:
-    """The breakdown adds up to the step, memory is that of the program, and copies cost time."""
-    choice, where = case
-    plain = planner.simulate_plan(MODEL, where, on_device(choice))
+@given(offload_plans())
+def test_offload_breakdown_and_memory_match_program(
+    case: tuple[planner.ParallelPlan, Cluster],
+) -> None:
+    """The breakdown sums to the step time, memory matches the program, and copies take time."""
+    choice, node = case
+    plain = planner.simulate_plan(MODEL, node, remove_offload(choice))
     try:
-        found = planner.simulate_plan(MODEL, where, choice)
+        estimate = planner.simulate_plan(MODEL, node, choice)
     except MemoryLimitError:
         assert choice.offload == "fit" and not plain.fits
         return
-    assert (
-        sum(found.breakdown) == pytest.approx(found.step_time, rel=CLOSE)
-        and min(found.breakdown) >= 0
-    )
-    assert (found.host_memory.optimizer > 0) == (choice.optimizer_placement == "host")
+    assert sum(estimate.breakdown) == pytest.approx(estimate.step_time, rel=RELATIVE_ERROR)
+    assert min(estimate.breakdown) >= 0
+    assert (estimate.host_memory.optimizer > 0) == (choice.optimizer_placement == "host")
     if choice.offload == "fit":
-        assert found.memory.total <= add_tolerance(where.memory)
+        assert estimate.memory.total <= add_tolerance(node.memory)
     # The same program, made, checked and simulated by hand.
-    whole = check(planner.simulated_program(MODEL, where, choice))
+    program = check(planner.simulated_program(MODEL, node, choice))
     constants = SoftwareConstants()
-    times = compute_stage_times(MODEL, where, choice)
-    costs = compute_costs(MODEL, where, choice, whole.shape, times, constants)
-    held = compute_sizes(MODEL, choice, whole.shape, constants)
-    run = simulate(whole, costs, progress_model="per_edge", sizes=held)
-    assert run.span == pytest.approx(found.step_time, rel=CLOSE)
+    times = compute_stage_times(MODEL, node, choice)
+    costs = compute_costs(MODEL, node, choice, program.shape, times, constants)
+    held = compute_sizes(MODEL, choice, program.shape, constants)
+    run = simulate(program, costs, progress_model="per_edge", sizes=held)
+    assert run.span == pytest.approx(estimate.step_time, rel=RELATIVE_ERROR)
     # Costs also determine the order of messages, so the program to compare with is lowered with
     # the same costs.
     lowered: dict[str, Any] = {} if choice.offload == "none" else {"costs": costs}
-    alike = simulate(plan_program(on_device(choice), **lowered), costs, progress_model="per_edge")
-    assert found.step_time >= alike.span * (1 - CLOSE)
-    most = run.peak_memory.max() * (1 + constants.allocator_share) + constants.reserved_bytes
-    assert most == pytest.approx(found.memory.total, rel=CLOSE)
-    away = max(curve.total.max() for curve in run.memory_on("host"))
-    assert away == pytest.approx(found.host_memory.total, rel=CLOSE)
+    without_offload = simulate(
+        plan_program(remove_offload(choice), **lowered), costs, progress_model="per_edge"
+    )
+    assert estimate.step_time >= without_offload.span * (1 - RELATIVE_ERROR)
+    peak_bytes = run.peak_memory.max() * (1 + constants.allocator_share) + constants.reserved_bytes
+    assert peak_bytes == pytest.approx(estimate.memory.total, rel=RELATIVE_ERROR)
+    host_bytes = max(curve.total.max() for curve in run.memory_on("host"))
+    assert host_bytes == pytest.approx(estimate.host_memory.total, rel=RELATIVE_ERROR)
     # No rank copies faster than the link. The bytes that each rank stores, and those that it
     # loads, fit into the time of the step.
-    for stream in whole.streams:
+    for stream in program.streams:
         for op, name in ((Opcode.Offload, "saved"), (Opcode.ReloadState, "optimizer")):
-            size = held.for_stages(name, whole.shape.stages)[stream.stage[stream.op == op]].sum()
-            parts = choice.dp if op == Opcode.ReloadState and choice.zero else 1
-            assert (
-                NODE.host_bandwidth is not None
-                and size / parts / NODE.host_bandwidth <= found.step_time
-            )
+            size = held.for_stages(name, program.shape.stages)[stream.stage[stream.op == op]].sum()
+            shards = choice.dp if op == Opcode.ReloadState and choice.zero else 1
+            assert NODE.host_bandwidth is not None
+            assert size / shards / NODE.host_bandwidth <= estimate.step_time
 
 
-def test_states_of_one_stage_come_and_go_behind_all_else() -> None:
+def test_single_stage_optimizer_copies_are_exposed() -> None:
     """With one stage, nothing runs during the load and the store of its optimizer states.
 
     The expected time is computed by hand.
     """
     choice = planner.ParallelPlan(microbatches=4, optimizer_placement="host")
-    where = cluster(1, memory=80e9)
-    plain, found = (
-        planner.simulate_plan(MODEL, where, each) for each in (on_device(choice), choice)
+    node = resize_node(1, memory=80e9)
+    plain, estimate = (
+        planner.simulate_plan(MODEL, node, plan) for plan in (remove_offload(choice), choice)
     )
     assert NODE.host_bandwidth is not None
-    once = NODE.latency + plain.memory.optimizer / NODE.host_bandwidth
-    assert found.breakdown.host_copies == pytest.approx(2 * once, rel=CLOSE)
-    assert found.step_time == pytest.approx(plain.step_time + 2 * once, rel=CLOSE)
-    assert found.host_memory == planner.HostMemory(optimizer=plain.memory.optimizer)
+    copy_time = NODE.latency + plain.memory.optimizer / NODE.host_bandwidth
+    assert estimate.breakdown.host_copies == pytest.approx(2 * copy_time, rel=RELATIVE_ERROR)
+    assert estimate.step_time == pytest.approx(plain.step_time + 2 * copy_time, rel=RELATIVE_ERROR)
+    assert estimate.host_memory == planner.HostMemory(optimizer=plain.memory.optimizer)
 
 
 @pytest.mark.parametrize("recompute", get_args(Recompute))
-def test_what_is_saved_takes_its_bytes_over_the_link(recompute: Recompute) -> None:
+def test_offload_cost_is_saved_bytes_over_bandwidth(recompute: Recompute) -> None:
     """Each copy moves the bytes that a stage saved, and a slower link makes the step longer."""
     tight = planner.ParallelPlan(
         pp=4, microbatches=8, microbatch_size=4, recompute=recompute, offload="fit"
     )
-    least = planner.simulate_plan(MODEL, cluster(4, memory=80e9), on_device(tight)).memory.total
-    where = cluster(4, memory=0.9 * least)
-    whole = plan_program(on_device(tight))
+    needed_bytes = planner.simulate_plan(
+        MODEL, resize_node(4, memory=80e9), remove_offload(tight)
+    ).memory.total
+    node = resize_node(4, memory=0.9 * needed_bytes)
+    program = plan_program(remove_offload(tight))
     costs = compute_costs(
         MODEL,
-        where,
+        node,
         tight,
-        whole.shape,
-        compute_stage_times(MODEL, where, tight),
+        program.shape,
+        compute_stage_times(MODEL, node, tight),
         SoftwareConstants(),
     )
-    saved = compute_sizes(MODEL, tight, whole.shape).for_stages("saved", tight.stages)
+    saved = compute_sizes(MODEL, tight, program.shape).for_stages("saved", tight.stages)
     assert NODE.host_bandwidth is not None and costs.offload == costs.reload
     for stage in range(tight.stages):
-        told = costs.for_opcode(Opcode.Offload, whole.shape)[stage]
-        assert told == pytest.approx(NODE.latency + saved[stage] / NODE.host_bandwidth, rel=CLOSE)
-    if recompute == "none":
-        found, moved = (
-            planner.simulate_plan(MODEL, where, tight),
-            planner.simulated_program(MODEL, where, tight),
+        offload_cost = costs.for_opcode(Opcode.Offload, program.shape)[stage]
+        assert offload_cost == pytest.approx(
+            NODE.latency + saved[stage] / NODE.host_bandwidth, rel=RELATIVE_ERROR
         )
-        far, times = replace(where, host_bandwidth=1e9), compute_stage_times(MODEL, where, tight)
-        slow = compute_costs(MODEL, far, tight, whole.shape, times, SoftwareConstants())
-        assert found.fits and found.host_memory.activations > 0
-        assert simulate(moved, slow, progress_model="per_edge").span > 2 * found.step_time
+    if recompute == "none":
+        estimate, offload_program = (
+            planner.simulate_plan(MODEL, node, tight),
+            planner.simulated_program(MODEL, node, tight),
+        )
+        slow_link, times = (
+            replace(node, host_bandwidth=1e9),
+            compute_stage_times(MODEL, node, tight),
+        )
+        slow = compute_costs(MODEL, slow_link, tight, program.shape, times, SoftwareConstants())
+        assert estimate.fits and estimate.host_memory.activations > 0
+        assert (
+            simulate(offload_program, slow, progress_model="per_edge").span > 2 * estimate.step_time
+        )
 
 
-def test_what_does_not_fit_gets_a_plan() -> None:
+def test_plan_that_needs_offload_is_found() -> None:
     """No plan fits without offload.
 
-    With it, the first plan is at least as short as each plan with states on the host.
+    With offload, no plan with optimizer states on the host has a shorter step than the first.
     """
-    where, how = (
-        cluster(2, memory=4e9),
+    node, options = (
+        resize_node(2, memory=4e9),
         {"pp": 1, "schedules": ("one_f_one_b", "interleaved")},
     )
     with pytest.raises(UsageError, match="plans fits into"):
-        planner.plan(MODEL, where, 4, **how)  # type: ignore[arg-type]
-    best, *_ = found = planner.plan(MODEL, where, 4, top=3, offload=True, **how)  # type: ignore[arg-type]
-    assert all(one.fits and one.is_simulated and one.has_offload for one in found)
-    assert [one.step_time for one in found] == sorted(one.step_time for one in found)
+        planner.plan(MODEL, node, 4, **options)  # type: ignore[arg-type]
+    best, *_ = plans_found = planner.plan(MODEL, node, 4, top=3, offload=True, **options)  # type: ignore[arg-type]
+    assert all(plan.fits and plan.is_simulated and plan.has_offload for plan in plans_found)
+    assert [plan.step_time for plan in plans_found] == sorted(
+        plan.step_time for plan in plans_found
+    )
     assert best.offload_comparison.startswith("no plan fits without offload: the smallest needs ")
-    shortest = min(everything(where, 4, how))
+    shortest = min(list_host_optimizer_step_times(node, 4, options))
     assert best.step_time <= shortest
 
 
-def everything(where: Cluster, batch: int, how: dict[str, Any]) -> list[float]:
+def list_host_optimizer_step_times(
+    node: Cluster, batch: int, options: dict[str, Any]
+) -> list[float]:
     """Return the step times of all plans that fit with only the optimizer states on the host."""
-    plans = planner.all_plans(MODEL, where, batch, offload=True, **how).plans
+    plans = planner.all_plans(MODEL, node, batch, offload=True, **options).plans
     steps = []
-    for at in range(len(plans)):
-        one = planner.simulate_plan(
-            MODEL, where, replace(plans.plan_at(MODEL, at), optimizer_placement="host")
+    for index in range(len(plans)):
+        estimate = planner.simulate_plan(
+            MODEL, node, replace(plans.plan_at(MODEL, index), optimizer_placement="host")
         )
-        steps += [one.step_time] * one.fits
+        steps += [estimate.step_time] * estimate.fits
     return steps
 
 
-def test_offload_beside_what_fits() -> None:
+def test_fitting_plans_are_compared_with_offload() -> None:
     """Plans without offload are unchanged, and the first is compared with the best with offload."""
-    where = cluster(4, memory=80e9)
-    plain, found = (
-        planner.plan(MODEL, where, 8, top=3, schedules=("one_f_one_b", "zb_h1"), offload=way)
-        for way in (False, True)
+    node = resize_node(4, memory=80e9)
+    plain, with_offload = (
+        planner.plan(
+            MODEL, node, 8, top=3, schedules=("one_f_one_b", "zb_h1"), offload=uses_offload
+        )
+        for uses_offload in (False, True)
     )
-    assert [replace(one, offload_comparison="") for one in found] == plain
-    assert found[0].offload_comparison == "no plan with offload is among the best plans"
+    assert [replace(plan, offload_comparison="") for plan in with_offload] == plain
+    assert with_offload[0].offload_comparison == "no plan with offload is among the best plans"
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -222,49 +237,51 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fact", REFUSED)
-def test_hosts_are_told(fact: str) -> None:
-    where = cluster(4, **REFUSED[fact])
+def test_offload_needs_host_values_of_cluster(fact: str) -> None:
+    node = resize_node(4, **REFUSED[fact])
     with pytest.raises(UsageError, match=fact):
-        planner.plan(MODEL, where, 8, offload=True)
-    for way in ({"offload": "fit"}, {"optimizer_placement": "host"}):
+        planner.plan(MODEL, node, 8, offload=True)
+    for option in ({"offload": "fit"}, {"optimizer_placement": "host"}):
         with pytest.raises(UsageError, match=fact):
-            planner.simulate_plan(MODEL, where, planner.ParallelPlan(pp=4, microbatches=8, **way))  # type: ignore[arg-type]
+            planner.simulate_plan(MODEL, node, planner.ParallelPlan(pp=4, microbatches=8, **option))  # type: ignore[arg-type]
 
 
-def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
-    one, where = planner.ParallelPlan(pp=4, microbatches=8, offload="fit"), cluster(4)
+def test_functions_without_copy_support_refuse_offload(tmp_path: Path) -> None:
+    offload_plan, node = planner.ParallelPlan(pp=4, microbatches=8, offload="fit"), resize_node(4)
     closed = simulation_only_error().fact
     with pytest.raises(UsageError, match=closed):
-        planner.plan(MODEL, where, 8, offload=True, exact=False)
+        planner.plan(MODEL, node, 8, offload=True, exact=False)
     with pytest.raises(UsageError, match=closed):
-        planner.estimate_step(MODEL, where, one, exact=False)
+        planner.estimate_step(MODEL, node, offload_plan, exact=False)
     with pytest.raises(UsageError, match=closed):
-        planner.peak_memory(MODEL, where, one)
+        planner.peak_memory(MODEL, node, offload_plan)
     for knows_nothing in (planner.optimize_layer_division, planner.improve_schedule):
         with pytest.raises(UsageError, match="does not support plans with offload"):
-            knows_nothing(MODEL, where, one)
+            knows_nothing(MODEL, node, offload_plan)
     with pytest.raises(UsageError, match="offload 'fit' needs an offload_program"):
-        planner.train_config(MODEL, one)
+        planner.train_config(MODEL, offload_plan)
     with pytest.raises(UsageError, match="needs sizes and memory_limit"):
-        plan_program(one)
-    tight, small = said_choice(where)
-    moves = planner.simulated_program(MODEL, small, tight)
-    told = tomllib.loads(planner.train_config(MODEL, tight, offload_program=moves))["memory"][
+        plan_program(offload_plan)
+    tight, small_node = make_tight_plan(node)
+    moves = planner.simulated_program(MODEL, small_node, tight)
+    config = tomllib.loads(planner.train_config(MODEL, tight, offload_program=moves))["memory"][
         "offload"
     ]
-    again = compile(schedules.one_f_one_b, PipelineShape(4, 8), offload=told)
-    assert offloaded(again) == offloaded(moves) != set()
-    told = tomllib.loads(
-        planner.train_config(MODEL, replace(one, offload="none", optimizer_placement="host"))
+    compiled = compile(schedules.one_f_one_b, PipelineShape(4, 8), offload=config)
+    assert list_offloaded(compiled) == list_offloaded(moves) != set()
+    config = tomllib.loads(
+        planner.train_config(
+            MODEL, replace(offload_plan, offload="none", optimizer_placement="host")
+        )
     )
-    assert told["memory"] == {"optimizer_placement": "host"}
-    moved = tmp_path / "own.sched"
-    moved.write_text(said_program(where), encoding="utf-8")
-    file = replace(one, schedule=str(moved), offload="none")
+    assert config["memory"] == {"optimizer_placement": "host"}
+    program_path = tmp_path / "own.sched"
+    program_path.write_text(make_offload_text(node), encoding="utf-8")
+    file = replace(offload_plan, schedule=str(program_path), offload="none")
     with pytest.raises(
         UsageError, match="contains offload, and the planner cannot estimate the copies"
     ):
-        planner.simulate_plan(MODEL, where, file)
+        planner.simulate_plan(MODEL, node, file)
     with pytest.raises(
         UsageError, match="is a lowered program, and a plan cannot change its offload"
     ):
@@ -273,70 +290,74 @@ def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
         experts = replace(MODEL, experts=4, active=2)
         planner.simulate_plan(
             experts,
-            where,
+            node,
             planner.ParallelPlan(dp=4, ep=2, microbatches=8, zero=1, optimizer_placement="host"),
         )
 
 
-def offloaded(whole: Program) -> set[tuple[int, int]]:
-    return {(s, mb) for stream in whole.streams for op, s, mb in stream if op == Opcode.Offload}
+def list_offloaded(program: Program) -> set[tuple[int, int]]:
+    return {(s, mb) for stream in program.streams for op, s, mb in stream if op == Opcode.Offload}
 
 
-def said_choice(where: Cluster) -> tuple[planner.ParallelPlan, Cluster]:
+def make_tight_plan(node: Cluster) -> tuple[planner.ParallelPlan, Cluster]:
     """Return a plan that offloads some of its microbatches, and the cluster where it does."""
     tight = planner.ParallelPlan(pp=4, microbatches=8, microbatch_size=4, offload="fit")
-    least = planner.simulate_plan(MODEL, replace(where, memory=80e9), on_device(tight)).memory.total
-    return tight, replace(where, memory=0.9 * least)
+    needed_bytes = planner.simulate_plan(
+        MODEL, replace(node, memory=80e9), remove_offload(tight)
+    ).memory.total
+    return tight, replace(node, memory=0.9 * needed_bytes)
 
 
-def said_program(where: Cluster) -> str:
+def make_offload_text(node: Cluster) -> str:
     from schedir import to_text
 
-    tight, small = said_choice(where)
-    whole = planner.simulated_program(MODEL, small, tight)
-    assert Opcode.Offload in whole.used_opcodes
-    return to_text(whole)
+    tight, small_node = make_tight_plan(node)
+    program = planner.simulated_program(MODEL, small_node, tight)
+    assert Opcode.Offload in program.used_opcodes
+    return to_text(program)
 
 
-SHAPE = ("--layers=8", "--hidden=2048", "--heads=16", "--vocab=8192", "--sequence=1024")
+MODEL_OPTIONS = ("--layers=8", "--hidden=2048", "--heads=16", "--vocab=8192", "--sequence=1024")
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The output says what is on the host and what that gains. The program is the planned one."""
+def test_plan_command_with_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The output names the data on the host and the gain. The file has the program of the plan."""
     node, out = tmp_path / "node.toml", tmp_path / "best.sched"
-    numbers = vars(cluster(2, memory=4e9))
+    numbers = vars(resize_node(2, memory=4e9))
     lines = [f"{name} = {value}" for name, value in numbers.items() if value]
     node.write_text("\n".join(lines), encoding="utf-8")
-    asked = ("plan", *SHAPE, f"--cluster={node}", "--batch=8", "--pp=1", "--top=2")
-    text = run_command(capsys, *asked, "--offload", "-o", str(out))
-    for words in ("host copies", " of 60 GB", "optimizer state on the host",
+    command = ("plan", *MODEL_OPTIONS, f"--cluster={node}", "--batch=8", "--pp=1", "--top=2")
+    text = run_command(capsys, *command, "--offload", "-o", str(out))
+    for phrase in ("host copies", " of 60 GB", "optimizer state on the host",
                   "offload: no plan fits without offload", "bound by "):  # fmt: skip
-        assert words in text, text
-    whole = check(from_text(out.read_text(encoding="utf-8")))
-    assert Opcode.ReloadState in whole.used_opcodes
-    (told,) = [line for line in out.read_text(encoding="utf-8").splitlines() if "--costs" in line]
-    costs = told.partition("--costs ")[2]
-    step = simulate(whole, parse_costs(costs), progress_model="per_edge").span
+        assert phrase in text, text
+    program = check(from_text(out.read_text(encoding="utf-8")))
+    assert Opcode.ReloadState in program.used_opcodes
+    (costs_line,) = [
+        line for line in out.read_text(encoding="utf-8").splitlines() if "--costs" in line
+    ]
+    costs = costs_line.partition("--costs ")[2]
+    step = simulate(program, parse_costs(costs), progress_model="per_edge").span
     # The best plan does not depend on the number of plans that are asked for.
-    best, *_ = planner.plan(MODEL, cluster(2, memory=4e9), 8, pp=1, top=1, offload=True)
+    best, *_ = planner.plan(MODEL, resize_node(2, memory=4e9), 8, pp=1, top=1, offload=True)
     assert step == pytest.approx(best.step_time, rel=1e-3)
     for option in ("--tradeoff", "--optimize-division", "--improve-schedules"):
-        more = ("--picture", str(tmp_path / "x.svg")) if option == "--tradeoff" else ()
+        picture_options = ("--picture", str(tmp_path / "x.svg")) if option == "--tradeoff" else ()
         assert f"{option} cannot be combined with --offload" in run_refused_command(
-            capsys, *asked, "--offload", option, *more
+            capsys, *command, "--offload", option, *picture_options
         )
     assert "closed forms cannot estimate plans with offload" in run_refused_command(
-        capsys, *asked, "--offload", "--closed-form-only"
+        capsys, *command, "--offload", "--closed-form-only"
     )
     bare = [line for line in lines if not line.startswith("host")]
     node.write_text("\n".join(bare), encoding="utf-8")
     assert (
         "needs a value for host_bandwidth and host_memory of the cluster, which is not set"
-        in run_refused_command(capsys, *asked, "--offload")
+        in run_refused_command(capsys, *command, "--offload")
     )
 
 
-def test_windows_are_refused(tmp_path: Path) -> None:
+def test_windowed_attention_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.toml"
     shape = "layers = 2\nhidden = 64\nheads = 4\nvocab = 64\ncontext = 32\n"
     file.write_text(f"[model]\n{shape}window = 0\nstride = 1\n", encoding="utf-8")

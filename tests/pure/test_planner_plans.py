@@ -47,8 +47,8 @@ NODE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def machine(nodes: int = 1, **other: Any) -> Cluster:
-    return Cluster(nodes=nodes, **{**NODE, **other})
+def make_cluster(nodes: int = 1, **fields: Any) -> Cluster:
+    return Cluster(nodes=nodes, **{**NODE, **fields})
 
 
 models = st.builds(
@@ -59,7 +59,7 @@ models = st.builds(
     st.sampled_from([8, 16]), st.sampled_from([64, 128]), st.integers(4, 14), st.integers(1, 2),
     st.sampled_from([0, 128]), st.booleans(), st.sampled_from([1, 4]), st.booleans(),
 )  # fmt: skip
-EVERY = tuple(SCHEDULE_FORMULAS)
+ALL_SCHEDULES = tuple(SCHEDULE_FORMULAS)
 
 
 @settings(max_examples=8)
@@ -67,22 +67,24 @@ EVERY = tuple(SCHEDULE_FORMULAS)
     models, st.sampled_from([1, 2, 3]), st.sampled_from([8, 24]),
     st.sampled_from(["tp-pp-dp", "tp-dp-pp"]), st.sampled_from(["softmax", "flash"]), st.data(),
 )  # fmt: skip
-def test_all_plans_at_once_cost_what_each_does_alone(
+def test_batch_estimate_equals_single_estimates(
     model: TransformerSpec, nodes: int, batch: int, order: Any, attention: Any, data: Any
 ) -> None:
-    cluster = machine(nodes)
+    cluster = make_cluster(nodes)
     e = data.draw(st.sampled_from([1, 2])) if model.experts > 1 else 1
     c = data.draw(st.sampled_from([1, 2]))
-    want = build_field_filter(schedules=EVERY, rank_order=order, attention=attention, cp=c, ep=e)
-    plans = enumerate_plans(model, cluster, batch, want)
-    found = estimate_closed_form(model, cluster, plans, SoftwareConstants(), ADAM)
+    field_filter = build_field_filter(
+        schedules=ALL_SCHEDULES, rank_order=order, attention=attention, cp=c, ep=e
+    )
+    plans = enumerate_plans(model, cluster, batch, field_filter)
+    estimates = estimate_closed_form(model, cluster, plans, SoftwareConstants(), ADAM)
     for i in data.draw(st.lists(st.integers(0, len(plans) - 1), min_size=8, max_size=8)):
         choice = plans.plan_at(model, i)
         assert (choice.gpus, choice.batch) == (cluster.gpu_count, batch)
         assert sum(get_layers_per_stage(model, choice)) == model.layers
         alone, among = (
             estimate_step(model, cluster, choice, exact=False),
-            found.estimate_at(model, cluster, i),
+            estimates.estimate_at(model, cluster, i),
         )
         assert among.step_time == pytest.approx(alone.step_time, rel=1e-12)
         assert among.breakdown == pytest.approx(alone.breakdown, rel=1e-9, abs=1e-12)
@@ -92,7 +94,7 @@ def test_all_plans_at_once_cost_what_each_does_alone(
         assert alone.memory.total == pytest.approx(fullest.total)
 
 
-def test_the_closed_form_is_near_to_the_program() -> None:
+def test_closed_form_is_near_program() -> None:
     """Compare step time and memory of different plans with simulations of their programs."""
     shapes: list[dict[str, Any]] = [
         dict(pp=4, microbatches=12),
@@ -109,25 +111,25 @@ def test_the_closed_form_is_near_to_the_program() -> None:
         dict(pp=1, stages_per_rank=12, microbatches=4, schedule="looped_bfs", zero=3),
         dict(pp=5, dp=3, microbatches=10, layers_per_stage=(3, 3, 2, 2, 2)),
     ]
-    cluster = machine(2)
-    off: list[list[float]] = []
+    cluster = make_cluster(2)
+    errors: list[list[float]] = []
     for shape in shapes:
         choice = ParallelPlan(microbatch_size=4, **{"dp": 16 // shape["pp"], **shape})
-        room = cluster if choice.gpus == 16 else machine(1, gpus_per_node=15)
+        node = cluster if choice.gpus == 16 else make_cluster(1, gpus_per_node=15)
         closed, simulated = (
-            estimate_step(SMALL, room, choice, exact=exact) for exact in (False, True)
+            estimate_step(SMALL, node, choice, exact=exact) for exact in (False, True)
         )
-        off.append([closed.step_time / simulated.step_time - 1,
+        errors.append([closed.step_time / simulated.step_time - 1,
                     closed.memory.total / simulated.memory.total - 1])  # fmt: skip
-    steps, memories = np.abs(off).T
+    steps, memories = np.abs(errors).T
     assert steps.mean() <= 0.01 and steps.max() <= 0.03, steps
     assert memories.mean() <= 0.005 and memories.max() <= 0.02, memories
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_sums_over_a_slow_network_are_near_to_the_program(tied: bool) -> None:
-    """Most of these steps is time of reductions: over replicas, and of a tied embedding."""
-    model, cluster = replace(SMALL, tied=tied), machine(2, network_bandwidth="1GB/s")
+def test_slow_network_reductions_are_near_program(tied: bool) -> None:
+    """Reductions over replicas, and of a tied embedding, take most of the step."""
+    model, cluster = replace(SMALL, tied=tied), make_cluster(2, network_bandwidth="1GB/s")
     for t, d, zero in ((1, 8, 0), (1, 8, 1), (8, 1, 0)):
         choice = ParallelPlan(pp=2, tp=t, dp=d, zero=zero, microbatches=16)
         closed, exact = (
@@ -142,79 +144,99 @@ def test_sums_over_a_slow_network_are_near_to_the_program(tied: bool) -> None:
         assert closed.memory.weights == pytest.approx(exact.memory.weights)
 
 
-def test_the_best_are_simulated_and_ranked_again() -> None:
-    cluster = machine(1, memory="4GB")
-    closed, found = (plan(SMALL, cluster, 32, top=5, exact=exact) for exact in (False, True))
-    steps = [one.step_time for one in found]
-    assert steps == sorted(steps) and all(one.is_simulated and one.fits for one in found)
-    for one in found:
-        assert one.step_time == pytest.approx(
-            estimate_step(SMALL, cluster, strip_estimates(one)).step_time
+def test_best_plans_are_simulated_and_ranked_again() -> None:
+    cluster = make_cluster(1, memory="4GB")
+    closed, simulated = (plan(SMALL, cluster, 32, top=5, exact=exact) for exact in (False, True))
+    steps = [estimate.step_time for estimate in simulated]
+    assert steps == sorted(steps)
+    assert all(estimate.is_simulated and estimate.fits for estimate in simulated)
+    for estimate in simulated:
+        assert estimate.step_time == pytest.approx(
+            estimate_step(SMALL, cluster, strip_estimates(estimate)).step_time
         )
-        assert one.step_time == pytest.approx(sum(one.breakdown)) and one.explanation
+        assert estimate.step_time == pytest.approx(sum(estimate.breakdown)) and estimate.explanation
     assert steps[0] <= min(
-        estimate_step(SMALL, cluster, strip_estimates(one)).step_time for one in closed
+        estimate_step(SMALL, cluster, strip_estimates(estimate)).step_time for estimate in closed
     )
 
 
 @settings(max_examples=4)
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([16, 64]), st.booleans())
-def test_more_of_a_machine_makes_no_best_plan_slower(nodes: int, batch: int, sp: bool) -> None:
-    def best(**other: Any) -> float:
-        cluster = machine(nodes, **{"memory": "16GB", **other})
+def test_faster_cluster_never_slows_best_plan(nodes: int, batch: int, sp: bool) -> None:
+    def find_best_time(**fields: Any) -> float:
+        cluster = make_cluster(nodes, **{"memory": "16GB", **fields})
         return plan(SMALL, cluster, batch, top=1, sequence_parallel=sp, exact=False)[0].step_time
 
-    least = best()
-    for more in ("memory", "nvlink_bandwidth", "network_bandwidth", "hbm_bandwidth", "flops"):
-        large = {"memory": "40GB", "flops": "500TFLOP/s"}.get(more, "3TB/s")
-        assert best(**{more: large}) <= least * (1 + 1e-12), more
-
-
-def test_plans_are_ranked_and_each_says_what_holds_it_back() -> None:
-    cluster = machine(2, memory="16GB")
-    found = plan(SMALL, cluster, 64, top=40, exact=False)
-    assert len(found) == 40 and all(one.fits for one in found)
-    steps = [one.step_time for one in found]
-    assert steps == sorted(steps)
-    first, last = found[0], found[-1]
-    assert first.mfu == pytest.approx(SMALL.count_flops(64) / first.step_time / 16 / 250e12)
-    for one in found:
-        assert one.bottleneck in (*one.breakdown._fields, "memory") and one.explanation.startswith(
-            one.bottleneck
+    base_time = find_best_time()
+    for changed_field in (
+        "memory",
+        "nvlink_bandwidth",
+        "network_bandwidth",
+        "hbm_bandwidth",
+        "flops",
+    ):
+        larger_value = {"memory": "40GB", "flops": "500TFLOP/s"}.get(changed_field, "3TB/s")
+        assert find_best_time(**{changed_field: larger_value}) <= base_time * (1 + 1e-12), (
+            changed_field
         )
+
+
+def test_plans_are_ranked_with_bottleneck() -> None:
+    cluster = make_cluster(2, memory="16GB")
+    plans_found = plan(SMALL, cluster, 64, top=40, exact=False)
+    assert len(plans_found) == 40 and all(estimate.fits for estimate in plans_found)
+    steps = [estimate.step_time for estimate in plans_found]
+    assert steps == sorted(steps)
+    best, last = plans_found[0], plans_found[-1]
+    assert best.mfu == pytest.approx(SMALL.count_flops(64) / best.step_time / 16 / 250e12)
+    for estimate in plans_found:
+        assert estimate.bottleneck in (
+            *estimate.breakdown._fields,
+            "memory",
+        )
+        assert estimate.explanation.startswith(estimate.bottleneck)
     assert ". Its step takes " in last.explanation and "% less" in last.explanation
 
 
-def test_memory_is_the_bound_where_only_memory_is_in_the_way() -> None:
+def test_memory_bottleneck_names_faster_plan() -> None:
     """With the missing memory, the planner finds the faster plan that the explanation names."""
-    best = plan(SMALL, machine(1, memory="3GB"), 32, top=1, exact=False)[0]
-    words = (
+    best = plan(SMALL, make_cluster(1, memory="3GB"), 32, top=1, exact=False)[0]
+    pattern = (
         r"memory: a faster plan needs ([\d.]+) MB more than a GPU has\. "
         r"Its step takes ([\d.]+) s, .*% less: pp .*"
     )
-    found = re.fullmatch(words, best.explanation)
-    assert found is not None and best.bottleneck == "memory"
-    over, step = map(float, found.groups())
-    larger = machine(1, memory=3e9 + over * 1.001e6)
+    match = re.fullmatch(pattern, best.explanation)
+    assert match is not None and best.bottleneck == "memory"
+    missing_megabytes, step = map(float, match.groups())
+    larger = make_cluster(1, memory=3e9 + missing_megabytes * 1.001e6)
     assert plan(SMALL, larger, 32, top=1, exact=False)[0].step_time <= step * 1.001 < best.step_time
 
 
-def test_layers_keep_what_the_paper_says() -> None:
+def test_saved_bytes_match_paper() -> None:
     """Compare with arXiv 2205.05198, table 2. Flash attention (2307.08691) saves no scores."""
-    for t, recompute, cut in [(1, "none", False), (8, "none", True), (8, "selective", False)]:
-        choice = ParallelPlan(tp=t, microbatch_size=2, recompute=recompute, sequence_parallel=cut)  # type: ignore[arg-type]
-        kept, again = compute_saved_bytes(SMALL, choice)
-        of: dict[str, Any] = {"sequence": 1024, "microbatch_size": 2, "hidden": 1024, "heads": 16}
-        of["tp"] = t
-        whole = activation_bytes_per_layer(**of, sequence_parallel=cut)
-        assert kept == activation_bytes_per_layer(
-            **of, recompute=choice.recompute, sequence_parallel=cut
+    for t, recompute, sp in [
+        (1, "none", False),
+        (8, "none", True),
+        (8, "selective", False),
+    ]:
+        choice = ParallelPlan(tp=t, microbatch_size=2, recompute=recompute, sequence_parallel=sp)  # type: ignore[arg-type]
+        saved_bytes, recomputed_bytes = compute_saved_bytes(SMALL, choice)
+        options: dict[str, Any] = {
+            "sequence": 1024,
+            "microbatch_size": 2,
+            "hidden": 1024,
+            "heads": 16,
+        }
+        options["tp"] = t
+        total_bytes = activation_bytes_per_layer(**options, sequence_parallel=sp)
+        assert saved_bytes == activation_bytes_per_layer(
+            **options, recompute=choice.recompute, sequence_parallel=sp
         )
-        assert kept + again == whole
+        assert saved_bytes + recomputed_bytes == total_bytes
         # In 32-bit types, everything except the one-byte dropout masks is twice as large.
-        masks = 2 * 1024 * 1024 * 2 / (t if cut else 1)
+        masks = 2 * 1024 * 1024 * 2 / (t if sp else 1)
         masks += (recompute == "none") * 16 * 1024**2 * 2 / t
-        assert compute_saved_bytes(SMALL, choice, 4)[0] == pytest.approx(2 * kept - masks)
+        assert compute_saved_bytes(SMALL, choice, 4)[0] == pytest.approx(2 * saved_bytes - masks)
     grouped, _ = compute_saved_bytes(
         replace(SMALL, kv_heads=4), ParallelPlan(tp=8, microbatch_size=2)
     )
@@ -231,34 +253,37 @@ def test_layers_keep_what_the_paper_says() -> None:
         == (4 * 4 - 6 * 2) * tokens
     )
     flash, _ = compute_saved_bytes(SMALL, ParallelPlan(tp=8, microbatch_size=2, attention="flash"))
-    assert flash == activation_bytes_per_layer(**of, recompute="selective") + 4 * 16 * 1024 * 2 / 8
+    assert (
+        flash
+        == activation_bytes_per_layer(**options, recompute="selective") + 4 * 16 * 1024 * 2 / 8
+    )
 
 
-def test_activations_have_the_bytes_of_the_type_that_trains() -> None:
+def test_activation_bytes_depend_on_itemsize() -> None:
     """Compare 32-bit with 16-bit training in closed forms, simulations and `peak_memory`."""
-    cluster = machine(1, itemsize=4)
-    for how in (
+    cluster = make_cluster(1, itemsize=4)
+    for changes in (
         {},
         {"recompute": "full"},
         {"schedule": "zb_h1"},
         {"tp": 2, "pp": 4, "sequence_parallel": True},
     ):
-        choice = ParallelPlan(**({"pp": 8, "microbatches": 8, "attention": "flash"} | how))  # type: ignore[arg-type]
+        choice = ParallelPlan(**({"pp": 8, "microbatches": 8, "attention": "flash"} | changes))  # type: ignore[arg-type]
         model = replace(SMALL, layers=16)
-        half, whole = (
-            estimate_step(model, c, choice, exact=False).memory for c in (machine(1), cluster)
+        half, full = (
+            estimate_step(model, c, choice, exact=False).memory for c in (make_cluster(1), cluster)
         )
-        assert whole == peak_memory(model, cluster, choice)
-        assert 1.1 < whole.activations / half.activations <= 2  # logits always have 32 bits
+        assert full == peak_memory(model, cluster, choice)
+        assert 1.1 < full.activations / half.activations <= 2  # logits always have 32 bits
         program = estimate_step(model, cluster, choice).memory
-        assert whole.activations == pytest.approx(program.activations, rel=0.02)
-        assert whole.weights == program.weights == 2 * half.weights
+        assert full.activations == pytest.approx(program.activations, rel=0.02)
+        assert full.weights == program.weights == 2 * half.weights
 
 
-def test_where_closed_forms_say_that_it_fits_and_programs_do_not_others_are_taken() -> None:
+def test_plan_that_fits_only_in_closed_form_is_replaced() -> None:
     """In the simulation, rank 0 needs a little more memory than in the closed form."""
     model = TransformerSpec(layers=32, hidden=6144, heads=48, vocab=128256, sequence=4096)
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "schedules": "interleaved",
         "pp": 2,
         "tp": 1,
@@ -266,51 +291,56 @@ def test_where_closed_forms_say_that_it_fits_and_programs_do_not_others_are_take
         "zero": 1,
         "stages_per_rank": 4,
     }
-    how["recompute"] = "selective"
-    large = machine(1, memory="1TB")
-    closed, exact = (plan(model, large, 64, top=1, exact=e, **how)[0] for e in (False, True))
+    options["recompute"] = "selective"
+    large_node = make_cluster(1, memory="1TB")
+    closed, exact = (
+        plan(model, large_node, 64, top=1, exact=e, **options)[0] for e in (False, True)
+    )
     assert closed.memory.total < exact.memory.total
-    between = machine(1, memory=(closed.memory.total + exact.memory.total) / 2)
+    between = make_cluster(1, memory=(closed.memory.total + exact.memory.total) / 2)
     with pytest.raises(UsageError, match="none of 1 plans fits"):
-        plan(model, between, 64, **how)
-    some = plan(
+        plan(model, between, 64, **options)
+    plans_found = plan(
         model,
         between,
         64,
-        **(how | {"microbatch_size": (1, 2), "recompute": None, "stages_per_rank": (2, 4, 8)}),
+        **(options | {"microbatch_size": (1, 2), "recompute": None, "stages_per_rank": (2, 4, 8)}),
     )
-    assert some and all(one.fits for one in some)
+    assert plans_found and all(estimate.fits for estimate in plans_found)
 
 
-def test_states_are_those_of_zero() -> None:
+def test_model_state_memory_matches_zero_paper() -> None:
     """Compare with arXiv 1910.02054, table 1: shards of 1/d, and a few unsharded stages.
 
     With 96 stages per rank, the weights of two stages are unsharded, one of them with the
     embedding, and the gradients of one stage.
     """
     model = TransformerSpec(layers=96, hidden=1024, heads=16, vocab=1024, sequence=1024)
-    numbers, one = model.params, count_layer_params(model)[0] + 2048 * 1024
+    numbers, largest_stage_params = model.params, count_layer_params(model)[0] + 2048 * 1024
     for zero in range(4):
         v, schedule = (96, "looped_bfs") if zero > 1 else (1, "one_f_one_b")
-        of = peak_memory(
+        memory = peak_memory(
             model,
-            machine(2),
+            make_cluster(2),
             ParallelPlan(dp=16, stages_per_rank=v, microbatches=1, zero=zero, schedule=schedule),
         )
-        law = zero_model_states(2 * numbers, 2 * numbers, 12 * numbers, zero=zero, dp=16)
-        assert of.optimizer == pytest.approx(law.optimizer)
-        assert of.weights == pytest.approx(
-            law.params + (zero == 3) * 2 * (one + count_layer_params(model)[0])
+        expected = zero_model_states(2 * numbers, 2 * numbers, 12 * numbers, zero=zero, dp=16)
+        assert memory.optimizer == pytest.approx(expected.optimizer)
+        assert memory.weights == pytest.approx(
+            expected.params
+            + (zero == 3) * 2 * (largest_stage_params + count_layer_params(model)[0])
         )
-        assert of.gradients == pytest.approx(law.grads + (zero >= 2) * 2 * one)
+        assert memory.gradients == pytest.approx(
+            expected.grads + (zero >= 2) * 2 * largest_stage_params
+        )
 
 
-def test_numbers_of_a_model_are_those_of_its_parts() -> None:
+def test_parameter_counts_sum_to_model() -> None:
     for model in (SMALL, replace(SMALL, kv_heads=4, gated=True, ffn=2048, tied=False)):
         common, experts = count_layer_params(model)
         table, norm, matrix = count_end_params(model)
-        ends = table + norm + (0 if model.tied else matrix)
-        assert model.layers * (common + experts) + ends == model.params
+        end_params = table + norm + (0 if model.tied else matrix)
+        assert model.layers * (common + experts) + end_params == model.params
 
 
 @pytest.mark.parametrize(
@@ -341,48 +371,53 @@ def test_numbers_of_a_model_are_those_of_its_parts() -> None:
          "the smallest plan is pp "),
     ],
 )  # fmt: skip
-def test_refusals(asked_for: dict[str, Any], fact: str, hint: str) -> None:
+def test_wrong_plan_options_are_refused(asked_for: dict[str, Any], fact: str, hint: str) -> None:
     model = replace(SMALL, layers=asked_for.pop("layers", 12))
-    cluster = machine(2, memory=asked_for.pop("memory", "80GB"))
-    with pytest.raises(UsageError) as refused:
+    cluster = make_cluster(2, memory=asked_for.pop("memory", "80GB"))
+    with pytest.raises(UsageError) as caught:
         plan(model, cluster, asked_for.pop("batch", 64), exact=False, **asked_for)
-    assert fact in refused.value.fact and hint in refused.value.hint
+    assert fact in caught.value.fact and hint in caught.value.hint
 
 
-def test_nearest_batches_can_be_planned_and_none_between() -> None:
-    cluster = machine(2)
-    for wrong in (30, 33, 50):
-        with pytest.raises(UsageError) as refused:
-            plan(SMALL, cluster, wrong, dp=4, microbatch_size=3, exact=False)
-        near = [int(size) for size in re.findall(r"\d+", refused.value.hint)]
-        for size in range(near[0], near[1] + 1):
-            if size in near:
+def test_hinted_batches_are_nearest_valid() -> None:
+    cluster = make_cluster(2)
+    for batch in (30, 33, 50):
+        with pytest.raises(UsageError) as caught:
+            plan(SMALL, cluster, batch, dp=4, microbatch_size=3, exact=False)
+        nearest = [int(size) for size in re.findall(r"\d+", caught.value.hint)]
+        for size in range(nearest[0], nearest[1] + 1):
+            if size in nearest:
                 assert plan(SMALL, cluster, size, dp=4, microbatch_size=3, exact=False)
             else:
                 with pytest.raises(UsageError):
                     plan(SMALL, cluster, size, dp=4, microbatch_size=3, exact=False)
 
 
-def test_slices_that_leave_the_node_are_warned_of() -> None:
+def test_tensor_parallel_across_nodes_warns() -> None:
     with pytest.warns(UserWarning, match="tp 16 is more than the 8 GPUs of a node"):
-        found = plan(SMALL, machine(2), 16, tp=16, exact=False)
-    assert found[0].tp == 16
-    with pytest.warns(UserWarning, match="tp 16 is more than the 8 GPUs of a node") as told:
-        estimate_step(SMALL, machine(2), ParallelPlan(tp=16), exact=False)
-    assert told[0].filename == __file__
+        plans_found = plan(SMALL, make_cluster(2), 16, tp=16, exact=False)
+    assert plans_found[0].tp == 16
+    with pytest.warns(
+        UserWarning, match="tp 16 is more than the 8 GPUs of a node"
+    ) as warning_records:
+        estimate_step(SMALL, make_cluster(2), ParallelPlan(tp=16), exact=False)
+    assert warning_records[0].filename == __file__
     with pytest.raises(UsageError, match="no plan with tp 16 uses all 8 GPUs"):
-        plan(SMALL, machine(1), 16, tp=16)
-    assert max(one.tp for one in plan(SMALL, machine(2), 16, top=5000, exact=False)) == 8
+        plan(SMALL, make_cluster(1), 16, tp=16)
+    assert (
+        max(estimate.tp for estimate in plan(SMALL, make_cluster(2), 16, top=5000, exact=False))
+        == 8
+    )
 
 
-def test_one_choice_is_priced_also_where_it_does_not_fit() -> None:
-    cluster = machine(1, memory="2GB")
+def test_plan_over_memory_is_still_estimated() -> None:
+    cluster = make_cluster(1, memory="2GB")
     choice = ParallelPlan(pp=4, tp=2, microbatches=8)
-    found = estimate_step(SMALL, cluster, choice, exact=False)
-    assert not found.fits and found.bottleneck == "memory"
-    assert "more than a GPU has" in found.explanation
-    other = estimate_step(SMALL, machine(1), choice, exact=False)
-    assert other.bottleneck in found.breakdown._fields
+    estimate = estimate_step(SMALL, cluster, choice, exact=False)
+    assert not estimate.fits and estimate.bottleneck == "memory"
+    assert "more than a GPU has" in estimate.explanation
+    with_memory = estimate_step(SMALL, make_cluster(1), choice, exact=False)
+    assert with_memory.bottleneck in estimate.breakdown._fields
 
 
 @pytest.mark.parametrize(
@@ -405,10 +440,10 @@ def test_one_choice_is_priced_also_where_it_does_not_fit() -> None:
         (ParallelPlan(tp=8, dp=1, schedule="zb"), "no formulas for schedule 'zb'"),
     ],
 )
-def test_choices_that_cannot_be_are_refused(choice: ParallelPlan, fact: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        estimate_step(SMALL, machine(1), choice, exact=False)
-    assert fact in refused.value.fact
+def test_impossible_plans_are_refused(choice: ParallelPlan, fact: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        estimate_step(SMALL, make_cluster(1), choice, exact=False)
+    assert fact in caught.value.fact
 
 
 @pytest.mark.parametrize(
@@ -423,69 +458,74 @@ def test_choices_that_cannot_be_are_refused(choice: ParallelPlan, fact: str) -> 
         ),
     ],
 )
-def test_what_is_no_choice_is_refused(fields: dict[str, Any], fact: str) -> None:
-    with pytest.raises(UsageError) as refused:
+def test_invalid_plan_fields_are_refused(fields: dict[str, Any], fact: str) -> None:
+    with pytest.raises(UsageError) as caught:
         ParallelPlan(**fields)
-    assert fact in refused.value.fact
+    assert fact in caught.value.fact
 
 
-def test_many_stages_on_one_rank_are_planned_where_they_are_told() -> None:
+def test_requested_stages_on_one_rank_are_planned() -> None:
     for zero in (0, 1):
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "pp": 1,
             "tp": 1,
             "stages_per_rank": 12,
             "schedules": "interleaved",
             "zero": zero,
         }
-        found = plan(SMALL, machine(), 32, exact=False, **how)
-        assert {(one.pp, one.stages_per_rank, one.zero) for one in found} == {(1, 12, zero)}
+        plans_found = plan(SMALL, make_cluster(), 32, exact=False, **options)
+        assert {
+            (estimate.pp, estimate.stages_per_rank, estimate.zero) for estimate in plans_found
+        } == {(1, 12, zero)}
 
 
-def test_what_is_no_model_and_no_cluster_is_refused() -> None:
-    wrong: list[tuple[Any, Any]] = [("gpt-22b", machine()), (SMALL, "a100")]
-    for model, cluster in wrong:
+def test_wrong_model_or_cluster_is_refused() -> None:
+    wrong_arguments: list[tuple[Any, Any]] = [("gpt-22b", make_cluster()), (SMALL, "a100")]
+    for model, cluster in wrong_arguments:
         with pytest.raises(UsageError, match=r"(model|cluster) must be a"):
             plan(model, cluster, 8)
         with pytest.raises(UsageError, match=r"(model|cluster) must be a"):
             estimate_step(model, cluster, ParallelPlan(tp=8))
     with pytest.raises(UsageError, match="tp 3 does not divide heads 16"):
-        peak_memory(SMALL, machine(), ParallelPlan(tp=3))
+        peak_memory(SMALL, make_cluster(), ParallelPlan(tp=3))
     with pytest.raises(UsageError, match="no formulas for schedule 'zz'"):
-        peak_memory(SMALL, machine(), ParallelPlan(schedule="zz"))
+        peak_memory(SMALL, make_cluster(), ParallelPlan(schedule="zz"))
 
 
-def test_links_are_those_that_processes_cross() -> None:
+def test_link_times_match_process_mesh() -> None:
     """Compare with `Cluster.send_time` and `Cluster.all_reduce_time` for the actual processes."""
     for t, p, d, order in product((1, 2, 4), (2, 3, 4), (1, 2, 3), ("tp-pp-dp", "tp-dp-pp")):
         choice = ParallelPlan(pp=p, tp=t, dp=d, rank_order=order)  # type: ignore[arg-type]
         strides = (p * t, t) if order == "tp-pp-dp" else (t, d * t)
-        for at in np.ndindex(d, p, t):
-            assert build_process_mesh(choice)[at] == at[0] * strides[0] + at[1] * strides[1] + at[2]
-        where, cluster, plans = (
+        for coordinates in np.ndindex(d, p, t):
+            assert (
+                build_process_mesh(choice)[coordinates]
+                == coordinates[0] * strides[0] + coordinates[1] * strides[1] + coordinates[2]
+            )
+        mesh, cluster, plans = (
             build_process_mesh(choice),
-            machine(12, gpus_per_node=4),
+            make_cluster(12, gpus_per_node=4),
             PlanColumns.from_plan(choice),
         )
         placed = place_plans_on_nodes(cluster, plans)
         size = 2.0 * 1024 * 1024 / t  # each tensor-parallel rank sends 1/t of the boundary
         path = 0.0
         for rank in range(p - 1):
-            pairs = zip(where[:, rank].flat, where[:, rank + 1].flat, strict=True)
+            pairs = zip(mesh[:, rank].flat, mesh[:, rank + 1].flat, strict=True)
             path += max(cluster.send_time(size, int(a), int(b)) for a, b in pairs)
-        cut = replace(plans, sequence_parallel=np.array([1]))
-        assert compute_link_times(SMALL, cluster, cut, placed).neighbors.item() == pytest.approx(
-            path
-        )
-        groups = where.reshape(d, -1).T
+        sequence_parallel_plans = replace(plans, sequence_parallel=np.array([1]))
+        assert compute_link_times(
+            SMALL, cluster, sequence_parallel_plans, placed
+        ).neighbors.item() == pytest.approx(path)
+        groups = mesh.reshape(d, -1).T
         ring = build_replica_rings(cluster, plans, placed)[0]
-        law = max(cluster.all_gather_time(1e9, group) for group in groups)
-        assert ring.compute_gather_time(np.array([[1e9]])).item() == pytest.approx(law)
+        expected = max(cluster.all_gather_time(1e9, group) for group in groups)
+        assert ring.compute_gather_time(np.array([[1e9]])).item() == pytest.approx(expected)
 
 
-def test_of_plans_as_long_the_plainest_comes_first() -> None:
-    """Without a pipeline, split backwards have no advantage, so simple plans come first."""
-    own: dict[str, Any] = {
+def test_simplest_of_equal_plans_is_first() -> None:
+    """Without a pipeline, split backwards have no advantage, so plans without them come first."""
+    options: dict[str, Any] = {
         "pp": 1,
         "tp": 1,
         "stages_per_rank": 1,
@@ -493,13 +533,19 @@ def test_of_plans_as_long_the_plainest_comes_first() -> None:
         "zero": 0,
         "attention": "flash",
     }
-    found = plan(
-        SMALL, machine(), 8, schedules=("zb_h1", "one_f_one_b"), recompute=("full", "none"), **own
+    plans_found = plan(
+        SMALL,
+        make_cluster(),
+        8,
+        schedules=("zb_h1", "one_f_one_b"),
+        recompute=("full", "none"),
+        **options,
     )
-    assert len({f"{one.step_time:.6g}" for one in found}) < len(found)
-    first = found[0]
-    assert (first.schedule, first.recompute) == ("one_f_one_b", "none")
+    assert len({f"{estimate.step_time:.6g}" for estimate in plans_found}) < len(plans_found)
+    best = plans_found[0]
+    assert (best.schedule, best.recompute) == ("one_f_one_b", "none")
     times = [
-        (float(f"{one.step_time:.6g}"), [*SCHEDULE_FORMULAS].index(one.schedule)) for one in found
+        (float(f"{estimate.step_time:.6g}"), [*SCHEDULE_FORMULAS].index(estimate.schedule))
+        for estimate in plans_found
     ]
     assert times == sorted(times)

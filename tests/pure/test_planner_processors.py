@@ -11,7 +11,7 @@ from schedir import Cluster, planner
 from schedir.planner import ParallelPlan
 
 MODEL = planner.TransformerSpec(layers=8, hidden=256, heads=8, vocab=256, sequence=128)
-HERE = Cluster(
+CPU_CLUSTER = Cluster(
     1, 4, flops=50e9, memory=6e9, hbm_bandwidth=6e9, nvlink_bandwidth=1e9, network_bandwidth=1e9,
     latency=200e-6, kernel_us=25,
     itemsize=4, processors=2,
@@ -34,34 +34,36 @@ PLANS = [
 ]
 
 
-def price(choice: ParallelPlan, *, exact: bool, **more: Any) -> planner.PlanEstimate:
-    return planner.estimate_step(MODEL, replace(HERE, **more), choice, exact=exact)
+def estimate_step_time(
+    choice: ParallelPlan, *, exact: bool, **changes: Any
+) -> planner.PlanEstimate:
+    return planner.estimate_step(MODEL, replace(CPU_CLUSTER, **changes), choice, exact=exact)
 
 
 @pytest.mark.parametrize(
     "choice", PLANS, ids=lambda c: f"{c.pp}-{c.tp}-{c.dp} {c.microbatch_size} {c.schedule}"
 )
-def test_the_closed_form_is_near_the_program(choice: ParallelPlan) -> None:
-    told, exact = (price(choice, exact=e) for e in (False, True))
-    assert told.step_time == pytest.approx(exact.step_time, rel=0.12)
+def test_closed_form_is_near_program(choice: ParallelPlan) -> None:
+    closed_form, exact = (estimate_step_time(choice, exact=e) for e in (False, True))
+    assert closed_form.step_time == pytest.approx(exact.step_time, rel=0.12)
 
 
-def test_two_of_four_keep_two_processors_busy() -> None:
+def test_shared_processors_hide_bubble() -> None:
     """While the pipeline of 2 ranks x 2 replicas fills, two processes compute."""
     two = ParallelPlan(pp=2, dp=2, microbatch_size=1, microbatches=8, attention="flash")
-    assert price(two, exact=False).breakdown.bubble == 0
-    assert price(two, exact=False, processors=4).breakdown.bubble > 0
+    assert estimate_step_time(two, exact=False).breakdown.bubble == 0
+    assert estimate_step_time(two, exact=False, processors=4).breakdown.bubble > 0
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_nothing_is_shorter_than_its_work(exact: bool) -> None:
+def test_single_processor_step_is_at_least_total_work(exact: bool) -> None:
     """With a single processor, every pipeline takes the sum of its ranks' work."""
-    alone = price(
+    alone = estimate_step_time(
         ParallelPlan(pp=1, dp=4, microbatch_size=1, microbatches=4, attention="flash"),
         exact=exact,
         processors=1,
     )
-    piped = price(
+    piped = estimate_step_time(
         ParallelPlan(pp=4, microbatch_size=1, microbatches=16, attention="flash"),
         exact=exact,
         processors=1,
@@ -71,8 +73,8 @@ def test_nothing_is_shorter_than_its_work(exact: bool) -> None:
     assert piped.breakdown.bubble < 0.2 * work
 
 
-def test_as_many_processors_as_processes_are_those_of_gpus_that_wait() -> None:
+def test_processor_per_process_acts_like_gpu() -> None:
     choice = ParallelPlan(pp=4, microbatch_size=1, microbatches=16, attention="flash")
-    many, more = (price(choice, exact=True, processors=n) for n in (4, 8))
-    assert many.step_time == more.step_time
-    assert many.step_time > price(choice, exact=True).step_time
+    many, eight_processors = (estimate_step_time(choice, exact=True, processors=n) for n in (4, 8))
+    assert many.step_time == eight_processors.step_time
+    assert many.step_time > estimate_step_time(choice, exact=True).step_time

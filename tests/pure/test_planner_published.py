@@ -11,30 +11,30 @@ from benchmarks import planner as tables
 from tests import published_runs as published
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "planner.md"
-SUM = re.compile(r"^([a-z][a-z ,]+): ([\d.]+)% in the mean.* ([+-][\d.]+)% at worst", re.M)
+SUMMARY_LINE = re.compile(r"^([a-z][a-z ,]+): ([\d.]+)% in the mean.* ([+-][\d.]+)% at worst", re.M)
 
 
 @pytest.mark.parametrize("name", ["layers", "stages", "node", "sc21"])
-def test_no_further_off_than_the_page_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_at_most_documented(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = PAGE.read_text().split(f"`python benchmarks/planner.py {name}`", 1)[1]
-    told = SUM.search(text)
-    assert told
+    documented = SUMMARY_LINE.search(text)
+    assert documented
     tables.TABLES[name]()
-    found = SUM.search(capsys.readouterr().out)
-    assert found and found[1] == told[1]
-    assert float(found[2]) <= float(told[2])
-    assert abs(float(found[3])) <= abs(float(told[3]))
+    printed = SUMMARY_LINE.search(capsys.readouterr().out)
+    assert printed and printed[1] == documented[1]
+    assert float(printed[2]) <= float(documented[2])
+    assert abs(float(printed[3])) <= abs(float(documented[3]))
 
 
-def test_memory_is_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """These are all cells of ZeRO's Table 1, and all rows of Table 2 of arXiv 2205.05198."""
+def test_memory_matches_published_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    """Compare all cells of ZeRO's Table 1, and all rows of Table 2 of arXiv 2205.05198."""
     tables.memory()
-    said = capsys.readouterr().out
-    assert "54 of 54 cells" in said
-    assert said.count("+0.0%") + said.count("-0.0%") == 6
+    output = capsys.readouterr().out
+    assert "54 of 54 cells" in output
+    assert output.count("+0.0%") + output.count("-0.0%") == 6
 
 
-def test_published_rows_are_whole() -> None:
+def test_published_rows_are_consistent() -> None:
     """The rows are consistent: GPUs, batches, and parameters by SC21's equation 2."""
     for row, run in zip(
         published.table("sc21_table1_weak_scaling"), published.weak_scaling(), strict=True

@@ -27,68 +27,75 @@ MODEL = planner.TransformerSpec(layers=12, hidden=768, heads=12, vocab=8192, seq
 # ---------------------------------------------------------------- options of other trainers
 
 
-def found(pattern: str, text: str) -> str:
+def match_group(pattern: str, text: str) -> str:
     match = re.search(pattern, text)
     assert match, text
     return match[1]
 
 
-def stages_of_layout(text: str) -> tuple[int, ...]:
+def parse_megatron_layout(text: str) -> tuple[int, ...]:
     """Return the layers of each stage of Megatron-LM's layout, read as in its user guide."""
-    text = found(r'layout "([^"]*)"', text)
+    text = match_group(r'layout "([^"]*)"', text)
     text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda x: x[1] * int(x[2]), text)
     text = re.sub(r"(.)\*(\d+)", lambda x: x[1] * int(x[2]), text)
     assert text[0] == "E" and text[-1] == "L" and {*text} <= {*"EtL|"}
     return tuple(stage.count("t") for stage in text.split("|"))
 
 
-def stages_of_less(text: str, stages: int, layers: int) -> tuple[int, ...]:
+def count_torchtitan_layers(text: str, stages: int, layers: int) -> tuple[int, ...]:
     """Return torchtitan's layers of each stage, with fewer layers in the first and the last."""
-    first, last = (int(n) for n in re.findall(r"less_layers = (\d+)", text))
-    each, more = divmod(layers + first + last, stages)
-    made = [each + (stage < more) for stage in range(stages)]
-    made[0] -= first
-    made[-1] -= last
-    return tuple(made)
+    fewer_first, fewer_last = (int(n) for n in re.findall(r"less_layers = (\d+)", text))
+    layers_each, remainder = divmod(layers + fewer_first + fewer_last, stages)
+    layers_by_stage = [layers_each + (stage < remainder) for stage in range(stages)]
+    layers_by_stage[0] -= fewer_first
+    layers_by_stage[-1] -= fewer_last
+    return tuple(layers_by_stage)
 
 
 @settings(deadline=None)
 @given(st.data())
-def test_options_say_the_division(data: st.DataObject) -> None:
+def test_launcher_options_give_layer_division(data: st.DataObject) -> None:
     p, v = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
-    parts = data.draw(st.lists(st.integers(1, 4), min_size=p * v, max_size=p * v))
-    ends = data.draw(st.tuples(st.integers(1, 3), st.integers(0, 3)))
-    parts[0], parts[-1] = ends
-    model = replace(MODEL, layers=sum(parts))
+    layers_by_stage = data.draw(st.lists(st.integers(1, 4), min_size=p * v, max_size=p * v))
+    end_layers = data.draw(st.tuples(st.integers(1, 3), st.integers(0, 3)))
+    layers_by_stage[0], layers_by_stage[-1] = end_layers
+    model = replace(MODEL, layers=sum(layers_by_stage))
     schedule = "interleaved" if v > 1 else "one_f_one_b"
     choice = planner.ParallelPlan(
-        pp=p, stages_per_rank=v, microbatches=p, schedule=schedule, layers_per_stage=tuple(parts)
+        pp=p,
+        stages_per_rank=v,
+        microbatches=p,
+        schedule=schedule,
+        layers_per_stage=tuple(layers_by_stage),
     )
-    said = launcher_options(model, choice)
-    if "layout" in said["megatron"]:
-        assert stages_of_layout(said["megatron"]) == choice.layers_per_stage
+    options = launcher_options(model, choice)
+    if "layout" in options["megatron"]:
+        assert parse_megatron_layout(options["megatron"]) == choice.layers_per_stage
     else:
-        assert len({*parts}) == 1
-    first, last = (
-        re.search(rf"--decoder-{end}-pipeline-num-layers (\d+)", said["megatron"])
+        assert len({*layers_by_stage}) == 1
+    first_layers, last_layers = (
+        re.search(rf"--decoder-{end}-pipeline-num-layers (\d+)", options["megatron"])
         for end in ("first", "last")
     )
-    if first or last:
-        ranks = [sum(parts[rank::p]) for rank in range(p)]
-        assert not first or int(first[1]) == ranks[0]
-        assert not last or int(last[1]) == ranks[-1]
-        inner = ranks[bool(first) : p - bool(last)]
-        assert len({*inner}) <= 1 and all(each % v == 0 for each in ranks)
-    titan = said["torchtitan"]
+    if first_layers or last_layers:
+        ranks = [sum(layers_by_stage[rank::p]) for rank in range(p)]
+        assert not first_layers or int(first_layers[1]) == ranks[0]
+        assert not last_layers or int(last_layers[1]) == ranks[-1]
+        inner = ranks[bool(first_layers) : p - bool(last_layers)]
+        assert len({*inner}) <= 1 and all(rank_layers % v == 0 for rank_layers in ranks)
+    titan = options["torchtitan"]
     if "less_layers" in titan:
-        assert stages_of_less(titan, p * v, model.layers) == choice.layers_per_stage
+        assert count_torchtitan_layers(titan, p * v, model.layers) == choice.layers_per_stage
     else:
-        names = found(r"model_part = (\[.*\])", titan)
-        each = [*map(str.split, re.findall(r"\[([^\[\]]*)\]", names))]
-        assert tuple(sum("layers." in n for n in own) for own in each) == choice.layers_per_stage
+        module_lists = match_group(r"model_part = (\[.*\])", titan)
+        modules_by_stage = [*map(str.split, re.findall(r"\[([^\[\]]*)\]", module_lists))]
+        assert (
+            tuple(sum("layers." in n for n in stage_modules) for stage_modules in modules_by_stage)
+            == choice.layers_per_stage
+        )
 
 
-def test_what_others_cannot_be_told_is_said() -> None:
+def test_launcher_options_for_unsupported_schedule() -> None:
     model, choice = (
         MODEL,
         planner.ParallelPlan(pp=2, stages_per_rank=2, microbatches=4, schedule="zb_v"),
@@ -100,32 +107,32 @@ def test_what_others_cannot_be_told_is_said() -> None:
 # ---------------------------------------------------------------- for our trainer
 
 
-def test_config_says_the_choice() -> None:
+def test_train_config_contains_plan() -> None:
     choice = planner.ParallelPlan(pp=2, tp=2, dp=2, stages_per_rank=2, microbatch_size=3,
                                   microbatches=8, schedule="interleaved", zero=2,
                             recompute="full", layers_per_stage=(3, 3, 4, 2))  # fmt: skip
-    said = tomllib.loads(train_config(MODEL, choice, steps=7))
-    assert said["pipeline"] == {
+    config = tomllib.loads(train_config(MODEL, choice, steps=7))
+    assert config["pipeline"] == {
         "schedule": "interleaved", "ranks": 2, "microbatches": 8, "stages_per_rank": 2,
         "tp": 2, "dp": 2, "layers_per_stage": [3, 3, 4, 2], "zero": 2,
     }  # fmt: skip
-    assert said["memory"] == {"recompute": "all"}
-    assert said["data"] == {"microbatch_size": 3}
-    assert said["train"] == {"steps": 7}
+    assert config["memory"] == {"recompute": "all"}
+    assert config["data"] == {"microbatch_size": 3}
+    assert config["train"] == {"steps": 7}
 
 
 @st.composite
-def choices(draw: st.DrawFn) -> planner.ParallelPlan:
+def plans(draw: st.DrawFn) -> planner.ParallelPlan:
     schedule, v = draw(st.sampled_from([
         ("one_f_one_b", 1), ("gpipe", 1), ("zb_h1", 1), ("zb_v", 2), ("interleaved", 2),
         ("interleaved", 3), ("looped_bfs", 4),
     ]))  # fmt: skip
     p, t, d = draw(st.sampled_from([1, 2, 3])), *(draw(st.sampled_from([1, 2])) for _ in range(2))
-    parts = draw(st.lists(st.integers(1, 3), min_size=p * v, max_size=p * v))
+    layers_by_stage = draw(st.lists(st.integers(1, 3), min_size=p * v, max_size=p * v))
     return planner.ParallelPlan(
         pp=p, tp=t, dp=d, stages_per_rank=v, microbatch_size=draw(st.integers(1, 3)),
         microbatches=p * draw(st.integers(2, 3)),
-        schedule=schedule, layers_per_stage=tuple(parts),
+        schedule=schedule, layers_per_stage=tuple(layers_by_stage),
         zero=draw(st.integers(0, 3)) if d > 1 else 0,
         recompute=draw(st.sampled_from([RECOMPUTE[0], RECOMPUTE[2]])),
     )  # fmt: skip
@@ -136,17 +143,17 @@ def choices(draw: st.DrawFn) -> planner.ParallelPlan:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(choices(), st.booleans(), st.sampled_from(["cpu", "cuda"]))
-def test_the_trainer_makes_the_program_of_the_choice(
+@given(plans(), st.booleans(), st.sampled_from(["cpu", "cuda"]))
+def test_train_config_compiles_program_of_plan(
     tmp_path: Path, choice: planner.ParallelPlan, tied: bool, device: str
 ) -> None:
     model = replace(MODEL, layers=sum(choice.layers_per_stage), tied=tied)
     file = tmp_path / "plan.toml"
     file.write_text(train_config(model, choice, device=device, clip_grad_norm=1.0))
     read = config_file.read_config(str(file))
-    own = read.request.program
+    program = read.request.program
     assert (
-        own.digest
+        program.digest
         == plan_program(
             choice, tied_weights=tied, overlap=True, buffer_sharing=read.buffer_sharing
         ).digest
@@ -157,7 +164,7 @@ def test_the_trainer_makes_the_program_of_the_choice(
             read.model.context) == (model.layers, 768, 12, 8192, 512)  # fmt: skip
 
 
-def test_a_choice_is_exported(tmp_path: Path) -> None:
+def test_plan_is_exported(tmp_path: Path) -> None:
     """A plan is exported as a program file, which can be used again and exported to torch."""
     file, table = tmp_path / "plan.sched", tmp_path / "plan.csv"
     choice = planner.ParallelPlan(
@@ -167,9 +174,9 @@ def test_a_choice_is_exported(tmp_path: Path) -> None:
     assert main(["export", str(file), "--to", "torch", "-o", str(table)]) == 0
     assert table.read_text().count("\n") == 4
     assert plan_program(replace(choice, schedule=str(file))).digest == plan_program(choice).digest
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         plan_program(replace(choice, schedule=str(file), dp=3))
-    assert refused.value.fields == ("dp",)
+    assert caught.value.fields == ("dp",)
 
 
 @pytest.mark.parametrize(("model", "choice"), [
@@ -179,12 +186,12 @@ def test_a_choice_is_exported(tmp_path: Path) -> None:
     ({}, {"layers_per_stage": (4, 0, 4, 4), "pp": 4}),
     ({}, {"rank_order": "tp-dp-pp", "pp": 2, "dp": 2}),
 ])  # fmt: skip
-def test_what_the_trainer_cannot_do_is_refused(
+def test_plan_that_trainer_cannot_run_is_refused(
     model: dict[str, Any], choice: dict[str, Any]
 ) -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         train_config(replace(MODEL, **model), planner.ParallelPlan(**choice))
-    assert {*refused.value.fields} & {*model, *choice}
+    assert {*caught.value.fields} & {*model, *choice}
 
 
 @pytest.mark.parametrize(("choice", "field"), [
@@ -193,7 +200,7 @@ def test_what_the_trainer_cannot_do_is_refused(
      "stages_per_rank"),
     (planner.ParallelPlan(pp=2, microbatches=4, schedule="zb_v"), "stages_per_rank"),
 ])  # fmt: skip
-def test_a_schedule_with_other_stages_is_refused(choice: planner.ParallelPlan, field: str) -> None:
-    with pytest.raises(UsageError) as refused:
+def test_wrong_stages_per_rank_is_refused(choice: planner.ParallelPlan, field: str) -> None:
+    with pytest.raises(UsageError) as caught:
         plan_program(choice)
-    assert field in refused.value.fields
+    assert field in caught.value.fields

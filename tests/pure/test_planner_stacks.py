@@ -25,7 +25,7 @@ NANOTRON = planner.stack_preset("nanotron")
     ],
     ids=["dp", "tp", "pp"],
 )
-def test_the_closed_form_and_the_program_agree(name: str, degrees: ParallelPlan) -> None:
+def test_closed_form_and_program_agree(name: str, degrees: ParallelPlan) -> None:
     stack, cluster = planner.stack_preset(name), planner.cluster_preset("h100-efa", nodes=2)
     plan = stack.complete(MODEL, degrees)
     formula, program = (
@@ -39,7 +39,7 @@ def test_the_closed_form_and_the_program_agree(name: str, degrees: ParallelPlan)
     assert formula.memory.total == pytest.approx(program.memory.total, rel=0.03)
 
 
-def seconds(plan: ParallelPlan, nodes: int = 2, **changes: float) -> float:
+def estimate_seconds(plan: ParallelPlan, nodes: int = 2, **changes: float) -> float:
     constants = replace(NANOTRON.constants, **changes)
     cluster = planner.cluster_preset("h100-efa", nodes=nodes)
     return planner.estimate_step(
@@ -47,24 +47,31 @@ def seconds(plan: ParallelPlan, nodes: int = 2, **changes: float) -> float:
     ).step_time
 
 
-def test_each_constant_of_times_does_what_it_says() -> None:
-    """A constant changes only the plans that it is about."""
+def test_time_constants_affect_only_their_plans() -> None:
+    """A constant of one kind of parallelism does not change plans without it."""
     sliced = ParallelPlan(tp=8, pp=2, microbatches=8, sequence_parallel=True)
     within = ParallelPlan(tp=8, dp=2, microbatches=8, sequence_parallel=True)
-    assert seconds(sliced, crossing_us=400) > seconds(sliced) * 1.5
-    assert seconds(within, crossing_us=400) == seconds(within)
+    assert estimate_seconds(sliced, crossing_us=400) > estimate_seconds(sliced) * 1.5
+    assert estimate_seconds(within, crossing_us=400) == estimate_seconds(within)
     sharded = replace(within, zero=1)
     latency = 2 * 16 * 54e-6  # a tree over two nodes, for each of 16 layers
-    more = seconds(sharded, gathers_per_layer=7) - seconds(sharded, gathers_per_layer=6)
-    assert more == pytest.approx(latency, rel=0.1)
-    assert seconds(within, gathers_per_layer=7) == seconds(within, gathers_per_layer=6)
+    extra_time = estimate_seconds(sharded, gathers_per_layer=7) - estimate_seconds(
+        sharded, gathers_per_layer=6
+    )
+    assert extra_time == pytest.approx(latency, rel=0.1)
+    assert estimate_seconds(within, gathers_per_layer=7) == estimate_seconds(
+        within, gathers_per_layer=6
+    )
     busy = ParallelPlan(dp=16, microbatches=4)
-    assert seconds(busy, speed_share=0.37) == pytest.approx(2 * seconds(busy), rel=0.1)
-    assert seconds(busy, kernels_per_op=1) == seconds(busy)  # the GPU is slower than the host
-    assert seconds(within, kernels_per_op=6) > 1.5 * seconds(within)
+    assert estimate_seconds(busy, speed_share=0.37) == pytest.approx(
+        2 * estimate_seconds(busy), rel=0.1
+    )
+    # The GPU is slower than the host.
+    assert estimate_seconds(busy, kernels_per_op=1) == estimate_seconds(busy)
+    assert estimate_seconds(within, kernels_per_op=6) > 1.5 * estimate_seconds(within)
 
 
-def test_replicas_wait_for_the_slowest() -> None:
+def test_replicas_wait_for_slowest() -> None:
     plan = NANOTRON.complete(MODEL, ParallelPlan(dp=16, microbatches=4))
     even, uneven = (
         planner.estimate_step(
@@ -76,7 +83,7 @@ def test_replicas_wait_for_the_slowest() -> None:
     assert uneven / even == pytest.approx(1 + 0.1 * 1.766, rel=1e-3)  # the largest of 16 normals
 
 
-def test_division_by_compute() -> None:
+def test_layers_divide_by_compute() -> None:
     """The head has the weights of four layers in this model."""
     assert divide_layers(MODEL, 2, "compute") == (10, 6)
     assert divide_layers(MODEL, 4, "compute") == (5, 5, 5, 1)
@@ -84,27 +91,27 @@ def test_division_by_compute() -> None:
     assert divide_layers(MODEL, 2, "even") == (8, 8)
 
 
-def test_a_plan_of_a_stack_can_be_searched() -> None:
+def test_plan_search_with_stack_options() -> None:
     cluster = planner.cluster_preset("h100-efa", nodes=2)
     best = planner.plan(MODEL, cluster, 256, top=1, exact=False, pp=4, **NANOTRON.options)[0]
     assert best.layers_per_stage == (5, 5, 5, 1)
 
 
-def test_an_unknown_stack() -> None:
+def test_unknown_stack_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
         planner.stack_preset("megatorn")
     assert caught.value.hint == "did you mean 'megatron'?"
 
 
-def test_fp8_makes_only_products_with_weights_faster() -> None:
+def test_fp8_speeds_up_weight_gemms_only() -> None:
     """Attention, memory passes and collectives take as long as before."""
     fp8, plain = planner.stack_preset("megatron-fp8").constants, planner.SoftwareConstants()
     cluster, plan = planner.cluster_preset("h100"), ParallelPlan(tp=8, attention="flash")
     plan = replace(plan, sequence_parallel=True, microbatch_size=4)
-    for part in (planner.layer_time, planner.head_time, planner.embedding_time):
-        fast, slow = (part(MODEL, cluster, plan, each) for each in (fp8, plain))
+    for estimate_time in (planner.layer_time, planner.head_time, planner.embedding_time):
+        fast, slow = (estimate_time(MODEL, cluster, plan, constants) for constants in (fp8, plain))
         assert fast.layer_collectives.F == slow.layer_collectives.F
-        if part is planner.layer_time:
+        if estimate_time is planner.layer_time:
             assert slow.compute.F / 1.6 < fast.compute.F < slow.compute.F
         else:
             assert fast == slow
@@ -121,7 +128,7 @@ def test_fp8_makes_only_products_with_weights_faster() -> None:
         ),
     ],
 )
-def test_fp8_needs_a_gpu_that_has_it(cluster: Cluster, speedup: float, message: str) -> None:
+def test_fp8_needs_supporting_gpu(cluster: Cluster, speedup: float, message: str) -> None:
     constants = planner.SoftwareConstants(fp8_speedup=speedup)
     with pytest.raises(UsageError, match=message):
         planner.estimate_step(MODEL, cluster, ParallelPlan(dp=8), constants=constants)
@@ -129,7 +136,7 @@ def test_fp8_needs_a_gpu_that_has_it(cluster: Cluster, speedup: float, message: 
         planner.plan(MODEL, cluster, 64, constants=constants, exact=False)
 
 
-def test_no_plan_has_a_stage_without_weights() -> None:
+def test_no_plan_has_stage_without_weights() -> None:
     """nanotron's division of 16 layers over 16 ranks leaves stages without a layer."""
     assert 0 in divide_layers(MODEL, 16, "compute")[:-1]
     cluster = planner.cluster_preset("h100-efa", nodes=2)

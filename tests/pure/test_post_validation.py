@@ -31,35 +31,35 @@ from schedir.training.config.run_config import Config, PipelineConfig
 from schedir.verify.check import check
 
 O = Opcode
-PLAN = PipelineShape(4, 8)
+SHAPE = PipelineShape(4, 8)
 
 
-def program(validate: str, **how: Any) -> Any:
-    return compile(schedules.zb_h1, PLAN, clip_grad_norm=True, norm_check=validate, **how)
+def compile_with_norm_check(norm_check: str, **options: Any) -> Any:
+    return compile(schedules.zb_h1, SHAPE, clip_grad_norm=True, norm_check=norm_check, **options)
 
 
-def test_every_rank_validates_behind_its_step() -> None:
-    for stream in program("after_step").streams:
+def test_every_rank_validates_after_its_step() -> None:
+    for stream in compile_with_norm_check("after_step").streams:
         assert [instr.op for instr in stream][-2:] == [O.OptimizerStep, O.ReduceNormAfterStep]
         assert O.ReduceNorm not in {instr.op for instr in stream}
 
 
 @settings(max_examples=10)
 @given(compute_programs())
-def test_it_is_legal_wherever_the_norm_is(drawn: Any) -> None:
-    """This holds under every progress model and for blocking hosts, and for its text too."""
+def test_post_validation_is_legal_for_random_programs(drawn: Any) -> None:
+    """Check all progress models and blocking hosts, and the program that its text gives."""
     if drawn.shape.optimizer_steps > 1 or not drawn.has_backward:
         return
     lowered = compile(drawn, clip_grad_norm=True, norm_check="after_step")
     for model in MODELS:
         check(lowered, model)
         check(lowered, model, blocking_hosts=True)
-    again = from_text(to_text(lowered))
-    assert (again.norm_check, again.digest) == ("after_step", lowered.digest)
+    parsed = from_text(to_text(lowered))
+    assert (parsed.norm_check, parsed.digest) == ("after_step", lowered.digest)
     assert lowered.digest != compile(drawn, clip_grad_norm=True).digest
 
 
-def test_a_step_waits_for_no_other_rank() -> None:
+def test_step_does_not_wait_for_other_ranks() -> None:
     """With a slow last stage and a slow norm, the first ranks step much earlier."""
     costs = Costs(
         F=(1, 1, 1, 2),
@@ -69,27 +69,30 @@ def test_a_step_waits_for_no_other_rank() -> None:
         reduce_norm=3,
         reduce_norm_after_step=3,
     )
-    ends = {}
+    step_ends = {}
     for validate in ("before_step", "after_step"):
-        run = simulate(program(validate), costs)
+        run = simulate(compile_with_norm_check(validate), costs)
         steps = run.spans[run.spans["op"] == O.OptimizerStep]
-        ends[validate] = steps["end"]
-    assert len(set(ends["before_step"].tolist())) == 1
-    assert (ends["before_step"] - ends["after_step"] >= 3).all()
-    assert ends["before_step"].max() - ends["after_step"].min() > 5
+        step_ends[validate] = steps["end"]
+    assert len(set(step_ends["before_step"].tolist())) == 1
+    assert (step_ends["before_step"] - step_ends["after_step"] >= 3).all()
+    assert step_ends["before_step"].max() - step_ends["after_step"].min() > 5
 
 
-def test_what_an_update_changes_is_held_once_more() -> None:
+def test_updated_state_is_held_twice() -> None:
     sizes = Sizes(activation=1, saved=2, model_states=(10, 20, 30, 40))
-    most = [
+    peaks = [
         np.array(
-            [rank.total_bytes.max() for rank in compute_footprints(program(validate, **how), sizes)]
+            [
+                rank.total_bytes.max()
+                for rank in compute_footprints(compile_with_norm_check(validate, **options), sizes)
+            ]
         )
         for validate in ("before_step", "after_step")
-        for how in ({}, {"frozen_stages": 2})
+        for options in ({}, {"frozen_stages": 2})
     ]
-    assert (most[2] - most[0]).tolist() == [10, 20, 30, 40]
-    assert (most[3] - most[1]).tolist() == [0, 0, 30, 40]
+    assert (peaks[2] - peaks[0]).tolist() == [10, 20, 30, 40]
+    assert (peaks[3] - peaks[1]).tolist() == [0, 0, 30, 40]
 
 
 @pytest.mark.parametrize(
@@ -100,12 +103,12 @@ def test_what_an_update_changes_is_held_once_more() -> None:
         ({"clip_grad_norm": True, "norm_check": None}, None),
     ],
 )
-def test_what_is_refused(how: dict[str, Any], fields: tuple[str, ...] | None) -> None:
+def test_wrong_norm_check_is_refused(how: dict[str, Any], fields: tuple[str, ...] | None) -> None:
     if fields is None:
-        assert compile(schedules.gpipe, PLAN, **how).norm_check == "before_step"
+        assert compile(schedules.gpipe, SHAPE, **how).norm_check == "before_step"
         return
     with pytest.raises(ShapeError) as error:
-        compile(schedules.gpipe, PLAN, **how)
+        compile(schedules.gpipe, SHAPE, **how)
     assert tuple(error.value.fields) == fields
 
 
@@ -120,17 +123,19 @@ def test_several_updates_are_refused() -> None:
     assert tuple(error.value.fields) == ("norm_check", "optimizer_steps")
 
 
-def test_advice_is_of_programs_of_its_kind() -> None:
+def test_advice_keeps_norm_check() -> None:
     """Other schedules are also simulated without a wait for the norm."""
     costs = Costs(F=(1, 1, 1, 2))
-    other = expand_schedule(schedules.zb_h1, PLAN)
+    other_draft = expand_schedule(schedules.zb_h1, SHAPE)
     assert (
-        Lowering(program("after_step"), "per_device").compile_draft(other, costs).norm_check
+        Lowering(compile_with_norm_check("after_step"), "per_device")
+        .compile_draft(other_draft, costs)
+        .norm_check
         == "after_step"
     )
 
 
-def test_from_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_norm_check_on_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ahead.sched"
     assert (
         main(
@@ -153,10 +158,10 @@ def test_from_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "norm_check" in capsys.readouterr().err
 
 
-def test_a_training_run_validates_before(tmp_path: Path) -> None:
-    """It uses the results of each step, so programs of the other kind are refused."""
+def test_training_run_refuses_after_step(tmp_path: Path) -> None:
+    """A training run uses the results of each step, so it refuses `norm_check="after_step"`."""
     file = tmp_path / "ahead.sched"
-    file.write_text(to_text(program("after_step", tied_weights=True)))
+    file.write_text(to_text(compile_with_norm_check("after_step", tied_weights=True)))
     config = Config(pipeline=PipelineConfig(ranks=4, microbatches=8, schedule=str(file)))
     with pytest.raises(UsageError, match="has norm_check after_step, but a training run needs"):
         config.request.program  # noqa: B018

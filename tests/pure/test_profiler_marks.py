@@ -20,7 +20,7 @@ from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES
     st.integers(0, MAX_MICROBATCHES - 1),
     st.booleans(),
 )
-def test_names_are_read_as_they_are_written(op: Opcode, stage: int, mb: int, joined: bool) -> None:
+def test_range_name_round_trips(op: Opcode, stage: int, mb: int, joined: bool) -> None:
     instr = Instr(op, 0 if INSTRUCTIONS[op].scope is Scope.RANK else stage, mb)
     name = format_range_name(instr, joined)
     assert is_instruction_range(name)

@@ -38,21 +38,23 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
 
 
 @st.composite
-def chosen(draw: st.DrawFn) -> dict[str, tuple[str, Any]]:
-    names = draw(st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=4))
-    return {name: draw(st.sampled_from(VALUES[name])) for name in names}
+def draw_options(draw: st.DrawFn) -> dict[str, tuple[str, Any]]:
+    option_names = draw(st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=4))
+    return {name: draw(st.sampled_from(VALUES[name])) for name in option_names}
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(chosen())
-def test_an_option_is_a_keyword_of_compile(
+@given(draw_options())
+def test_option_equals_compile_keyword(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, tuple[str, Any]]
 ) -> None:
-    """Both give the same program, or the same error."""
+    """An option and its keyword give the same program, or both give an error."""
     file = tmp_path / "x.sched"
-    words = [word for name, (text, _) in options.items() for word in ("-O", f"{name}={text}")]
+    option_words = [
+        word for name, (text, _) in options.items() for word in ("-O", f"{name}={text}")
+    ]
     shape = ["--ranks", "4", "--microbatches", "8"]
-    code = main(["compile", "one_f_one_b", *shape, *words, "-o", str(file)])
+    code = main(["compile", "one_f_one_b", *shape, *option_words, "-o", str(file)])
     capsys.readouterr()
     given_: dict[str, Any] = {name: value for name, (_, value) in options.items()}
     try:
@@ -63,31 +65,32 @@ def test_an_option_is_a_keyword_of_compile(
         assert code == 0 and schedir.from_text(file.read_text()) == program
 
 
-def test_what_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    at = ("check", "gpipe")
-    assert "did you mean -O zero?" in run_refused_command(capsys, *at, "-O", "zeros=1")
+def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("check", "gpipe")
+    assert "did you mean -O zero?" in run_refused_command(capsys, *command, "-O", "zeros=1")
     assert "-O zero needs a value\n  hint: -O zero=N" in run_refused_command(
-        capsys, *at, "-O", "zero"
+        capsys, *command, "-O", "zero"
     )
     assert "hint: options of a schedule are in brackets: 'interleaved(group=VALUE)'" in (
-        run_refused_command(capsys, *at, "-O", "group=4")
+        run_refused_command(capsys, *command, "-O", "group=4")
     )
     assert "hint: --memory-limit 40GB" in run_refused_command(
-        capsys, *at, "-O", "offload=fit", "--sizes", "saved=1GB"
+        capsys, *command, "-O", "offload=fit", "--sizes", "saved=1GB"
     )
-    assert "-O tp is given twice" in run_refused_command(capsys, *at, "-O", "tp=2", "-O", "tp=4")
-    assert "hint: --ranks 4" in run_refused_command(capsys, *at, "-O", "ranks=4")
-    assert "hint: schedir options zero" in run_refused_command(capsys, *at, "-O", "zero=4")
+    assert "-O tp is given twice" in run_refused_command(
+        capsys, *command, "-O", "tp=2", "-O", "tp=4"
+    )
+    assert "hint: --ranks 4" in run_refused_command(capsys, *command, "-O", "ranks=4")
+    assert "hint: schedir options zero" in run_refused_command(capsys, *command, "-O", "zero=4")
     assert "already give the shape" in run_refused_command(
         capsys, "import", "x.csv", "-o", "x.sched", "-O", "optimizer_steps=2"
     )
 
 
 @pytest.mark.parametrize("name", PROGRAM_OPTIONS)
-def test_each_option_is_described(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert PROGRAM_OPTIONS[name].help and (
-        name in FIELDS_WITH_FLAGS or f"-O {name}" in run_command(capsys, "options", name)
-    )
+def test_each_option_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert PROGRAM_OPTIONS[name].help
+    assert name in FIELDS_WITH_FLAGS or f"-O {name}" in run_command(capsys, "options", name)
     if not PROGRAM_OPTIONS[name].kind.metavar:
         assert parse_option(name) == (name, True)
 
@@ -135,31 +138,36 @@ def test_each_option_is_described(name: str, capsys: pytest.CaptureFixture[str])
         ("simulat gpipe", "did you mean schedir simulate?"),
     ],
 )
-def test_an_old_name_is_answered_with_the_new_one(
+def test_wrong_command_names_right_one(
     old: str, new: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert new in run_refused_command(capsys, *old.split())
 
 
-def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_file_sets_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[pipeline]\ntp = 2\noverlap = true\n[memory]\nrecompute = "all"\n')
     assert read_config(str(file)) == {"tp": 2, "overlap": True, "recompute": "all"}
     shape = ("--ranks", "2", "--microbatches", "4")
     by_file = run_command(capsys, "print", "gpipe", *shape, "--config", str(file))
-    words = ("-O", "tp=2", "-O", "overlap", "-O", "recompute=all")
-    assert by_file == run_command(capsys, "print", "gpipe", *shape, *words)
-    other = ("-O", "tp=4")  # typed options take precedence over the file in any order
-    for both in ((*other, "--config", str(file)), ("--config", str(file), *other)):
-        assert "tp 4" in run_command(capsys, "print", "gpipe", *shape, *both)
+    option_words = ("-O", "tp=2", "-O", "overlap", "-O", "recompute=all")
+    assert by_file == run_command(capsys, "print", "gpipe", *shape, *option_words)
+    overriding_tp = ("-O", "tp=4")  # typed options take precedence over the file in any order
+    for options in (
+        (*overriding_tp, "--config", str(file)),
+        ("--config", str(file), *overriding_tp),
+    ):
+        assert "tp 4" in run_command(capsys, "print", "gpipe", *shape, *options)
     file.write_text("[pipeline]\ntp = 4\nzero = 3\ndp = 2\noverlap = true\n")
-    less = ("-O", "zero=0", "-O", "overlap=no")
+    overriding = ("-O", "zero=0", "-O", "overlap=no")
     plain = run_command(capsys, "print", "gpipe", *shape, "-O", "tp=4", "-O", "dp=2")
-    for all_words in ((*less, "--config", str(file)), ("--config", str(file), *less)):
+    for all_words in ((*overriding, "--config", str(file)), ("--config", str(file), *overriding)):
         assert run_command(capsys, "print", "gpipe", *shape, *all_words) == plain
     file.write_text("[memory]\nmemory_limit = 'much'\n")
-    much = run_refused_command(capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file))
-    assert "line 2, column 1: memory.memory_limit must be" in much and "'much'" in much
+    error = run_refused_command(
+        capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file)
+    )
+    assert "line 2, column 1: memory.memory_limit must be" in error and "'much'" in error
     file.write_text("[memory]\nmemory_limit = '1GB'\n")
     limited = run_refused_command(
         capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file)
@@ -199,17 +207,17 @@ def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("[memory]\n\nrecompute = '0.99'", ["microbatch 99", "run.toml, line 3: memory.recompute"]),
     ],
 )
-def test_errors_about_a_configuration_have_its_line(
+def test_config_errors_have_line(
     lines: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"
     file.write_text(lines)
     message = run_refused_command(capsys, "check", "gpipe", "--config", str(file))
-    assert all(part in message for part in parts), message
+    assert all(fact in message for fact in parts), message
 
 
 @pytest.mark.parametrize(
-    ("words", "hint"),
+    ("arguments", "hint"),
     [
         ("draw gpipe zb_h1 --title A -o x.svg", "give --title 2 times"),
         ("explain gpipe --memory-limit 40 GB", "write a number of bytes without a space: 40GB"),
@@ -230,9 +238,9 @@ def test_errors_about_a_configuration_have_its_line(
     ],
 )  # fmt: skip
 def test_hints_on_the_command_line(
-    words: str, hint: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    message = run_refused_command(capsys, *words.split())
+    message = run_refused_command(capsys, *arguments.split())
     assert f"hint: {hint}" in message and "Sizes(" not in message
 
 
@@ -246,38 +254,36 @@ def test_hints_on_the_command_line(
          'offload="fit" moves them to the host'),
     ],
 )  # fmt: skip
-def test_hints_in_python_have_no_option_of_the_command_line(
-    options: dict[str, Any], hint: str
-) -> None:
-    with pytest.raises(SchedirError) as refused:
+def test_python_hints_have_no_command_line_options(options: dict[str, Any], hint: str) -> None:
+    with pytest.raises(SchedirError) as caught:
         schedir.compile("gpipe", ranks=4, microbatches=8, **options)
-    assert hint in refused.value.hint
-    assert "--" not in refused.value.hint and "-O" not in refused.value.hint
-    own: Any = refused.value.hint
-    pickled = pickle.loads(pickle.dumps(own))
-    assert (pickled, pickled.command) == (own, own.command)
+    assert hint in caught.value.hint
+    assert "--" not in caught.value.hint and "-O" not in caught.value.hint
+    shown_hint: Any = caught.value.hint
+    pickled = pickle.loads(pickle.dumps(shown_hint))
+    assert (pickled, pickled.command) == (shown_hint, shown_hint.command)
 
 
-def test_an_option_that_replaces_a_wrong_setting_has_no_line_of_the_file(
+def test_error_of_overriding_option_has_no_config_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[memory]\nrecompute = '0.99'\n")
-    words = ("check", "gpipe", "--config", str(file), "-O", "recompute=0.98")
-    message = run_refused_command(capsys, *words)
+    command = ("check", "gpipe", "--config", str(file), "-O", "recompute=0.98")
+    message = run_refused_command(capsys, *command)
     assert "microbatch 98" in message and "run.toml" not in message
 
 
-def test_without_a_command_the_first_steps_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_prints_first_steps(capsys: pytest.CaptureFixture[str]) -> None:
     text = run_command(capsys)
     assert text.count("\n  schedir ") == 7 and "schedir --help" in text
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_examples_of_the_help_are_commands(
+def test_help_examples_are_valid_commands(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their options exist, and so does the page that they name."""
+    """The options in the examples exist, and so does the page that the help names."""
     monkeypatch.chdir(ROOT)
     if command == "checkpoint":  # its commands have their own help
         return
@@ -293,55 +299,57 @@ def test_examples_of_the_help_are_commands(
     assert (ROOT / page).is_file()
 
 
-def test_the_module_of_a_command_is_found() -> None:
+def test_import_command_finds_module() -> None:
     assert import_module("schedir.commands.import_") is import_command("import")
 
 
 @pytest.mark.parametrize("module", sorted({*RENAMED_ATTRIBUTES} - {"schedir.runtime"}))
-def test_an_old_attribute_is_answered_with_the_new_one(module: str) -> None:
-    found = import_module(module)
+def test_renamed_attribute_names_new_one(module: str) -> None:
+    loaded_module = import_module(module)
     for old, new in RENAMED_ATTRIBUTES[module].items():
-        assert old not in found.__all__ and new in {*dir(found), *found.__all__}
+        assert old not in loaded_module.__all__
+        assert new in {
+            *dir(loaded_module),
+            *loaded_module.__all__,
+        }
         for code in (f"import {module}; {module}.{old}", f"from {module} import {old}"):
             with pytest.raises(ImportError, match=f"has no attribute '{old}': it is now {new}$"):
                 exec(code, {})
 
 
-def test_a_search_offers_no_option_that_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_help_omits_program_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "-O" not in run_command(capsys, "search", "--help")
     assert "-O" in run_command(capsys, "simulate", "--help")
 
 
-def test_plans_and_programs_name_recomputation_alike(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compile_accepts_recompute_names_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """`schedir plan` prints none and full, which `compile` must accept."""
     plain, full = (
-        run_command(capsys, "print", "gpipe", *more) for more in ((), ("-O", "recompute=all"))
+        run_command(capsys, "print", "gpipe", *option) for option in ((), ("-O", "recompute=all"))
     )
     assert plain == run_command(capsys, "print", "gpipe", "-O", "recompute=none") != full
     assert full == run_command(capsys, "print", "gpipe", "-O", "recompute=full")
     assert plain == run_command(capsys, "print", "gpipe", "-O", "offload=none")
     program = schedir.compile("gpipe", ranks=4, microbatches=8)
-    named: tuple[dict[str, Any], ...] = ({"recompute": "none"}, {"offload": "none"})
-    for options in named:
-        other = schedir.compile("gpipe", ranks=4, microbatches=8, **options)
-        assert other.digest == program.digest
+    default_options: tuple[dict[str, Any], ...] = ({"recompute": "none"}, {"offload": "none"})
+    for options in default_options:
+        with_default = schedir.compile("gpipe", ranks=4, microbatches=8, **options)
+        assert with_default.digest == program.digest
 
 
-def test_costs_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_costs_are_read_from_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "costs.txt"
-    wanted = run_command(capsys, "simulate", "gpipe", "--costs", "F=1:2:1:1,B=2,send=0.5")
+    expected = run_command(capsys, "simulate", "gpipe", "--costs", "F=1:2:1:1,B=2,send=0.5")
     for text in (
         "F=1:2:1:1,\nB=2, send=0.5\n",
         "F=1:2:1:1\nB=2\n\nsend=0.5",
         "F=1:2:\n1:1,B=2,send=0.5",
     ):
         file.write_text(text)
-        assert run_command(capsys, "simulate", "gpipe", "--costs", f"@{file}") == wanted
+        assert run_command(capsys, "simulate", "gpipe", "--costs", f"@{file}") == expected
 
 
-def test_a_file_with_the_suffix_of_another_kind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_file_suffix_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program, run = tmp_path / "a.sched", tmp_path / "b.timeline"
     run_command(capsys, "compile", "gpipe", "-o", str(program))
     run_command(capsys, "simulate", "gpipe", "-o", str(run))
@@ -359,7 +367,7 @@ def test_a_file_with_the_suffix_of_another_kind(
     )
 
 
-def test_names_of_the_algebra_are_not_schedules_of_a_file(
+def test_imported_names_are_not_listed_as_schedules(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mine.py"
@@ -367,17 +375,19 @@ def test_names_of_the_algebra_are_not_schedules_of_a_file(
         "from schedir import B, F, concat, weave\n\n\n"
         "def mine(rank, ranks, microbatches):\n    return microbatches * (F + B)\n"
     )
-    refused = run_refused_command(capsys, "check", f"{file}:nothing")
-    assert "hint: the schedules are mine\n" in refused + "\n"
+    error = run_refused_command(capsys, "check", f"{file}:nothing")
+    assert "hint: the schedules are mine\n" in error + "\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "fact"),
+    ("arguments", "fact"),
     [
         ("check gpipe --progress-model nccl", "--progress-model must be one of per_edge"),
         ("recommend --memory-limit 40GB", "--memory-limit needs sizes"),
         ("search --memory-limit 40GB", "--memory-limit needs sizes"),
     ],
 )
-def test_errors_name_the_option(words: str, fact: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"UsageError: {fact}" in run_refused_command(capsys, *words.split())
+def test_errors_name_the_option(
+    arguments: str, fact: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"UsageError: {fact}" in run_refused_command(capsys, *arguments.split())

@@ -43,91 +43,95 @@ Runs = list[list[Program]]
 
 TRAIN = compile(schedules.one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True)
 EVALUATE = compile(schedules.forward_only, PipelineShape(3, 4))
-THERE = compile(schedules.forward_only, PipelineShape(2, 1))
-BACK = from_text(
+FORWARD_ORDER = compile(schedules.forward_only, PipelineShape(2, 1))
+REVERSED_ORDER = from_text(
     "schedir 1\nprogram back\nranks 2  microbatches 1  stages_per_rank 1  placement 1,0\n"
     "rank 0\n  recv_act 1.0; F 1.0\nrank 1\n  F 0.0; send_act 0.0\n"
 )
 
 
-def refusal(runs: Runs, progress_model: ProgressModel = "per_device") -> ProgramSequenceError:
+def check_refused(runs: Runs, progress_model: ProgressModel = "per_device") -> ProgramSequenceError:
     with pytest.raises(ProgramSequenceError) as caught:
         check_program_sequence(runs, progress_model)
     assert caught.value.progress_model == progress_model
     return caught.value
 
 
-def where(error: ProgramSequenceError) -> list[tuple[int, int, str]]:
+def list_sites(error: ProgramSequenceError) -> list[tuple[int, int, str]]:
     return [(site.rank, site.index, f"{site.instr}, {site.note}") for site in error.sites]
 
 
 @pytest.mark.parametrize("progress_model", MODELS)
-def test_the_same_steps_everywhere(progress_model: ProgressModel) -> None:
+def test_same_steps_on_all_ranks_are_legal(progress_model: ProgressModel) -> None:
     check_program_sequence([[TRAIN, EVALUATE, TRAIN]] * 3, progress_model)
     check_program_sequence([[]] * 3, progress_model)
 
 
 @pytest.mark.parametrize("progress_model", MODELS)
-def test_another_steps_message(progress_model: ProgressModel) -> None:
-    error = refusal([[TRAIN, EVALUATE], [TRAIN, EVALUATE], [TRAIN, TRAIN]], progress_model)
-    assert where(error) == [
+def test_message_of_different_step_is_refused(progress_model: ProgressModel) -> None:
+    error = check_refused([[TRAIN, EVALUATE], [TRAIN, EVALUATE], [TRAIN, TRAIN]], progress_model)
+    assert list_sites(error) == [
         (1, 3, "send_act 1.0, step 2, forward_only"),
         (2, 0, "recv_act 2.0, step 2, one_f_one_b"),
     ]
 
 
-def test_a_message_that_nobody_takes() -> None:
-    error = refusal([[TRAIN, EVALUATE], [TRAIN, EVALUATE], [TRAIN]])
-    assert where(error) == [(1, 3, "send_act 1.0, step 2, forward_only")]
-    error = refusal([[TRAIN], [TRAIN, EVALUATE], [TRAIN, EVALUATE]])
-    assert where(error) == [(1, 0, "recv_act 1.0, step 2, forward_only")]
+def test_message_without_partner_is_refused() -> None:
+    error = check_refused([[TRAIN, EVALUATE], [TRAIN, EVALUATE], [TRAIN]])
+    assert list_sites(error) == [(1, 3, "send_act 1.0, step 2, forward_only")]
+    error = check_refused([[TRAIN], [TRAIN, EVALUATE], [TRAIN, EVALUATE]])
+    assert list_sites(error) == [(1, 0, "recv_act 1.0, step 2, forward_only")]
 
 
-def test_opposite_ways_may_wait_for_each_other() -> None:
+def test_opposite_directions_deadlock_in_shared_queue() -> None:
     """No messages cross, but with one queue for both directions both ranks wait in their send."""
-    runs = [[THERE, BACK], [BACK, THERE]]
+    runs = [[FORWARD_ORDER, REVERSED_ORDER], [REVERSED_ORDER, FORWARD_ORDER]]
     check_program_sequence(runs, "per_edge")
     for model in ("per_pair", "per_device", "blocking_serial"):
-        assert where(refusal(runs, model)) == [
+        assert list_sites(check_refused(runs, model)) == [
             (0, 1, "send_act 0.0, step 1, forward_only, waits"),
             (1, 1, "send_act 0.0, step 1, back, waits"),
         ]
 
 
-def test_what_a_step_leaves_out_is_in_order_all_the_same() -> None:
+def test_step_without_messages_keeps_queue_order() -> None:
     """The second step has no message between ranks 0 and 1, whose messages keep their queue."""
-    there, beside, back = (
+    forward_order, beside, backward_order = (
         compile(schedules.forward_only, PipelineShape(3, 1, placement=placement))
         for placement in ((0, 1, 2), (0, 2, 1), (2, 1, 0))
     )
-    runs = [[there, beside, back], [back, beside, there], [back, beside, there]]
+    runs = [
+        [forward_order, beside, backward_order],
+        [backward_order, beside, forward_order],
+        [backward_order, beside, forward_order],
+    ]
     check_program_sequence(runs, "per_edge")
     assert verdict(runs, "per_edge", 0).kind == "ok"
-    assert "wait" in refusal(runs, "per_pair").fact
+    assert "wait" in check_refused(runs, "per_pair").fact
     assert verdict(runs, "per_pair", 0).kind == "hang"
 
 
-def test_two_steps_that_train_the_other_way_round() -> None:
+def test_swapped_steps_deadlock_in_norm() -> None:
     """Messages of the two programs have opposite directions, but their norms use one group."""
-    one, other = (
+    forward_program, reversed_program = (
         compile(schedules.gpipe, PipelineShape(2, 1, placement=placement), clip_grad_norm=True)
         for placement in ((0, 1), (1, 0))
     )
-    runs = [[one, other], [other, one]]
-    assert "wait" in refusal(runs, "per_edge").fact
+    runs = [[forward_program, reversed_program], [reversed_program, forward_program]]
+    assert "wait" in check_refused(runs, "per_edge").fact
     assert verdict(runs, "per_edge", 0).kind == "hang"
 
 
-def test_a_program_that_is_wrong_by_itself() -> None:
-    late = from_text(
+def test_illegal_program_is_refused() -> None:
+    illegal = from_text(
         "schedir 1\nprogram late\nranks 2  microbatches 1  stages_per_rank 1  placement loop\n"
         "rank 0\n  F 0.0; send_act 0.0\nrank 1\n  F 1.0; recv_act 1.0\n"
     )
     with pytest.raises(SchedirError, match=r"late: F 1\.0 needs"):
-        check_program_sequence([[late], [late]])
+        check_program_sequence([[illegal], [illegal]])
 
 
-def test_misuse() -> None:
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(UsageError, match="has 3 ranks"):
         check_program_sequence([[TRAIN], [TRAIN]])
     with pytest.raises(UsageError, match="must be a Program"):
@@ -142,38 +146,38 @@ def test_misuse() -> None:
 # ---------------------------------------------------------------- command line
 
 
-def test_what_the_shell_is_told(
+def test_command_output_matches_golden_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Commands have the output in `golden/steps.txt`."""
     monkeypatch.chdir(tmp_path)
-    for program in (TRAIN, EVALUATE, THERE, BACK):
+    for program in (TRAIN, EVALUATE, FORWARD_ORDER, REVERSED_ORDER):
         name = {"one_f_one_b": "train", "forward_only": "evaluate"}.get(program.name, program.name)
-        name = "there" if program is THERE else name
+        name = "there" if program is FORWARD_ORDER else name
         Path(f"{name}.sched").write_text(to_text(replace(program, name=name)))
     golden = (Path(__file__).parents[1] / "golden" / "steps.txt").read_text()
-    said = ""
+    output = ""
     for command in re.findall(r"^\$ schedir (.*)$", golden, re.MULTILINE):
         code = main(command.split())
         out, err = capsys.readouterr()
         assert code == (2 if err else 0)
-        said += f"$ schedir {command}\n{out}{err}"
-    assert said == golden
+        output += f"$ schedir {command}\n{out}{err}"
+    assert output == golden
 
 
-def test_the_shell_asks_for_the_model_of_runs(
+def test_runs_are_checked_under_their_progress_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    late = written(
+    program = written(
         "F 0.0; send_act 0.0; F 0.1; send_act 0.1; recv_act 2.0; F 2.0; send_act 2.0; recv_act 2.1;"
         "F 2.1; send_act 2.1",
         "recv_act 1.0; F 1.0; send_act 1.0; recv_act 1.1; F 1.1; send_act 1.1; recv_act 3.0; F 3.0;"
         "recv_act 3.1; F 3.1",
         microbatches=2, header="stages_per_rank 2",
     )  # fmt: skip
-    Path("late.sched").write_text(to_text(late))
-    save_timeline(simulate(late, progress_model="per_edge"), "late.timeline")
+    Path("late.sched").write_text(to_text(program))
+    save_timeline(simulate(program, progress_model="per_edge"), "late.timeline")
     assert "hint: they finish under per_edge" in run_refused_command(
         capsys, "check", "late.sched", "late.sched"
     )
@@ -187,7 +191,7 @@ def test_the_shell_asks_for_the_model_of_runs(
 # ---------------------------------------------------------------- comparison with execution
 
 
-def some(shape: PipelineShape, rng: random.Random) -> Program:
+def random_program(shape: PipelineShape, rng: random.Random) -> Program:
     """Return a random program on a shape's ranks that is legal at least under `per_edge`."""
     stages = rng.randint(1, 2)
     placement = tuple(rng.sample([*range(shape.ranks)] * stages, shape.ranks * stages))
@@ -201,19 +205,19 @@ def some(shape: PipelineShape, rng: random.Random) -> Program:
     return reordered(program, rng) if rng.random() < 0.7 else program
 
 
-def changed(steps: list[Program], rng: random.Random) -> list[Program]:
+def change_steps(steps: list[Program], rng: random.Random) -> list[Program]:
     """Return the steps of a rank with two of them swapped, or one of them missing."""
     steps = [*steps]
-    at = rng.randrange(len(steps))
+    index = rng.randrange(len(steps))
     if len(steps) > 1 and rng.random() < 0.8:
-        other = rng.randrange(len(steps))
-        steps[at], steps[other] = steps[other], steps[at]
+        other_index = rng.randrange(len(steps))
+        steps[index], steps[other_index] = steps[other_index], steps[index]
     else:
-        del steps[at]
+        del steps[index]
     return steps
 
 
-def legal(programs: list[Program], progress_model: ProgressModel) -> bool:
+def is_legal(programs: list[Program], progress_model: ProgressModel) -> bool:
     try:
         for program in programs:
             check(program, progress_model)
@@ -224,25 +228,25 @@ def legal(programs: list[Program], progress_model: ProgressModel) -> bool:
 
 @settings(max_examples=80)
 @given(st.integers(0, 2**32), st.booleans())
-def test_execution_agrees(seed: int, alike: bool) -> None:
+def test_checker_agrees_with_execution(seed: int, alike: bool) -> None:
     rng = random.Random(seed)
     shape = PipelineShape(rng.choice([2, 2, 3]), 2)
-    programs = [some(shape, rng) for _ in range(rng.randint(1, 2))]
+    programs = [random_program(shape, rng) for _ in range(rng.randint(1, 2))]
     steps = [rng.choice(programs) for _ in range(rng.randint(1, 4))]
     runs = [[*steps] for _ in range(shape.ranks)]
     if not alike:
         for rank in rng.sample(range(shape.ranks), rng.randint(1, shape.ranks)):
-            runs[rank] = changed(steps, rng)
+            runs[rank] = change_steps(steps, rng)
         assume(any(runs))
     for model in MODELS:
-        if not legal(programs, model):
+        if not is_legal(programs, model):
             continue
-        ran = verdict(runs, model, rng.randrange(2**32))
+        outcome = verdict(runs, model, rng.randrange(2**32))
         try:
             check_program_sequence(runs, model)
         except ProgramSequenceError as error:
             event("they wait" if "across" in error.fact else "they cross")
-            assert not alike and ran.kind != "ok", error
+            assert not alike and outcome.kind != "ok", error
         else:
             event("alike" if alike else "unlike, and right")
-            assert ran.kind == "ok", ran
+            assert outcome.kind == "ok", outcome

@@ -77,27 +77,27 @@ BATCHES = written(
 )
 
 
-def refused(
-    program: Program, progress_model: ProgressModel = "per_device", **how: object
+def check_refused(
+    program: Program, progress_model: ProgressModel = "per_device", **options: object
 ) -> SchedirError:
     with pytest.raises(SchedirError) as caught:
-        check(program, progress_model, **how)  # type: ignore[arg-type]
+        check(program, progress_model, **options)  # type: ignore[arg-type]
     return caught.value
 
 
-def test_what_is_said() -> None:
+def test_errors_match_golden_file() -> None:
     """Compare the errors that only these progress models raise with the golden file."""
-    late = written(
+    wrong_order = written(
         "F 0.0; send_act 0.0; F 0.1; send_act 0.1", "recv_act 1.1; recv_act 1.0; F 1.0; F 1.1",
         microbatches=2,
     )  # fmt: skip
     errors = [
-        refused(ALONE, "torch_lazy"),
-        refused(CROSSED, sizes=Sizes(activation=(2.0**24, 1.0, 2.0**25, 1.0))),
-        refused(CROSSED, eager_limit=10, sizes=Sizes(activation=(20.0, 1.0, 3e6, 1.0))),
-        refused(late, eager_limit=1, sizes=Sizes(activation=1)),
-        refused(RING, "per_pair", lazy_communicators=True),
-        refused(BATCHES, "torch_lazy", lazy_communicators=True),
+        check_refused(ALONE, "torch_lazy"),
+        check_refused(CROSSED, sizes=Sizes(activation=(2.0**24, 1.0, 2.0**25, 1.0))),
+        check_refused(CROSSED, eager_limit=10, sizes=Sizes(activation=(20.0, 1.0, 3e6, 1.0))),
+        check_refused(wrong_order, eager_limit=1, sizes=Sizes(activation=1)),
+        check_refused(RING, "per_pair", lazy_communicators=True),
+        check_refused(BATCHES, "torch_lazy", lazy_communicators=True),
     ]
     assert "\n".join(map(str, errors)) + "\n" == GOLDEN.read_text()
 
@@ -105,8 +105,8 @@ def test_what_is_said() -> None:
 # ---------------------------------------------------------------- torch's communicators
 
 
-def test_a_message_whose_ends_are_on_two_communicators_never_meets() -> None:
-    error = refused(ALONE, "torch_lazy")
+def test_send_and_receive_on_two_communicators_are_refused() -> None:
+    error = check_refused(ALONE, "torch_lazy")
     assert isinstance(error, ChannelMismatchError)
     assert [(s.rank, s.index, str(s.instr)) for s in error.sites] == [
         (0, 1, "send_act 0.0"), (1, 0, "recv_act 1.0"),
@@ -118,16 +118,16 @@ def test_a_message_whose_ends_are_on_two_communicators_never_meets() -> None:
     assert verdict(ALONE, "torch_lazy").kind == "hang"
 
 
-def test_torch_has_the_communicators_of_pairs_where_nothing_is_grouped() -> None:
+def test_torch_lazy_without_groups_equals_per_pair() -> None:
     shape = PipelineShape(4, 8, 2)
     for program in (compile(interleaved, shape), compile(one_f_one_b, PipelineShape(4, 8))):
-        one, other = (
+        lazy, per_pair = (
             simulate(program, Costs(send=0.5), progress_model=m) for m in ("torch_lazy", "per_pair")
         )
-        assert (one.spans == other.spans).all()
+        assert (lazy.spans == per_pair.spans).all()
 
 
-def test_groups_of_both_ways_are_apart_from_what_goes_alone() -> None:
+def test_torch_lazy_separates_groups_and_single_messages() -> None:
     """Only under torch_lazy do groups and single messages have different queues."""
     program = written(
         "F 0.0; F 0.1; send_act 0.0 & recv_act 3.1; send_act 0.1; F 3.1; recv_act 3.0; F 3.0",
@@ -140,16 +140,18 @@ def test_groups_of_both_ways_are_apart_from_what_goes_alone() -> None:
 
 @settings(max_examples=150)
 @given(seeds, st.sampled_from(REORDER), models)
-def test_times_of_any_groups(seed: int, name: str, progress_model: ProgressModel) -> None:
+def test_graph_times_match_machine_for_groups(
+    seed: int, name: str, progress_model: ProgressModel
+) -> None:
     """The dependency graph and the reference simulator give equal times for any groups."""
     _, program = mutate(name, seed, corpus=CORPUS)
-    _agrees(with_slots(program, random.Random(seed)), progress_model, None, seed)
+    assert_equal_times(with_slots(program, random.Random(seed)), progress_model, None, seed)
 
 
 # ---------------------------------------------------------------- eager messages
 
 
-def _agrees(
+def assert_equal_times(
     program: Program, progress_model: ProgressModel, eager_messages: EagerMessages | None, seed: int
 ) -> None:
     """Assert that graph and reference simulator end the same instructions at equal times."""
@@ -170,66 +172,67 @@ def _agrees(
     event("ends" if reached.is_done.all() else "hangs")
     if not reached.is_done.all():
         return
-    left = np.zeros(graph.node_id_limit)  # a group ends when all its transfers have ended
-    np.maximum.at(left, graph.entry_exit_nodes[1], reached.end)
+    group_ends = np.zeros(graph.node_id_limit)  # a group ends when all its transfers have ended
+    np.maximum.at(group_ends, graph.entry_exit_nodes[1], reached.end)
     for (rank, index), end in machine.ended.items():
-        assert left[graph.entry_exit_nodes[1][int(program.offsets[rank]) + index]] == end
+        assert group_ends[graph.entry_exit_nodes[1][int(program.offsets[rank]) + index]] == end
 
 
 @settings(max_examples=150)
 @given(seeds, st.sampled_from(REORDER), models, st.sampled_from([0.0, 1.0, 2.0, 4.0]))
-def test_times_where_small_messages_wait_for_nobody(
+def test_graph_times_match_machine_with_eager_messages(
     seed: int, name: str, progress_model: ProgressModel, limit: float
 ) -> None:
     _, program = mutate(name, seed, corpus=CORPUS)
     eager = EagerMessages(limit, Sizes(activation=2.0, activation_grad=4.0, skip=1.0))
-    _agrees(with_slots(program, random.Random(seed)), progress_model, eager, seed)
+    assert_equal_times(with_slots(program, random.Random(seed)), progress_model, eager, seed)
 
 
 @settings(max_examples=300)
 @given(seeds, st.sampled_from(REORDER), models, st.integers(0, 4), st.data())
-def test_small_messages_by_execution(
+def test_eager_check_agrees_with_execution(
     seed: int, name: str, progress_model: ProgressModel, limit: int, data: st.DataObject
 ) -> None:
     """With eager messages, the checker accepts exactly the programs that the oracle can run."""
     _, program = mutate(name, seed, corpus=CORPUS)
     stages = program.shape.stages
-    each = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
-    sizes = Sizes(activation=tuple(map(float, each)), skip=3.0)
-    ran = verdict(program, progress_model, seed, limit, sizes)
+    activation_sizes = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
+    sizes = Sizes(activation=tuple(map(float, activation_sizes)), skip=3.0)
+    outcome = verdict(program, progress_model, seed, limit, sizes)
     try:
         check(program, progress_model, eager_limit=limit, sizes=sizes)
         why = ""
     except SchedirError as error:
         why = f"{type(error).__name__}: {error}"
-    event(f"{ran.kind}, {'refused' if refusal(program, progress_model) else 'fine'} where all wait")
-    assert bool(why) == (ran.kind != "ok"), (why, ran)
+    without_eager = "refused" if refusal(program, progress_model) else "fine"
+    event(f"{outcome.kind}, {without_eager} where all wait")
+    assert bool(why) == (outcome.kind != "ok"), (why, outcome)
 
 
 @settings(max_examples=100)
 @given(seeds, st.sampled_from(REORDER), models, st.data())
-def test_the_least_limit_is_the_least(
+def test_suggested_eager_limit_is_minimal(
     seed: int, name: str, progress_model: ProgressModel, data: st.DataObject
 ) -> None:
     """A program finishes with the `eager_limit` of its DeadlockError, and with no smaller limit."""
     _, program = mutate(name, seed, corpus=CORPUS)
     stages = program.shape.stages
-    each = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
-    sizes = Sizes(activation=tuple(map(float, each)), skip=3.0)
+    activation_sizes = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
+    sizes = Sizes(activation=tuple(map(float, activation_sizes)), skip=3.0)
     try:
         check(program, progress_model, sizes=sizes)
     except DeadlockError as error:
-        least = error.eager_limit
+        min_limit = error.eager_limit
     except SchedirError:
         return
     else:
         return
-    event("hangs anyway" if least is None else "finishes with small messages")
+    event("hangs anyway" if min_limit is None else "finishes with small messages")
     fine = [k for k in range(6) if verdict(program, progress_model, seed, k, sizes).kind == "ok"]
-    assert fine == [k for k in range(6) if least is not None and k >= least]
+    assert fine == [k for k in range(6) if min_limit is not None and k >= min_limit]
 
 
-def test_a_gradient_is_as_large_as_what_the_stage_before_puts_out() -> None:
+def test_eager_sends_depend_on_message_size() -> None:
     """A message is eager if its size is within the limit. A gradient has the size of its input."""
     program = written(
         "F 0.0; send_act 0.0; recv_grad 0.0; B 0.0; reduce_grads 0; step",
@@ -254,20 +257,20 @@ def test_a_gradient_is_as_large_as_what_the_stage_before_puts_out() -> None:
         assert len(graph.eager_sends) == number
 
 
-def test_a_proof_says_for_which_limit_it_is() -> None:
+def test_proof_has_its_eager_limit() -> None:
     sizes = Sizes(activation=8.0)
     for _ in range(2):
         check(CROSSED, eager_limit=8, sizes=sizes)
-        error = refused(CROSSED, sizes=sizes)
+        error = check_refused(CROSSED, sizes=sizes)
         assert isinstance(error, DeadlockError) and error.eager_limit == 8
     assert Proof("per_device", eager_messages=EagerMessages(8.0, sizes)) in CROSSED.proofs
     assert Proof("per_device") not in CROSSED.proofs
-    assert isinstance(refused(CROSSED, eager_limit=7, sizes=sizes), DeadlockError)
+    assert isinstance(check_refused(CROSSED, eager_limit=7, sizes=sizes), DeadlockError)
     with pytest.raises(DeadlockError):
         simulate(CROSSED)
 
 
-def test_no_graph_is_kept_of_a_limit() -> None:
+def test_graph_with_eager_limit_is_not_cached() -> None:
     eager = EagerMessages(1, Sizes(activation=1))
     assert Graph.from_program(CROSSED) is Graph.from_program(CROSSED)
     assert Graph.from_program(CROSSED, eager_messages=eager) is not Graph.from_program(
@@ -276,96 +279,101 @@ def test_no_graph_is_kept_of_a_limit() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, True, "1", float("nan"), float("inf")])
-def test_a_limit_is_a_number_of_bytes(wrong: object) -> None:
+def test_invalid_eager_limit_is_refused(wrong: object) -> None:
     with pytest.raises(UsageError) as caught:
         check(CROSSED, eager_limit=wrong, sizes=Sizes(activation=1))  # type: ignore[arg-type]
     assert caught.value.fields == ("eager_limit",)
 
 
 @pytest.mark.parametrize("sizes", [None, Sizes(), Sizes(saved=1)])
-def test_a_limit_goes_with_the_sizes_of_messages(sizes: Sizes | None) -> None:
+def test_eager_limit_needs_activation_size(sizes: Sizes | None) -> None:
     with pytest.raises(UsageError) as caught:
         check(CROSSED, eager_limit=8, sizes=sizes)
     assert caught.value.fields == ("sizes",)
 
 
-def test_sizes_are_of_the_stages_that_there_are() -> None:
-    right = compile(one_f_one_b, PipelineShape(2, 2))
+def test_wrong_number_of_sizes_is_refused() -> None:
+    program = compile(one_f_one_b, PipelineShape(2, 2))
     for sizes in (Sizes(activation=(1, 2, 3)), Sizes(activation=1, activation_grad=(1, 2, 3))):
         for eager in (None, 1):
             with pytest.raises(UsageError, match="3"):
-                check(right, eager_limit=eager, sizes=sizes)
+                check(program, eager_limit=eager, sizes=sizes)
 
 
 # ---------------------------------------------------------------- first uses
 
 
-def _past_first_uses(program: Program, model: str, seed: int) -> bool:
+def all_hosts_end(program: Program, model: str, seed: int) -> bool:
     """Return whether all hosts end if a communicator is created at its first use."""
     rng, shape, machine = random.Random(seed), program.shape, Machine(program, model, Costs())
     hosts: list[list[object]] = []
     for rank, stream in enumerate(program.streams):
-        own: list[object] = []
+        host_groups: list[object] = []
         begins = [k for k, joined in enumerate(stream.joined) if not joined] + [len(stream)]
         for begin, end in pairwise(begins):
             group = [*stream][begin:end]
-            both = len({i.op in SENDING for i in group}) == 2
+            is_exchange = len({i.op in SENDING for i in group}) == 2
             for i in group:
                 if i.op not in MESSAGES:
                     continue
                 peer = int(shape.rank_of_stage(machine._other(i), i.mb))
                 acts = (O.SendAct, O.RecvAct, O.SendSkip, O.RecvSkip)
                 kind = "act" if i.op in acts else "grad"
-                way = (rank, peer) if i.op in SENDING else (peer, rank)
-                pair = frozenset(way)
-                own.append(
-                    {"per_edge": (kind, way), "per_pair": pair, "per_direction": kind,
-                     "torch_lazy": "all" if both else pair}.get(model, "all")
+                edge = (rank, peer) if i.op in SENDING else (peer, rank)
+                pair = frozenset(edge)
+                host_groups.append(
+                    {"per_edge": (kind, edge), "per_pair": pair, "per_direction": kind,
+                     "torch_lazy": "all" if is_exchange else pair}.get(model, "all")
                 )  # fmt: skip
-        hosts.append(own)
+        hosts.append(host_groups)
     arrived: dict[object, set[int]] = {}
     while True:
         moves = []
-        for rank, own in enumerate(hosts):
-            if own:
-                members = {r for r, other in enumerate(hosts) if own[0] in other}
-                if isinstance(own[0], str):
+        for rank, host_groups in enumerate(hosts):
+            if host_groups:
+                members = {r for r, other in enumerate(hosts) if host_groups[0] in other}
+                if isinstance(host_groups[0], str):
                     members = {*range(shape.ranks)}
-                if rank not in arrived.get(own[0], ()) or arrived[own[0]] >= members:
+                if (
+                    rank not in arrived.get(host_groups[0], ())
+                    or arrived[host_groups[0]] >= members
+                ):
                     moves.append((rank, members))
         if not moves:
             return not any(hosts)
         rank, members = rng.choice(moves)
-        there = arrived.setdefault(hosts[rank][0], set())
-        there.add(rank)
-        if there >= members:
+        arrived_ranks = arrived.setdefault(hosts[rank][0], set())
+        arrived_ranks.add(rank)
+        if arrived_ranks >= members:
             hosts[rank].pop(0)
 
 
 @settings(max_examples=200)
 @given(seeds, models)
-def test_hosts_meet_where_communicators_are_made(seed: int, progress_model: ProgressModel) -> None:
+def test_lazy_communicator_check_agrees_with_hosts(
+    seed: int, progress_model: ProgressModel
+) -> None:
     rng = random.Random(seed)
     program = any_legal(seed)
     if rng.random() < 0.7:
         program = post_receives_early(reordered(program, rng), "per_edge", rng.randint(1, 3))
     if refusal(program, progress_model):
         return
-    past = _past_first_uses(program, progress_model, seed)
+    past = all_hosts_end(program, progress_model, seed)
     event(f"{past}")
     if past:
         check(program, progress_model, lazy_communicators=True)
         assert Proof(progress_model, lazy_communicators=True) in program.proofs
         return
     assert isinstance(
-        refused(program, progress_model, lazy_communicators=True),
+        check_refused(program, progress_model, lazy_communicators=True),
         DeadlockError | ChannelMismatchError,
     )
 
 
-def test_a_ring_of_receives_that_are_posted_first() -> None:
+def test_ring_of_early_receives_deadlocks() -> None:
     check(RING, "per_pair")
-    error = refused(RING, "per_pair", lazy_communicators=True)
+    error = check_refused(RING, "per_pair", lazy_communicators=True)
     assert isinstance(error, DeadlockError)
     assert [(w.rank, str(w.instr), w.needed_rank, w.current_index) for w in error.cycle] == [
         (0, "recv_act 4.0", 3, 0), (3, "recv_act 3.0", 2, 0),
@@ -373,14 +381,14 @@ def test_a_ring_of_receives_that_are_posted_first() -> None:
     ]  # fmt: skip
 
 
-def test_a_communicator_of_all_ranks_that_one_never_uses() -> None:
+def test_unused_lazy_communicator_of_all_ranks_is_refused() -> None:
     check(BATCHES, "torch_lazy")
-    error = refused(BATCHES, "torch_lazy", lazy_communicators=True)
+    error = check_refused(BATCHES, "torch_lazy", lazy_communicators=True)
     assert isinstance(error, ChannelMismatchError)
     assert [str(s.instr) for s in error.sites] == ["send_act 0.1"]
 
 
-def test_hosts_that_block_make_no_communicators() -> None:
+def test_lazy_communicators_refuse_blocking_hosts() -> None:
     for host in ("blocking_hosts", "host_device_sync"):
         with pytest.raises(UsageError) as caught:
             check(RING, "per_pair", lazy_communicators=True, **{host: True})  # type: ignore[arg-type]
@@ -390,7 +398,7 @@ def test_hosts_that_block_make_no_communicators() -> None:
 # ---------------------------------------------------------------- the command
 
 
-def test_check_says_from_which_size_on_a_program_hangs(
+def test_check_command_prints_eager_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "x.sched")
@@ -408,7 +416,7 @@ def test_check_says_from_which_size_on_a_program_hangs(
     )
 
 
-def test_check_says_where_communicators_are_made(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_command_with_lazy_communicators(capsys: pytest.CaptureFixture[str]) -> None:
     out = run_command(capsys, "check", "gpipe", "--ranks", "3", "--lazy-communicators")
     assert out.endswith("and blocking_serial, if each communicator is created at its first use\n")
     assert "--lazy-communicators and --blocking-hosts cannot both be given" in refuses(

@@ -48,55 +48,63 @@ from tests.strategies import costs, with_slots
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+def checked_programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """Return the list of programs whose completeness is checked."""
-    seen: list[Program] = []
+    checked: list[Program] = []
     module = import_module("schedir.verify.check")
     real = module.require_complete
 
-    def counted(program: Program, *, is_draft: bool) -> object:
-        seen.append(program)
+    def record_check(program: Program, *, is_draft: bool) -> object:
+        checked.append(program)
         return real(program, is_draft=is_draft)
 
-    monkeypatch.setattr(module, "require_complete", counted)
-    return seen
+    monkeypatch.setattr(module, "require_complete", record_check)
+    return checked
 
 
-def test_a_proof_stays_until_the_program_changes(looks: list[Program]) -> None:
+def test_proof_is_kept_until_program_changes(checked_programs: list[Program]) -> None:
     program = from_text(to_text(compile(one_f_one_b, PipelineShape(3, 6))))
-    looks.clear()
+    checked_programs.clear()
     for _ in range(2):
         simulate(check(program))
-    assert looks == [program] and program.proofs == {Proof("per_device")}
+    assert checked_programs == [program] and program.proofs == {Proof("per_device")}
     renamed = replace(program, name="another")
     assert not renamed.proofs
     simulate(renamed)
     simulate(renamed, Costs(F=3))
     check(renamed)
-    assert len(looks) == 2 and looks[1] is renamed
+    assert len(checked_programs) == 2 and checked_programs[1] is renamed
 
 
 @pytest.mark.parametrize("copied", [copy, deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
-def test_a_copy_has_no_proof_and_cannot_be_written_to(copied: Callable[[Program], Program]) -> None:
+def test_copy_has_no_proof_and_is_read_only(copied: Callable[[Program], Program]) -> None:
     program = compile(zb_h1, PipelineShape(2, 4), buffer_sharing="minimal")
-    other = copied(program)
-    assert other == program and other.digest == program.digest and not other.proofs
-    assert other.message_order.keys() == program.message_order.keys()
-    assert all(np.shares_memory(stream.words, other.words) for stream in other.streams)
-    for words in (other.words, other.streams[0].words, copied(other).streams[1].words):
+    copied_program = copied(program)
+    assert copied_program == program
+    assert copied_program.digest == program.digest
+    assert not copied_program.proofs
+    assert copied_program.message_order.keys() == program.message_order.keys()
+    assert all(
+        np.shares_memory(stream.words, copied_program.words) for stream in copied_program.streams
+    )
+    for words in (
+        copied_program.words,
+        copied_program.streams[0].words,
+        copied(copied_program).streams[1].words,
+    ):
         with pytest.raises(ValueError, match="read-only"):
             words[0] = words[1]
 
 
-def test_what_holds_where_hosts_block_holds_elsewhere(looks: list[Program]) -> None:
+def test_proof_for_blocking_hosts_implies_nonblocking(checked_programs: list[Program]) -> None:
     program = from_text(to_text(compile(one_f_one_b, PipelineShape(3, 6))))
-    looks.clear()
+    checked_programs.clear()
     check(program, "per_edge", blocking_hosts=True)
     simulate(program, progress_model="per_edge")
     assert program.proofs == {Proof("per_edge"), Proof("per_edge", blocking_hosts=True)}
     check(program, "blocking_serial")
     assert Proof("blocking_serial", blocking_hosts=True) not in program.proofs
-    assert len(looks) == 1  # it is complete under every model
+    assert len(checked_programs) == 1  # it is complete under every model
     hosts = ((False, False), (True, False), (True, True))
     ordered = compile(one_f_one_b, PipelineShape(3, 6)).proofs
     assert ordered == {Proof(model, *host) for model in MODELS for host in hosts}
@@ -104,18 +112,18 @@ def test_what_holds_where_hosts_block_holds_elsewhere(looks: list[Program]) -> N
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32))
-def test_each_proof_holds_by_itself(seed: int) -> None:
-    """One order proves all models at once, and this test checks each model separately."""
+def test_each_proof_holds_separately(seed: int) -> None:
+    """The checker proves all models with one order. This test checks each model separately."""
     rng = random.Random(seed)
     program = check(with_slots(rng.choice([lowered, updating])(rng), rng), "per_edge")
     event(f"{len(program.proofs)} proofs")
-    for model, blocks, device_waits, *more in program.proofs:
-        again = replace(program, message_order={})
-        check(again, model, blocking_hosts=blocks, host_device_sync=device_waits)  # type: ignore[arg-type]
-        assert more == [False, None]
+    for model, blocks, device_waits, *other_fields in program.proofs:
+        copied = replace(program, message_order={})
+        check(copied, model, blocking_hosts=blocks, host_device_sync=device_waits)  # type: ignore[arg-type]
+        assert other_fields == [False, None]
 
 
-def test_no_proof_of_what_is_refused() -> None:
+def test_refused_check_leaves_no_proof() -> None:
     program = naive(expand_schedule(one_f_one_b, PipelineShape(2, 4)))
     check(program, "per_edge")
     for model in ("per_device", "blocking_serial"):
@@ -129,7 +137,7 @@ def test_no_proof_of_what_is_refused() -> None:
         check(program, "tcp")  # type: ignore[arg-type]
 
 
-def said(call: object, *args: object, **options: object) -> str:
+def get_error(call: object, *args: object, **options: object) -> str:
     """Return the error of a call, or "" if there is none."""
     assert callable(call)
     try:
@@ -141,7 +149,7 @@ def said(call: object, *args: object, **options: object) -> str:
 
 @settings(max_examples=200)
 @given(st.integers(0, 2**32), st.sampled_from([*MUTATIONS]), st.sampled_from(MODELS))
-def test_what_is_simulated_is_what_is_right(
+def test_simulate_refuses_what_check_refuses(
     seed: int, name: str, progress_model: ProgressModel
 ) -> None:
     try:
@@ -152,32 +160,32 @@ def test_what_is_simulated_is_what_is_right(
         return  # a draft is lowered first
     if mutant.shape.ranks == program.shape.ranks:
         mutant = replace(mutant, slots=with_slots(program, random.Random(seed)).slots)
-    refused = said(check, replace(mutant), progress_model)
-    event(refused.partition(":")[0] or "right")
-    assert said(simulate, replace(mutant), progress_model=progress_model) == refused
-    assert said(simulate, mutant, Costs(F=2, send=1), progress_model=progress_model) == refused
-    assert bool(mutant.proofs) == (not refused)
-    if not refused:
-        one, other = (
+    error = get_error(check, replace(mutant), progress_model)
+    event(error.partition(":")[0] or "right")
+    assert get_error(simulate, replace(mutant), progress_model=progress_model) == error
+    assert get_error(simulate, mutant, Costs(F=2, send=1), progress_model=progress_model) == error
+    assert bool(mutant.proofs) == (not error)
+    if not error:
+        checked_run, unchecked_run = (
             simulate(mutant, progress_model=progress_model, skip_checks=b) for b in (False, True)
         )
-        assert (one.spans == other.spans).all()
+        assert (checked_run.spans == unchecked_run.spans).all()
 
 
-def test_unchecked_for_what_finishes_but_is_wrong() -> None:
-    """A reduction with its own queue finishes wherever its host issues it."""
+def test_skip_checks_simulates_wrong_program() -> None:
+    """A reduction with its own queue finishes at any position, even where it is not legal."""
     program = compile(zb_h1, PipelineShape(2, 4))
     text = to_text(program, folded=False)
-    wrong = from_text(
+    wrong_program = from_text(
         text.replace("  reduce_grads 1\n", "").replace("rank 1\n", "rank 1\n  reduce_grads 1\n")
     )
     with pytest.raises(OrderError):
-        simulate(wrong)
-    assert simulate(wrong, skip_checks=True).span == simulate(program).span
-    assert not wrong.proofs
+        simulate(wrong_program)
+    assert simulate(wrong_program, skip_checks=True).span == simulate(program).span
+    assert not wrong_program.proofs
 
 
-def test_evaluation_on_one_rank_is_whole_as_it_is() -> None:
+def test_slot_error_of_single_rank_evaluation() -> None:
     program = replace(
         compile(forward_only, PipelineShape(1, 2, 2)), slots=(SlotCounts(0, 0, 0, 0),)
     )
@@ -186,7 +194,7 @@ def test_evaluation_on_one_rank_is_whole_as_it_is() -> None:
             proven(program)
 
 
-def test_a_slot_that_only_its_own_filler_frees() -> None:
+def test_slot_freed_by_its_own_instruction_deadlocks() -> None:
     program = compile(interleaved, PipelineShape(1, 1, 3))
     program = replace(program, slots=(SlotCounts(0, 1, 0, 2),))
     with pytest.raises(SlotError):
@@ -201,50 +209,55 @@ def test_a_slot_that_only_its_own_filler_frees() -> None:
 
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS))
-def test_a_draft_is_its_program(
+def test_draft_simulates_as_compiled_program(
     given: Program, data: st.DataObject, progress_model: ProgressModel
 ) -> None:
     priced = data.draw(costs(given.shape))
     program = compile(given, costs=priced, progress_model=progress_model)
-    one, other = (
+    of_draft, of_program = (
         simulate(given, priced, progress_model=progress_model),
         simulate(program, priced, progress_model=progress_model),
     )
-    assert one.program == program and np.array_equal(one.spans, other.spans)
+    assert of_draft.program == program and np.array_equal(of_draft.spans, of_program.spans)
 
 
-def test_drafts_of_any_kind_are_compiled() -> None:
+def test_drafts_from_all_sources_compile() -> None:
     shape = PipelineShape(4, 8)
     program = compile(one_f_one_b, shape)
     listed = greedy_schedule(shape, "BF", lambda rank: shape.ranks - rank)
     imported = torch_csv.from_csv(torch_csv.to_csv(program, "torch"))
-    for each in (expand_schedule(one_f_one_b, shape), listed, imported, from_text(to_text(listed))):
-        assert compile(each).streams == compile(each, shape).streams == program.streams
+    for source in (
+        expand_schedule(one_f_one_b, shape),
+        listed,
+        imported,
+        from_text(to_text(listed)),
+    ):
+        assert compile(source).streams == compile(source, shape).streams == program.streams
     assert compile(listed, costs=Costs(send=5)).message_order.keys() == program.message_order.keys()
 
 
-def test_a_draft_brings_its_traits() -> None:
-    given = replace(expand_schedule(one_f_one_b, PipelineShape(2, 4)), tp=2, clip_grad_norm=True)
-    assert compile(given) == replace(
+def test_draft_attributes_are_compile_defaults() -> None:
+    draft = replace(expand_schedule(one_f_one_b, PipelineShape(2, 4)), tp=2, clip_grad_norm=True)
+    assert compile(draft) == replace(
         compile(one_f_one_b, PipelineShape(2, 4), tp=2, clip_grad_norm=True)
     )
-    assert compile(given, tp=1, clip_grad_norm=False) == compile(one_f_one_b, PipelineShape(2, 4))
+    assert compile(draft, tp=1, clip_grad_norm=False) == compile(one_f_one_b, PipelineShape(2, 4))
 
 
-def test_what_cannot_be_compiled() -> None:
-    given = expand_schedule(one_f_one_b, PipelineShape(2, 4))
+def test_wrong_compile_input_is_refused() -> None:
+    draft = expand_schedule(one_f_one_b, PipelineShape(2, 4))
     with pytest.raises(UsageError, match="the draft has the shape"):
-        compile(given, PipelineShape(2, 8))
+        compile(draft, PipelineShape(2, 8))
     with pytest.raises(LoweringLevelError, match="lowered already"):
-        compile(compile(given))
+        compile(compile(draft))
     with pytest.raises(UsageError, match="needs ranks and microbatches"):
         compile(one_f_one_b)
     with pytest.raises(LoweringLevelError) as caught:
-        check(given)
+        check(draft)
     assert "lower the draft with schedir.compile" in caught.value.hint
 
 
-def test_what_is_derived_of_a_program_goes_with_it() -> None:
+def test_derived_objects_are_freed_with_program() -> None:
     """Derived objects are freed with the program, without the garbage collector."""
     gc.collect()
     gc.disable()
@@ -257,62 +270,66 @@ def test_what_is_derived_of_a_program_goes_with_it() -> None:
         )
         timeline = simulate(program)
         assert timeline.graph is graph and graph.flow is flow and flow.index is index
-        gone = [weakref.ref(each) for each in (program, index, flow, graph)]
+        references = [weakref.ref(value) for value in (program, index, flow, graph)]
         del program, index, flow, graph, timeline
-        assert [ref() for ref in gone] == [None] * 4
+        assert [ref() for ref in references] == [None] * 4
     finally:
         gc.enable()
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Return the list of all indexes, flows and graphs that are created from now on."""
+def created_objects(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return the list of all indexes, flows and graphs that the test creates."""
     all_made: list[object] = []
     for kind in (InstructionIndex, Dataflow, Graph):
         before = kind.__init__
 
-        def counted(self: object, *given: Any, _before: Any = before, **options: Any) -> None:
+        def record_creation(
+            self: object, *given: Any, _before: Any = before, **options: Any
+        ) -> None:
             all_made.append(self)
             _before(self, *given, **options)
 
-        monkeypatch.setattr(kind, "__init__", counted)
+        monkeypatch.setattr(kind, "__init__", record_creation)
     return all_made
 
 
-def test_index_and_flow_are_made_once_for_a_program(made: list[object]) -> None:
+def test_index_and_flow_are_created_once(created_objects: list[object]) -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4), buffer_sharing="minimal")
-    made.clear()
+    created_objects.clear()
     timeline = simulate(program, sizes=Sizes(activation=1, saved=10))
     assert timeline.peak_memory.any() and timeline.critical_path.size and timeline.idle.any()
-    assert not made
+    assert not created_objects
     check(program, "per_edge")
-    assert not made
+    assert not created_objects
     slots = compile(one_f_one_b, PipelineShape(2, 4)).with_slots(program.slots)
-    made.clear()
+    created_objects.clear()
     check(slots)
-    assert [type(each) for each in made] == [Graph]
+    assert [type(value) for value in created_objects] == [Graph]
     check(from_text(to_text(program)))
-    assert sorted(type(each).__name__ for each in made[1:]) == [
+    assert sorted(type(value).__name__ for value in created_objects[1:]) == [
         "Dataflow",
         "Graph",
         "InstructionIndex",
     ]
 
 
-def test_large_programs_keep_nothing(made: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_program_caches_nothing(
+    created_objects: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = from_text(
         to_text(compile(one_f_one_b, PipelineShape(2, 4), buffer_sharing="minimal"))
     )
     monkeypatch.setattr("schedir.ir.program._MAX_CACHED_INSTRUCTIONS", 10)
-    made.clear()
+    created_objects.clear()
     check(program)  # one index for completeness, and one for the graph
-    assert sorted(type(each).__name__ for each in made) == [
+    assert sorted(type(value).__name__ for value in created_objects) == [
         "Dataflow",
         "Graph",
         "InstructionIndex",
         "InstructionIndex",
     ]
-    alive = [weakref.ref(each) for each in made]
-    made.clear()
+    alive = [weakref.ref(value) for value in created_objects]
+    created_objects.clear()
     gc.collect()
     assert [ref() for ref in alive] == [None] * 4

@@ -62,7 +62,7 @@ def test_examples_can_be_copied() -> None:
     assert not {name: names for name, names in undefined.items() if names}
 
 
-def test_every_public_name_is_on_the_page() -> None:
+def test_api_page_has_every_public_name() -> None:
     """Each name is in one group, and in the module that the page states."""
     assert {*schedir.__all__} <= list_public_names().keys()
     for _, titles in api_page.GROUPS.values():
@@ -70,15 +70,15 @@ def test_every_public_name_is_on_the_page() -> None:
             assert attrgetter(name)(schedir) is list_public_names()[name], name
 
 
-def test_an_undocumented_name_is_refused() -> None:
+def test_undocumented_name_is_refused() -> None:
     def undocumented() -> None: ...
 
     with pytest.raises(ValueError, match="is public, and has no docstring"):
         api_page.docstring(undocumented)
 
 
-def test_pages_import_public_names_from_where_they_are_public() -> None:
-    """Pages do not import them from the files that define them."""
+def test_pages_import_from_public_modules() -> None:
+    """Pages do not import public names from the files that define them."""
     homes = {
         (getattr(value, "__module__", ""), name.rpartition(".")[2])
         for name, value in list_public_names().items()
@@ -87,12 +87,14 @@ def test_pages_import_public_names_from_where_they_are_public() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py")]
     for page in pages:
         for home, names in re.findall(r"^from (schedir\S*) import (.+)$", page.read_text(), re.M):
-            each = [name.strip() for name in names.split("#")[0].split(",")]
-            wrong = [name for name in each if home not in public and (home, name) in homes]
+            imported_names = [name.strip() for name in names.split("#")[0].split(",")]
+            wrong = [
+                name for name in imported_names if home not in public and (home, name) in homes
+            ]
             assert not wrong, f"{page.name} takes {wrong} from {home}"
 
 
-def test_no_public_module_is_left_out() -> None:
+def test_api_page_has_every_public_module() -> None:
     """A module that `schedir` exports is public if it has an `__all__`."""
     modules = {name for name, home in schedir._LAZY_IMPORTS.items() if ":" not in home}
     listing = {name for name in modules if hasattr(getattr(schedir, name), "__all__")}

@@ -34,56 +34,62 @@ def test_built_in_schedules_are_recognized(name: str) -> None:
 
 
 @given(st.sampled_from(["zb_v", "one_f_one_b", "interleaved"]), st.data())
-def test_the_first_difference_is_named(name: str, data: st.DataObject) -> None:
-    """Two compute instructions are exchanged, and the first of them is found."""
+def test_first_difference_is_reported(name: str, data: st.DataObject) -> None:
+    """Swap two compute instructions. The first of them is the first difference."""
     draft = expand_schedule(get_built_in_schedules()[name], PipelineShape(4, 8))
     rank = data.draw(st.integers(0, 3))
-    first = data.draw(st.integers(0, len(draft.streams[rank]) - 2))
+    swap_index = data.draw(st.integers(0, len(draft.streams[rank]) - 2))
     words = draft.streams[rank].words.copy()
-    words[[first, first + 1]] = words[[first + 1, first]]
+    words[[swap_index, swap_index + 1]] = words[[swap_index + 1, swap_index]]
     streams = [*draft.streams]
     streams[rank] = Stream(words)
-    found = recognize(replace(draft, streams=tuple(streams)))
-    if found.schedule != name:  # another schedule agrees longer
-        other = expand_schedule(get_built_in_schedules()[found.schedule], draft.shape)
-        assert found.matching >= count_agreeing(draft, rank, first)
-        assert found.is_exact == (other == replace(draft, streams=tuple(streams), name=other.name))
+    recognition = recognize(replace(draft, streams=tuple(streams)))
+    if recognition.schedule != name:  # another schedule agrees longer
+        recognized = expand_schedule(get_built_in_schedules()[recognition.schedule], draft.shape)
+        assert recognition.matching >= count_agreeing(draft, rank, swap_index)
+        assert recognition.is_exact == (
+            recognized == replace(draft, streams=tuple(streams), name=recognized.name)
+        )
         return
-    assert (found.rank, found.compute_index, found.is_exact) == (rank, first, False)
-    assert found.expected == str(draft.streams[rank][first])
-    assert found.actual == str(draft.streams[rank][first + 1])
-    assert found.matching == count_agreeing(draft, rank, first)
+    assert (recognition.rank, recognition.compute_index, recognition.is_exact) == (
+        rank,
+        swap_index,
+        False,
+    )
+    assert recognition.expected == str(draft.streams[rank][swap_index])
+    assert recognition.actual == str(draft.streams[rank][swap_index + 1])
+    assert recognition.matching == count_agreeing(draft, rank, swap_index)
 
 
 def count_agreeing(draft: Program, rank: int, first: int) -> int:
     return len(draft) - len(draft.streams[rank]) + first
 
 
-def test_recomputed_forwards_do_not_count() -> None:
+def test_recomputes_are_ignored() -> None:
     program = compile("zb_h1", ranks=4, microbatches=8, recompute="all")
     plain = compile("zb_h1", ranks=4, microbatches=8)
     assert len(extract_compute(program)) > len(extract_compute(plain))
     assert str(recognize(program)) == "this is zb_h1"
 
 
-def test_a_program_that_ends_early() -> None:
+def test_early_end_is_reported() -> None:
     draft = expand_schedule(get_built_in_schedules()["gpipe"], PipelineShape(2, 2))
     streams = draft.streams[0], Stream(draft.streams[1].words[:-1])
-    found = recognize(replace(draft, streams=streams))
-    assert (found.actual, found.expected, found.rank) == ("the end", "B 1.1", 1)
+    recognition = recognize(replace(draft, streams=streams))
+    assert (recognition.actual, recognition.expected, recognition.rank) == ("the end", "B 1.1", 1)
 
 
-def test_what_has_no_built_in_schedule() -> None:
+def test_unknown_schedule_is_not_recognized() -> None:
     draft = expand_schedule(get_built_in_schedules()["gpipe"], PipelineShape(2, 2))
     backwards_first = tuple(Stream(stream.words[::-1]) for stream in draft.streams)
-    found = recognize(replace(draft, streams=backwards_first))
-    assert found == Recognition("", 0, 8)
-    assert str(found) == "no built-in schedule begins like this" and not found.is_exact
+    recognition = recognize(replace(draft, streams=backwards_first))
+    assert recognition == Recognition("", 0, 8)
+    assert str(recognition) == "no built-in schedule begins like this" and not recognition.is_exact
     with pytest.raises(UsageError, match="must be a Program"):
         recognize("zb_v")  # type: ignore[arg-type]
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recognize_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(capsys, "recognize", "examples/traced.timeline") == (
         "traced: this is interleaved\n"
     )

@@ -23,15 +23,15 @@ from schedir.schedules.schedule_algebra import get_placement_mark, get_weight_de
 from tests.commands import run_command, run_refused_command
 
 DOCS = Path(__file__).parents[2] / "docs"
-AT = "--costs=F=1,B=2,send=0.05"
+COSTS_OPTION = "--costs=F=1,B=2,send=0.05"
 
 
-def run_of(name: str, v: int, P: int, m: int, send: float) -> Timeline:
+def simulate_schedule(name: str, v: int, P: int, m: int, send: float) -> Timeline:
     """Simulate a schedule with v stages per rank, which together have F = I = W = 1."""
     schedule = get_built_in_schedules()[name]
     shape = PipelineShape(P, m, v, get_placement_mark(schedule)[0] or "loop")
-    part = P / shape.stages
-    costs = Costs(F=part, I=part, W=part, B=2 * part, send=send)
+    cost_share = P / shape.stages
+    costs = Costs(F=cost_share, I=cost_share, W=cost_share, B=2 * cost_share, send=send)
     return schedir.simulate(
         compile(schedule, shape, progress_model="per_edge", costs=costs),
         costs,
@@ -39,57 +39,64 @@ def run_of(name: str, v: int, P: int, m: int, send: float) -> Timeline:
     )
 
 
-def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
+def run_recommend(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
     code = main(["recommend", *argv, "--json"])
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
-    assert code == (0 if found else 2)
-    return found
+    result_rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    assert code == (0 if result_rows else 2)
+    return result_rows
 
 
 @pytest.mark.parametrize(("P", "m"), [(4, 8), (4, 3), (3, 7), (2, 1)])
 def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m: int) -> None:
     """The output has each schedule that compiles and trains once, the shortest first."""
-    shape = (f"--ranks={P}", f"--microbatches={m}", "--progress-model=per_edge", AT)
-    found = rows(capsys, *shape)
-    keys = [(float(f"{row['span']:.9g}"), row["peak_activations"]) for row in found]
+    shape = (f"--ranks={P}", f"--microbatches={m}", "--progress-model=per_edge", COSTS_OPTION)
+    result_rows = run_recommend(capsys, *shape)
+    keys = [(float(f"{row['span']:.9g}"), row["peak_activations"]) for row in result_rows]
     assert keys == sorted(keys)
     expected: dict[str, Timeline] = {}
     for name, schedule in get_built_in_schedules().items():
-        fixed = get_placement_mark(schedule)[1]
-        for v in (fixed,) if fixed else (1, 2, 4) if has_free_v(schedule) else (1,):
+        fixed_v = get_placement_mark(schedule)[1]
+        for v in (fixed_v,) if fixed_v else (1, 2, 4) if has_free_v(schedule) else (1,):
             if get_weight_delay_mark(schedule) is None:
                 try:
-                    run = run_of(name, v, P, m, 0.05)
+                    run = simulate_schedule(name, v, P, m, 0.05)
                 except SchedirError:
                     continue
                 if run.program.has_backward:
                     expected[run.program.digest] = run
-    assert {row["digest"] for row in found} == {*expected} and len(found) == len(expected)
-    for row in found:
+    assert {row["digest"] for row in result_rows} == {*expected}
+    assert len(result_rows) == len(expected)
+    for row in result_rows:
         run, program = expected[row["digest"]], expected[row["digest"]].program
         assert row["span"] == pytest.approx(run.span)
         assert row["peak_activations"] == run.peak_activations
         assert row["has_split_backward"] == (BACKWARD_INPUT in program.used_opcodes)
         assert row["parameter_copies"] == program.shape.placement_rows
-    whole = rows(capsys, *shape, "--no-split-backward", "--max-activations=2.5")
-    assert whole == [
-        row for row in found if not row["has_split_backward"] and row["peak_activations"] <= 2.5
+    filtered = run_recommend(capsys, *shape, "--no-split-backward", "--max-activations=2.5")
+    assert filtered == [
+        row
+        for row in result_rows
+        if not row["has_split_backward"] and row["peak_activations"] <= 2.5
     ]
     main(["recommend", *shape, "--no-split-backward", "--max-activations=2.5"])
     text = capsys.readouterr().out
-    over = [r for r in found if r["peak_activations"] > 2.5 and not r["has_split_backward"]]
-    assert ("over the limit of 2.5 activations: " in text) == bool(over)
+    rows_over_limit = [
+        r for r in result_rows if r["peak_activations"] > 2.5 and not r["has_split_backward"]
+    ]
+    assert ("over the limit of 2.5 activations: " in text) == bool(rows_over_limit)
     assert ("refused zb_v" in text or ", zb_v:" in text) == (m < 2 * P - 1)
 
 
-def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_limit_agrees_with_compile(capsys: pytest.CaptureFixture[str]) -> None:
     sizes, limit = Sizes(activation=16e6, saved=1e9, model_states=8e9), 14e9
-    given = (
+    options = (
         "--sizes=activation=16MB,saved=1GB,model_states=8GB",
         "--memory-limit=14GB",
         "--ranks=4",
     )
-    names = {row["program"] for row in rows(capsys, *given) if row["stages_per_rank"] == 1}
+    names = {
+        row["program"] for row in run_recommend(capsys, *options) if row["stages_per_rank"] == 1
+    }
     for name, schedule in get_built_in_schedules().items():
         if not has_free_v(schedule) and get_placement_mark(schedule) == (None, None):
             try:
@@ -105,50 +112,59 @@ def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> Non
     assert names
     command = ["recommend", "--ranks=4", "--sizes=saved=1GB", "--memory-limit=1MB"]
     assert main(command) == 2
-    none = capsys.readouterr().out
-    assert none.splitlines()[0].startswith("4 ranks, 8 microbatches; ")
-    assert "\nno schedule fits with these options\nover the limit of 1 MB: v_min (2 GB), " in none
-    assert "wave x 4 (" in none and "wave x 1" not in none  # a vee has two at least
-    assert "forward_only" not in none and "but fits with" not in none
+    output = capsys.readouterr().out
+    assert output.splitlines()[0].startswith("4 ranks, 8 microbatches; ")
+    assert "\nno schedule fits with these options\nover the limit of 1 MB: v_min (2 GB), " in output
+    assert "wave x 4 (" in output and "wave x 1" not in output  # a vee has two at least
+    assert "forward_only" not in output and "but fits with" not in output
 
 
-def test_options_that_make_a_schedule_fit_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_make_schedule_fit_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--sizes=saved=3.83GB,model_states=16.6GB,activation=16.8MB", "--memory-limit=40GB"]
     shape = ["--ranks=4", "--microbatches=32"]
     lines = run_command(capsys, "recommend", *shape, *sizes).splitlines()
-    named, spans = dict[str, str](), dict[str, float]()
+    options_by_schedule, spans = dict[str, str](), dict[str, float]()
     for line in lines:
         if line.startswith("over the limit"):
             head, _, names = line.partition(": ")
             options = head.partition("but fits with ")[2].partition(" (")[0]
             for name, amounts in re.findall(r"(\w[\w ]+) \((.*?)\)", names):
-                named[name] = options
+                options_by_schedule[name] = options
                 if options:
                     spans[name] = float(amounts.removeprefix("span ").split(",")[0])
-    assert named["zb_h2"] == "" and named["interleaved x 2"] == "-O buffer_sharing=minimal"
-    assert named["gpipe"] == "-O recompute=fit"
-    for options in {*named.values()} - {""}:
-        found = rows(capsys, *shape, *sizes, *options.split())
-        fitting = {(row["program"], row["stages_per_rank"]) for row in found}
-        for name in (name for name, needed in named.items() if needed == options and " x " in name):
+    assert options_by_schedule["zb_h2"] == ""
+    assert options_by_schedule["interleaved x 2"] == "-O buffer_sharing=minimal"
+    assert options_by_schedule["gpipe"] == "-O recompute=fit"
+    for options in {*options_by_schedule.values()} - {""}:
+        result_rows = run_recommend(capsys, *shape, *sizes, *options.split())
+        fitting = {(row["program"], row["stages_per_rank"]) for row in result_rows}
+        for name in (
+            name
+            for name, needed in options_by_schedule.items()
+            if needed == options and " x " in name
+        ):
             program, v = name.split(" x ")
             assert (program, int(v)) in fitting or program.startswith("looped")  # looped x 1: gpipe
-        found_spans = {f"{row['program']} x {row['stages_per_rank']}": row["span"] for row in found}
-        for name in found_spans.keys() & {n for n, how in named.items() if how == options}:
+        found_spans = {
+            f"{row['program']} x {row['stages_per_rank']}": row["span"] for row in result_rows
+        }
+        for name in found_spans.keys() & {
+            n for n, fit_options in options_by_schedule.items() if fit_options == options
+        }:
             assert spans[name] == float(f"{found_spans[name]:.6g}")
 
 
-def test_compare_marks_what_is_over_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_marks_schedules_over_limit(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--sizes=saved=3.83GB,model_states=16.6GB,activation=16.8MB", "--memory-limit=40GB"]
-    given = ["compare", "gpipe", "one_f_one_b", "zb_h2", *sizes]
-    over, fits, _ = json.loads(run_command(capsys, *given, "--json"))
-    assert over["is_over_limit"] and over["peak_memory"] > 40e9
+    command = ["compare", "gpipe", "one_f_one_b", "zb_h2", *sizes]
+    over_limit, fits, _ = json.loads(run_command(capsys, *command, "--json"))
+    assert over_limit["is_over_limit"] and over_limit["peak_memory"] > 40e9
     assert fits["peak_memory"] < 40e9 and not fits["is_over_limit"]
-    text = run_command(capsys, *given)
+    text = run_command(capsys, *command)
     assert "over the limit: " in text and "peak memory" in text
     assert "but fits with -O recompute=fit (activations are computed again): gpipe (span " in text
-    unlimited = json.loads(run_command(capsys, *given[:-1], "--json"))
-    assert unlimited[0]["peak_memory"] == over["peak_memory"]
+    unlimited = json.loads(run_command(capsys, *command[:-1], "--json"))
+    assert unlimited[0]["peak_memory"] == over_limit["peak_memory"]
     # What no recomputation makes fit has no row, unless nothing else is left.
     tight = ["--sizes=saved=1GB,model_states=8GB", "--memory-limit=9GB", "-O", "recompute=fit"]
     text = run_command(capsys, "compare", "one_f_one_b", "dualpipe", *tight)
@@ -156,7 +172,7 @@ def test_compare_marks_what_is_over_the_limit(capsys: pytest.CaptureFixture[str]
     run_refused_command(capsys, "compare", "dualpipe", *tight)
 
 
-def test_missing_model_states_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_model_states_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--sizes has no grads and no optimizer, which count as 0 bytes"
     for command in (["recommend"], ["compare", "gpipe"], ["simulate", "gpipe"]):
         assert line in run_command(capsys, *command, "--ranks=2", "--sizes=saved=1GB,params=2GB")
@@ -165,55 +181,59 @@ def test_missing_model_states_are_named(capsys: pytest.CaptureFixture[str]) -> N
     assert line not in run_command(capsys, "simulate", "forward_only", "--sizes=params=2GB")
 
 
-def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_schedule_is_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "own.py"
     file.write_text(
         "from schedir import B, F\n\n\ndef slow(rank, ranks, m):\n    return m * F + m * B\n"
     )
-    found = rows(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
-    assert "slow" not in [row["program"] for row in found]  # it equals gpipe
-    told = run_command(capsys, "recommend", f"{file}:slow", "--ranks=2", "--microbatches=4")
-    assert f"{file}:slow is the same program as gpipe\n" in told
+    result_rows = run_recommend(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
+    assert "slow" not in [row["program"] for row in result_rows]  # it equals gpipe
+    output = run_command(capsys, "recommend", f"{file}:slow", "--ranks=2", "--microbatches=4")
+    assert f"{file}:slow is the same program as gpipe\n" in output
     file.write_text(
         "from schedir import B, F\n\n\ndef slow(rank, ranks, m):\n    return m * (F + B)\n"
     )
-    found = rows(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
-    assert found[-1]["program"] == "slow"
+    result_rows = run_recommend(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
+    assert result_rows[-1]["program"] == "slow"
     file.write_text(
         "from schedir import B, F\n\n\ndef looped(rank, ranks, m, v):\n"
         "    for j in range(v):\n        yield m * F[j]\n"
         "    for _ in range(m):\n        for j in reversed(range(v)):\n            yield B[j]\n"
     )
-    found = rows(capsys, f"{file}:looped", "--ranks=2", "--microbatches=4")
-    stages = {row["stages_per_rank"] for row in found if row["program"] == "looped"}
+    result_rows = run_recommend(capsys, f"{file}:looped", "--ranks=2", "--microbatches=4")
+    stages = {row["stages_per_rank"] for row in result_rows if row["program"] == "looped"}
     assert stages == {2, 4}  # with one stage per rank, it equals gpipe
-    told = run_command(capsys, "recommend", f"{file}:looped", "--ranks=2", "--microbatches=4")
-    assert f"{file}:looped x 1 is the same program as gpipe\n" in told
+    output = run_command(capsys, "recommend", f"{file}:looped", "--ranks=2", "--microbatches=4")
+    assert f"{file}:looped x 1 is the same program as gpipe\n" in output
 
 
-def test_a_run_gives_its_shape_and_mean_times(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_gives_shape_and_mean_times(capsys: pytest.CaptureFixture[str]) -> None:
     run = str(DOCS.parent / "examples" / "traced.timeline")
-    found = {(row["program"], row["stages_per_rank"]): row for row in rows(capsys, run)}
-    assert {row["unit"] for row in found.values()} == {"s"}
+    row_by_schedule = {
+        (row["program"], row["stages_per_rank"]): row for row in run_recommend(capsys, run)
+    }
+    assert {row["unit"] for row in row_by_schedule.values()} == {"s"}
     compared = json.loads(run_command(capsys, "compare", run, "gpipe", "one_f_one_b", "--json"))
     assert len(compared) == 3
     for row in compared:
-        assert found[row["program"], row["stages_per_rank"]]["span"] == row["span"]
+        assert row_by_schedule[row["program"], row["stages_per_rank"]]["span"] == row["span"]
 
 
-def test_a_run_gives_its_progress_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_gives_progress_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Use the progress model of a run. Under the default model, interleaved would take longer."""
     run, costs = str(tmp_path / "run.timeline"), "F=1,B=2,send=0.9"
     options = ["--costs", costs, "--progress-model", "per_edge"]
     run_command(capsys, "simulate", "gpipe", *options, "-o", run)
-    wanted = json.loads(run_command(capsys, "compare", "interleaved", *options, "--json"))
-    (_, found) = json.loads(run_command(capsys, "compare", run, "interleaved", "--json"))
-    assert found["span"] == pytest.approx(wanted[0]["span"])
-    ranked = {(row["program"], row["stages_per_rank"]): row for row in rows(capsys, run)}
-    assert ranked["interleaved", 2]["span"] == pytest.approx(found["span"])
+    expected = json.loads(run_command(capsys, "compare", "interleaved", *options, "--json"))
+    (_, compared) = json.loads(run_command(capsys, "compare", run, "interleaved", "--json"))
+    assert compared["span"] == pytest.approx(expected[0]["span"])
+    ranked = {(row["program"], row["stages_per_rank"]): row for row in run_recommend(capsys, run)}
+    assert ranked["interleaved", 2]["span"] == pytest.approx(compared["span"])
 
 
-def test_equal_names_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_schedule_names_are_distinguished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A user's function may have the name of a built-in schedule."""
     file = tmp_path / "own.py"
     file.write_text(
@@ -224,18 +244,18 @@ def test_equal_names_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert f"{file}:gpipe" in names and "gpipe" in names
 
 
-def test_what_fits_nowhere_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_give_one_error(capsys: pytest.CaptureFixture[str]) -> None:
     run_refused_command(capsys, "recommend", "--ranks=2", "--costs=F=1,send=1:2:3:4:5")
     run_refused_command(capsys, "recommend", "--ranks=2", "--progress-model=none")
     run_refused_command(capsys, "recommend", "--max-activations=few")
 
 
-def test_costs_of_stages_are_spread(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stage_costs_are_spread_over_stages(capsys: pytest.CaptureFixture[str]) -> None:
     """Costs of four stages are spread over the 8 or 16 stages of other schedules."""
     shape = ("--ranks=4", "--microbatches=8", "--progress-model=per_edge")
-    by_rank = rows(capsys, *shape, "--costs=F=1,B=2,send=0.1")
-    assert by_rank == rows(capsys, *shape, "--costs=F=1:1:1:1,B=2:2:2:2,send=0.1")
-    uneven = rows(capsys, *shape, "--costs=F=1:1:1:2,B=2:2:2:4")
+    by_rank = run_recommend(capsys, *shape, "--costs=F=1,B=2,send=0.1")
+    assert by_rank == run_recommend(capsys, *shape, "--costs=F=1:1:1:1,B=2:2:2:2,send=0.1")
+    uneven = run_recommend(capsys, *shape, "--costs=F=1:1:1:2,B=2:2:2:4")
     (row,) = (r for r in uneven if r["program"] == "interleaved" and r["stages_per_rank"] == 2)
     costs = Costs(F=(0.5,) * 6 + (1, 1), B=(1,) * 6 + (2, 2))
     program = compile(
@@ -250,35 +270,35 @@ def test_costs_of_stages_are_spread(capsys: pytest.CaptureFixture[str]) -> None:
 # ---------------------------------------------------------------- the page
 
 
-def test_the_cells_are_what_is_simulated() -> None:
-    """Simulate a sample of the rows of the file again with `run_of`."""
+def test_documented_cells_match_simulation() -> None:
+    """Simulate a sample of the rows of the file again with `simulate_schedule`."""
     with (DOCS / "results" / "which-schedule.csv").open(newline="") as file:
         cells = list(csv.DictReader(file))
     for cell in cells[:: len(cells) // 60]:
         name, P, m = cell["name"], int(cell["P"]), int(cell["m"])
-        run = run_of(name, int(cell["v"]), P, m, float(cell["send"]))
+        run = simulate_schedule(name, int(cell["v"]), P, m, float(cell["send"]))
         assert float(cell["span"]) == pytest.approx(run.span), "python docs/which_schedule.py"
         assert float(cell["memory"]) == run.peak_activations
         assert 1 - which_schedule.WORK * m / run.span == pytest.approx(run.bubble)
 
 
 @pytest.mark.parametrize("at", [(2, 1, 0.2), (4, 8, 0.05), (8, 13, 0.05)])
-def test_the_file_has_all_that_the_command_says(at: tuple[int, int, float]) -> None:
+def test_documented_file_matches_command(at: tuple[int, int, float]) -> None:
     assert list(which_schedule.asked(*at)) == which_schedule.known()[at], (
         "python docs/which_schedule.py"
     )
 
 
-def test_every_plan_is_there() -> None:
+def test_documented_file_has_every_size() -> None:
     assert {(P, m) for P, m, _ in which_schedule.known()} >= {
         (P, int(P * k)) for P in (2, 4, 8, 16) for k in (0.5, 1, 2, 4, 8)
     }
 
 
 @pytest.mark.parametrize("rule", which_schedule.RULES, ids=lambda rule: rule.text[:30])
-def test_rules_of_thumb_hold_in_all_cells(rule: which_schedule.Rule) -> None:
-    asked = [where for where in which_schedule.everywhere() if rule.where(where)]
-    assert len(asked) >= 10 and all(rule.holds(where) for where in asked)
+def test_documented_rules_hold_in_all_cells(rule: which_schedule.Rule) -> None:
+    sizes_asked = [size for size in which_schedule.everywhere() if rule.where(size)]
+    assert len(sizes_asked) >= 10 and all(rule.holds(size) for size in sizes_asked)
 
 
 class Formula(NamedTuple):
@@ -319,7 +339,7 @@ FORMULAS = [
 ]  # fmt: skip
 
 
-def idle(formula: Formula, P: int, m: int) -> tuple[float, float]:
+def compute_idle_times(formula: Formula, P: int, m: int) -> tuple[float, float]:
     """Return the largest idle time of a rank, until the end of the run and in its active span."""
     run = schedules_page.run_of(formula.name, P, m, v=formula.v)
     longest = int(run.active_span.argmax())
@@ -328,9 +348,9 @@ def idle(formula: Formula, P: int, m: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("formula", FORMULAS, ids=lambda f: f"{f.name} x {f.v}")
 @pytest.mark.parametrize(("P", "m"), [(8, 32), (4, 8)])
-def test_formulas_of_the_papers_hold(formula: Formula, P: int, m: int) -> None:
-    whole, own = idle(formula, P, m)
-    simulated, value = own if formula.own else whole, formula.value(P)
+def test_published_formulas_hold(formula: Formula, P: int, m: int) -> None:
+    until_end, in_active_span = compute_idle_times(formula, P, m)
+    simulated, value = in_active_span if formula.own else until_end, formula.value(P)
     assert simulated <= value + 1e-9 if formula.most else simulated == pytest.approx(value)
 
 
@@ -344,8 +364,8 @@ def test_any_number_of_microbatches_compiles() -> None:
     )
     assert sentence in " ".join(page.split())
     for name, schedule in get_built_in_schedules().items():
-        placement, fixed = get_placement_mark(schedule)
-        v = fixed or (2 if has_free_v(schedule) else 1)
+        placement, fixed_v = get_placement_mark(schedule)
+        v = fixed_v or (2 if has_free_v(schedule) else 1)
         for m in range(fill.get(name, 1), 13):
             if name != "dualpipe" or m % 2 == 0:
                 assert (

@@ -41,12 +41,12 @@ from tests.laws import ZOO, least, shape_of
 SIZES = Sizes(saved=10, recompute_inputs=1)
 
 
-def again(program: Program) -> list[list[str]]:
-    """Return the R of each rank, in its order."""
+def list_recomputes(program: Program) -> list[list[str]]:
+    """Return the R instructions of each rank in order."""
     return [[str(i) for i in stream if i.op is RECOMPUTE] for stream in program.streams]
 
 
-def flat(program: Program) -> str:
+def to_flat_text(program: Program) -> str:
     return to_text(program, folded=False)
 
 
@@ -54,7 +54,7 @@ def flat(program: Program) -> str:
 
 
 @pytest.mark.parametrize(
-    ("word", "spelled"),
+    ("word", "expected"),
     [
         (2 * F + 2 * (R + B), "F0 F1 R0 B0 R1 B1"),
         (2 * F + 2 * R + 2 * B, "F0 F1 R0 R1 B0 B1"),
@@ -65,25 +65,25 @@ def flat(program: Program) -> str:
         (2 * F + R + I + W + R + I + W, "F0 F1 R0 I0 W0 R1 I1 W1"),
     ],
 )
-def test_r_is_of_the_next_backward_that_has_none(word: RankSchedule, spelled: str) -> None:
+def test_recompute_letter_belongs_to_next_backward(word: RankSchedule, expected: str) -> None:
     program = expand_schedule(lambda r, P, m: word, PipelineShape(1, word.letters.size and 3))
-    assert [f"{i}".replace(" 0.", "") for i in program.streams[0]] == spelled.split()
+    assert [f"{i}".replace(" 0.", "") for i in program.streams[0]] == expected.split()
 
 
-def test_own_stages_count_apart() -> None:
+def test_recompute_letters_count_per_local_stage() -> None:
     word = F[0] + F[0] + F[1] + F[1] + R[1] + B[1] + R[0] + R[1] + B[1] + B[0] + R[0] + B[0]
     program = expand_schedule(lambda r, P, m, v: word, PipelineShape(1, 2, 2))
-    found = [str(i) for i in program.streams[0] if i.op is RECOMPUTE]
-    assert found == ["R 1.0", "R 0.0", "R 1.1", "R 0.1"]
+    recomputes = [str(i) for i in program.streams[0] if i.op is RECOMPUTE]
+    assert recomputes == ["R 1.0", "R 0.0", "R 1.1", "R 0.1"]
 
 
-def test_r_without_a_backward_behind_it() -> None:
+def test_recompute_without_later_backward_is_refused() -> None:
     with pytest.raises(ScheduleError, match="letter #3") as caught:
         expand_schedule(lambda r, P, m: F + R + B + R, PipelineShape(1, 1))
     assert "F + R + B" in caught.value.hint
 
 
-def test_a_program_with_r_is_written_and_read() -> None:
+def test_program_with_recompute_round_trips() -> None:
     program = compile(interleaved, PipelineShape(2, 4, 2), recompute="all")
     assert RECOMPUTE in program.used_opcodes
     assert from_text(to_text(program)) == program == check(program)
@@ -92,35 +92,35 @@ def test_a_program_with_r_is_written_and_read() -> None:
 # ---------------------------------------------------------------- memory and time
 
 
-def test_memory_is_that_counted_by_hand() -> None:
+def test_recompute_peak_memory_by_hand() -> None:
     """All microbatches in flight except one have only their recompute inputs."""
-    for schedule, shape, whole, less in (
+    for schedule, shape, full_peaks, recompute_peaks in (
         (one_f_one_b, PipelineShape(2, 4), [20, 10], [11, 10]),
         (interleaved, PipelineShape(2, 4, 2), [50, 30], [14, 12]),
     ):
         plain, program = compile(schedule, shape), compile(schedule, shape, recompute="all")
         runs = [simulate(p, sizes=SIZES) for p in (plain, program)]
-        assert [run.peak_memory.tolist() for run in runs] == [whole, less]
+        assert [run.peak_memory.tolist() for run in runs] == [full_peaks, recompute_peaks]
         assert runs[0].peak_in_flight.tolist() == runs[1].peak_in_flight.tolist()
 
 
-def test_a_checkpoint_is_the_activation_of_the_stage_before() -> None:
+def test_recompute_inputs_default_to_input_activation() -> None:
     sizes = Sizes(activation=(1, 2, 3), saved=10)
     assert sizes.for_stages("recompute_inputs", 3).tolist() == [0, 1, 2]
     assert Sizes(recompute_inputs=5).for_stages("recompute_inputs", 2).tolist() == [5, 5]
 
 
-def test_an_r_costs_as_much_as_its_f_unless_told() -> None:
+def test_recompute_cost_defaults_to_forward_cost() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4), recompute="all")
     assert simulate(program, Costs(F=1, B=2)).busy.tolist() == [4 * 3 + 4, 4 * 3]
     assert simulate(program, Costs(F=1, B=2, R=0.5)).busy.tolist() == [4 * 3 + 2, 4 * 3]
 
 
-def test_r_runs_while_the_gradient_is_on_its_way() -> None:
+def test_recompute_overlaps_wait_for_gradient() -> None:
     """R runs while a rank waits for a gradient, so it costs less than a longer B."""
     costs = Costs(F=1, B=2)
     program = compile(gpipe, PipelineShape(4, 4), recompute=lambda stage, mb: mb == 0, costs=costs)
-    assert sum(map(len, again(program))) == 4
+    assert sum(map(len, list_recomputes(program))) == 4
     plain = simulate(compile(gpipe, PipelineShape(4, 4)), costs).span
     assert simulate(program, costs).span == plain + 1  # only the R of the last rank adds time
     inside = Costs(F=1, B=((3, 2, 2, 2),))
@@ -128,7 +128,7 @@ def test_r_runs_while_the_gradient_is_on_its_way() -> None:
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
-def test_hidden_is_no_longer_and_holds_no_more(schedule: Any) -> None:
+def test_early_recompute_is_no_worse_than_late(schedule: Any) -> None:
     if schedule is get_built_in_schedules()["forward_only"]:
         assert RECOMPUTE not in compile(schedule, PipelineShape(4, 8), recompute="all").used_opcodes
         return
@@ -147,19 +147,25 @@ def test_hidden_is_no_longer_and_holds_no_more(schedule: Any) -> None:
         assert (runs[1].peak_memory <= runs[0].peak_memory).all()
 
 
-def test_an_r_goes_before_a_forward_that_waits() -> None:
+def test_early_recompute_runs_before_waiting_forward() -> None:
     """With "early", R runs before a forward that waits for its input."""
 
     def schedule(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         return 3 * F + 3 * B if rank == 0 else F.at(0) + F.at(1) + B.at(0) + F.at(2) + B + B
 
     costs = Costs(F=(4, 1), B=(1, 1), R=1)
-    where = {(1, 0), (1, 1)}
+    selection = {(1, 0), (1, 1)}
     late, early = (
-        compile(schedule, PipelineShape(2, 3), costs=costs, recompute=where, recompute_at=at)
-        for at in ("late", "early")
+        compile(
+            schedule,
+            PipelineShape(2, 3),
+            costs=costs,
+            recompute=selection,
+            recompute_at=recompute_at,
+        )
+        for recompute_at in ("late", "early")
     )
-    assert again(late) == again(early)
+    assert list_recomputes(late) == list_recomputes(early)
     order = [str(i) for i in early.streams[1] if i.op in (FORWARD, RECOMPUTE)]
     assert order == ["F 1.0", "R 1.0", "F 1.1", "R 1.1", "F 1.2"]
     assert simulate(early, costs).span < simulate(late, costs).span
@@ -167,49 +173,55 @@ def test_an_r_goes_before_a_forward_that_waits() -> None:
 
 @settings(max_examples=40)
 @given(compute_programs(), st.sets(st.integers(0, 30)), st.booleans())
-def test_of_any_draft(program: Program, some: set[int], late: bool) -> None:
-    how: dict[str, Any] = {"recompute_at": "late"} if late else {}
-    lowered = compile(program, recompute=lambda s, m: 5 * s + m in some, debug=True, **how)
-    said = {tuple(map(int, name[2:].split("."))) for own in again(lowered) for name in own}
-    assert all(5 * s + m in some for s, m in said)
-    assert len(said) == sum(map(len, again(lowered)))
-
-
-def test_what_is_said_is_recomputed() -> None:
-    shape = PipelineShape(2, 3)
-    found = {
-        how: again(compile(one_f_one_b, shape, recompute=how)) for how in ("0.1", "0", "1", "all")
+def test_recompute_of_random_draft(program: Program, some: set[int], late: bool) -> None:
+    options: dict[str, Any] = {"recompute_at": "late"} if late else {}
+    lowered = compile(program, recompute=lambda s, m: 5 * s + m in some, debug=True, **options)
+    recomputed = {
+        tuple(map(int, name[2:].split(".")))
+        for rank_recomputes in list_recomputes(lowered)
+        for name in rank_recomputes
     }
-    assert found["0.1"] == [["R 0.1"], []]
-    assert found["0"] == found["all"] == [["R 0.0", "R 0.1", "R 0.2"], []]
-    assert found["1"] == [[], []]  # each backward follows its forward, so R would save no memory
-    assert again(compile(one_f_one_b, shape, recompute=[(0, 1)])) == found["0.1"]
-    assert again(compile(one_f_one_b, shape, recompute=[0])) == found["0"]
+    assert all(5 * s + m in some for s, m in recomputed)
+    assert len(recomputed) == sum(map(len, list_recomputes(lowered)))
+
+
+def test_selected_microbatches_are_recomputed() -> None:
+    shape = PipelineShape(2, 3)
+    recomputes = {
+        selection: list_recomputes(compile(one_f_one_b, shape, recompute=selection))
+        for selection in ("0.1", "0", "1", "all")
+    }
+    assert recomputes["0.1"] == [["R 0.1"], []]
+    assert recomputes["0"] == recomputes["all"] == [["R 0.0", "R 0.1", "R 0.2"], []]
+    # On the last rank each backward follows its forward, so R would save no memory.
+    assert recomputes["1"] == [[], []]
+    assert list_recomputes(compile(one_f_one_b, shape, recompute=[(0, 1)])) == recomputes["0.1"]
+    assert list_recomputes(compile(one_f_one_b, shape, recompute=[0])) == recomputes["0"]
     frozen = compile(one_f_one_b, shape, recompute="all", frozen_stages=1)
-    assert again(frozen) == [[], []]
+    assert list_recomputes(frozen) == [[], []]
 
 
-def test_what_has_r_already_keeps_it() -> None:
+def test_recompute_in_schedule_is_kept() -> None:
     def schedule(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         return 2 * F + R + B + B
 
     program = compile(schedule, PipelineShape(1, 2), recompute="all")
-    assert again(program) == [["R 0.0", "R 0.1"]]
+    assert list_recomputes(program) == [["R 0.0", "R 0.1"]]
 
 
-def test_greedy_drafts_are_recomputed() -> None:
-    found = greedy_schedule(PipelineShape(3, 6), "BF", 3)
-    program = compile(found, recompute="all")
+def test_greedy_draft_is_recomputed() -> None:
+    draft = greedy_schedule(PipelineShape(3, 6), "BF", 3)
+    program = compile(draft, recompute="all")
     assert (
         simulate(program, sizes=SIZES).peak_memory.max()
-        < simulate(compile(found), sizes=SIZES).peak_memory.max()
+        < simulate(compile(draft), sizes=SIZES).peak_memory.max()
     )
 
 
 # ---------------------------------------------------------------- as few as fit
 
 
-def test_nothing_where_all_fits() -> None:
+def test_fit_recomputes_nothing_within_limit() -> None:
     program = compile(
         one_f_one_b, PipelineShape(4, 8), recompute="fit", sizes=SIZES, memory_limit=40
     )
@@ -218,7 +230,7 @@ def test_nothing_where_all_fits() -> None:
 
 @pytest.mark.parametrize("limit", [39, 31, 25, 22, 13])
 @pytest.mark.parametrize("slots", [None, "minimal"])
-def test_what_fits_is_within_the_limit(limit: float, slots: Any) -> None:
+def test_fit_stays_within_limit(limit: float, slots: Any) -> None:
     program = compile(
         one_f_one_b,
         PipelineShape(4, 8),
@@ -228,7 +240,7 @@ def test_what_fits_is_within_the_limit(limit: float, slots: Any) -> None:
         buffer_sharing=slots,
     )
     assert simulate(program, sizes=SIZES).peak_memory.max() <= limit
-    assert not again(program)[3]
+    assert not list_recomputes(program)[3]
 
 
 @pytest.mark.parametrize(
@@ -239,30 +251,32 @@ def test_what_fits_is_within_the_limit(limit: float, slots: Any) -> None:
         (zb_h1, PipelineShape(2, 4)),
     ],
 )
-def test_no_fewer_would_do(schedule: Any, shape: PipelineShape) -> None:
+def test_fit_recomputes_minimal_set(schedule: Any, shape: PipelineShape) -> None:
     """All smaller sets of recomputations of a rank exceed the memory limit."""
-    whole = compile(schedule, shape, recompute="all", recompute_at="late")
+    all_recomputed = compile(schedule, shape, recompute="all", recompute_at="late")
     for limit in (31, 22, 21, 13):
         try:
             program = compile(schedule, shape, recompute="fit", sizes=SIZES, memory_limit=limit)
         except MemoryLimitError:
-            assert simulate(whole, sizes=SIZES).peak_memory.max() > limit
+            assert simulate(all_recomputed, sizes=SIZES).peak_memory.max() > limit
             continue
-        for rank, own in enumerate(again(program)):
+        for rank, rank_recomputes in enumerate(list_recomputes(program)):
             pairs = [(rank, mb) for mb in range(shape.microbatches)]
-            for fewer in combinations(pairs, max(len(own) - 1, 0)) if own else ():
-                other = compile(schedule, shape, recompute=list(fewer))
-                assert simulate(other, sizes=SIZES).peak_memory[rank] > limit
+            for fewer in (
+                combinations(pairs, max(len(rank_recomputes) - 1, 0)) if rank_recomputes else ()
+            ):
+                with_fewer = compile(schedule, shape, recompute=list(fewer))
+                assert simulate(with_fewer, sizes=SIZES).peak_memory[rank] > limit
 
 
-def test_what_never_fits_is_refused() -> None:
+def test_unreachable_limit_is_refused() -> None:
     with pytest.raises(MemoryLimitError) as caught:
         compile(one_f_one_b, PipelineShape(4, 8), recompute="fit", sizes=SIZES, memory_limit=9)
     assert caught.value.required_bytes == 13
 
 
 @pytest.mark.parametrize("given", [{}, {"sizes": SIZES}])
-def test_what_fits_needs_a_limit(given: dict[str, Any]) -> None:
+def test_fit_needs_sizes_and_limit(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
         compile(one_f_one_b, PipelineShape(4, 8), recompute="fit", **given)
     assert "recompute" in caught.value.fields
@@ -271,38 +285,38 @@ def test_what_fits_needs_a_limit(given: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- output of commands
 
 
-def test_recomputing_and_keeping_are_simulated() -> None:
+def test_advice_simulates_recompute_all_and_none() -> None:
     costs = Costs(F=1, B=2)
-    kept = compile(one_f_one_b, PipelineShape(4, 8), costs=costs)
-    again = compile(one_f_one_b, PipelineShape(4, 8), recompute="all", costs=costs)
-    for program, what, other in (
-        (kept, 'recompute="all"', again),
-        (again, "all saved activations kept", kept),
+    without_recompute = compile(one_f_one_b, PipelineShape(4, 8), costs=costs)
+    with_recompute = compile(one_f_one_b, PipelineShape(4, 8), recompute="all", costs=costs)
+    for program, description, other_program in (
+        (without_recompute, 'recompute="all"', with_recompute),
+        (with_recompute, "all saved activations kept", without_recompute),
     ):
         # There is no advice about memory without sizes.
         assert not advise(simulate(program, costs), costs).memory_changes
         (change,) = advise(simulate(program, costs, sizes=SIZES), costs).memory_changes
-        assert change.description == what and change.run.program == other
-        run = simulate(other, costs, sizes=SIZES)
+        assert change.description == description and change.run.program == other_program
+        run = simulate(other_program, costs, sizes=SIZES)
         assert change.run.span == run.span
         assert change.memory == {"device": run.peak_memory.max()}
 
 
-def test_a_run_that_keeps_all_is_not_advised_to_keep_all() -> None:
+def test_advice_omits_current_recompute_setting() -> None:
     costs = Costs(F=1, B=2, send=0.2)
     program = compile(one_f_one_b, PipelineShape(4, 8))  # compiled for other costs
     changes = advise(simulate(program, costs, sizes=SIZES), costs).memory_changes
     assert [change.description for change in changes] == ['recompute="all"']
 
 
-def test_commands_show_what_is_recomputed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_and_draw_show_recomputes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["print", "one_f_one_b", "-O", "recompute=0.1,1"]) == 0
     assert "  R 0.1\n" in capsys.readouterr().out
     assert main(["draw", "one_f_one_b", "-O", "recompute=all"]) == 0
     assert "R7" in capsys.readouterr().out
 
 
-def test_commands_say_what_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_and_simulate_print_recomputed_forwards(capsys: pytest.CaptureFixture[str]) -> None:
     fits = [
         "gpipe",
         "--ranks",
@@ -314,14 +328,14 @@ def test_commands_say_what_was_chosen(capsys: pytest.CaptureFixture[str]) -> Non
     ]
     for command in ("check", "simulate"):
         assert main([command, *fits, "--memory-limit", "25", "-O", "recompute=fit"]) == 0
-        said = "recomputed: 4 of 8 forwards: mb 2-3 of stage 0, mb 2-3 of stage 1\n"
-        assert said in capsys.readouterr().out
+        line = "recomputed: 4 of 8 forwards: mb 2-3 of stage 0, mb 2-3 of stage 1\n"
+        assert line in capsys.readouterr().out
         assert main([command, *fits]) == 0
         assert "recomputed" not in capsys.readouterr().out
 
 
-def test_other_orders_are_advised_with_as_much_recomputed() -> None:
-    """Other schedules in the advice recompute as the program does."""
+def test_advised_schedules_keep_recompute() -> None:
+    """Other schedules in the advice have the `recompute` of the program."""
     program, costs = compile(gpipe, PipelineShape(4, 8), recompute="all"), Costs(F=1, B=2)
     for change in advise(simulate(program, costs), costs).changes:
         assert RECOMPUTE in change.run.program.used_opcodes
@@ -340,68 +354,71 @@ def test_other_orders_are_advised_with_as_much_recomputed() -> None:
 @pytest.mark.parametrize(
     "how", ["some", 5, [(0, 1, 2)], ["a"], [7], [(0, 9)], [-1], object(), "0.1.2", "fit,1"]
 )
-def test_what_says_nothing(how: Any) -> None:
+def test_invalid_recompute_is_refused(how: Any) -> None:
     with pytest.raises(UsageError) as caught:
         compile(one_f_one_b, PipelineShape(4, 8), recompute=how)
     assert "recompute" in caught.value.fields
 
 
-def test_when_is_early_or_late() -> None:
+def test_recompute_at_must_be_early_or_late() -> None:
     with pytest.raises(UsageError, match="early or late"):
         compile(one_f_one_b, PipelineShape(4, 8), recompute="all", recompute_at="soon")
 
 
-def refused(text: str, kind: type[SchedirError], *names: str) -> None:
+def assert_refused(text: str, kind: type[SchedirError], *names: str) -> None:
     with pytest.raises(kind) as caught:
         check(from_text(text))
     assert [str(site.instr) for site in caught.value.sites] == [*names]
 
 
-def moved(text: str, what: str, before: str) -> str:
-    text = text.replace(f"  {what}\n", "", 1)
-    return text.replace(f"  {before}\n", f"  {what}\n  {before}\n", 1)
+def move_line(text: str, line: str, next_line: str) -> str:
+    text = text.replace(f"  {line}\n", "", 1)
+    return text.replace(f"  {next_line}\n", f"  {line}\n  {next_line}\n", 1)
 
 
-def test_r_stands_between_its_f_and_its_backward() -> None:
-    text = flat(compile(one_f_one_b, PipelineShape(2, 4), recompute="all"))
-    refused(moved(text, "R 0.0", "F 0.0"), OrderError, "R 0.0", "F 0.0")
-    refused(moved(text, "R 0.0", "B 0.1"), OrderError, "B 0.0", "R 0.0")
-    twice = text.replace("  R 0.0\n", "  R 0.0\n  R 0.0\n")
-    refused(twice, CompletenessError, "R 0.0", "R 0.0")
-    wrong = text.replace("  R 0.0\n", "  R 1.0\n", 1)
-    refused(wrong, CompletenessError, "R 1.0")
+def test_misplaced_recompute_is_refused() -> None:
+    text = to_flat_text(compile(one_f_one_b, PipelineShape(2, 4), recompute="all"))
+    assert_refused(move_line(text, "R 0.0", "F 0.0"), OrderError, "R 0.0", "F 0.0")
+    assert_refused(move_line(text, "R 0.0", "B 0.1"), OrderError, "B 0.0", "R 0.0")
+    repeated = text.replace("  R 0.0\n", "  R 0.0\n  R 0.0\n")
+    assert_refused(repeated, CompletenessError, "R 0.0", "R 0.0")
+    wrong_stage = text.replace("  R 0.0\n", "  R 1.0\n", 1)
+    assert_refused(wrong_stage, CompletenessError, "R 1.0")
     check(from_text(text.replace("  R 0.0\n", "")))  # without R, the forward keeps its activations
 
 
-def test_nothing_is_recomputed_where_there_is_no_backward() -> None:
+def test_recompute_without_backward_is_refused() -> None:
     for text in (
         "schedir 1\nprogram x\nranks 1  microbatches 1\n\nrank 0\n  F 0.0; R 0.0\n",
-        flat(compile(one_f_one_b, PipelineShape(2, 2), frozen_stages=1)).replace(
+        to_flat_text(compile(one_f_one_b, PipelineShape(2, 2), frozen_stages=1)).replace(
             "  F 0.0\n", "  F 0.0\n  R 0.0\n"
         ),
     ):
-        refused(text, CompletenessError, "R 0.0")
+        assert_refused(text, CompletenessError, "R 0.0")
 
 
-def test_torch_has_no_word_for_it() -> None:
+def test_torch_csv_refuses_recompute() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4), recompute="all")
     for form in torch_csv.CSV_FORMATS:
         with pytest.raises(UsageError, match="only inside a backward"):
             torch_csv.to_csv(program, form)
 
 
-def test_curves_of_memory_never_hold_more_than_predicted() -> None:
+def test_memory_curve_counts_recomputed_activations() -> None:
     """Count the live activations: R adds memory at its start, and B frees it at its end."""
     program = compile(interleaved, PipelineShape(2, 4, 2), recompute="all")
     run = simulate(program, Costs(F=1, B=2, send=0.25), sizes=SIZES)
     for rank, curve in enumerate(run.memory):
         spans = run.spans[run.spans["rank"] == rank]
-        names = np.array([str(i.op.name) for i in program.streams[rank]])
-        for time, now in dict(zip(curve.times, curve.total, strict=True)).items():
-            begun = names[spans["start"] <= time]
-            over = names[spans["end"] <= time]
-            again = {(s["stage"], s["mb"]) for s in spans[names == "Recompute"]}
-            size = [1 if (s["stage"], s["mb"]) in again else 10 for s in spans[names == "Forward"]]
-            came = sum(np.array(size)[: (begun == "Forward").sum()])
-            came += 9 * (begun == "Recompute").sum()
-            assert now == came - 10 * (over == "Backward").sum()
+        op_names = np.array([str(i.op.name) for i in program.streams[rank]])
+        for time, live_bytes in dict(zip(curve.times, curve.total, strict=True)).items():
+            started = op_names[spans["start"] <= time]
+            ended = op_names[spans["end"] <= time]
+            recomputed = {(s["stage"], s["mb"]) for s in spans[op_names == "Recompute"]}
+            size = [
+                1 if (s["stage"], s["mb"]) in recomputed else 10
+                for s in spans[op_names == "Forward"]
+            ]
+            expected_bytes = sum(np.array(size)[: (started == "Forward").sum()])
+            expected_bytes += 9 * (started == "Recompute").sum()
+            assert live_bytes == expected_bytes - 10 * (ended == "Backward").sum()

@@ -23,38 +23,38 @@ from schedir.verify.check import check
 Events = list[tuple[str, set[int]]]
 
 
-def events(program: Program, rank: int) -> Events:
+def list_gradient_events(program: Program, rank: int) -> Events:
     """Return in order the stages that a rank adds gradients to, by group, and reduces."""
-    stream, found = program.streams[rank], list[tuple[str, set[int]]]()
+    stream, gradient_events = program.streams[rank], list[tuple[str, set[int]]]()
     for instr, joined in zip(stream, stream.joined, strict=True):
         if joined:
-            found[-1][1].update({instr.stage} if instr.op in GRAD_ADDING_OPS else ())
+            gradient_events[-1][1].update({instr.stage} if instr.op in GRAD_ADDING_OPS else ())
         elif instr.op is Opcode.ReduceScatter:
-            found.append(("reduce", {instr.stage}))
+            gradient_events.append(("reduce", {instr.stage}))
         else:
-            found.append(("add", {instr.stage} if instr.op in GRAD_ADDING_OPS else set()))
-    return [(what, stages) for what, stages in found if stages]
+            gradient_events.append(("add", {instr.stage} if instr.op in GRAD_ADDING_OPS else set()))
+    return [(kind, stages) for kind, stages in gradient_events if stages]
 
 
-def only_what_is_added_to_is_whole(program: Program) -> None:
-    """Assert that only gradients that are being added to are full, and that reductions are few."""
+def assert_only_accumulating_gradients_unsharded(program: Program) -> None:
+    """Assert that only the gradients of the current backwards are full, with few reductions."""
     for rank in range(program.shape.ranks):
-        whole: set[int] = set()
-        for what, stages in events(program, rank):
-            if what == "add":
-                whole |= stages
-                assert whole == stages
+        unsharded: set[int] = set()
+        for kind, stages in list_gradient_events(program, rank):
+            if kind == "add":
+                unsharded |= stages
+                assert unsharded == stages
             else:
-                whole -= stages
-        assert not whole
-        adds = [stages for what, stages in events(program, rank) if what == "add"]
-        runs = [own for own, later in pairwise([*adds, set()]) if own != later]
-        reductions = [what for what, _ in events(program, rank)].count("reduce")
+                unsharded -= stages
+        assert not unsharded
+        adds = [stages for kind, stages in list_gradient_events(program, rank) if kind == "add"]
+        runs = [added for added, later in pairwise([*adds, set()]) if added != later]
+        reductions = [kind for kind, _ in list_gradient_events(program, rank)].count("reduce")
         assert reductions == sum(map(len, runs))
 
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 2))
-def test_of_gradients_those_are_whole_that_are_added_to(
+def test_only_accumulating_gradients_are_unsharded(
     shape: PipelineShape, seed: int, dp: int
 ) -> None:
     draft = random_compute_program(shape, random.Random(seed))
@@ -66,21 +66,21 @@ def test_of_gradients_those_are_whole_that_are_added_to(
         clip_grad_norm=True,
         tied_weights=shape.stages > 1,
     )
-    only_what_is_added_to_is_whole(program)
+    assert_only_accumulating_gradients_unsharded(program)
     for model in MODELS:
         check(program, model, blocking_hosts=True)
     assert from_text(to_text(program)) == program
 
 
-def test_what_runs_as_one_is_one_turn() -> None:
+def test_overlapped_pair_is_one_occurrence() -> None:
     def both(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
         return m * (F[0] + F[1]) + B[1] + (m - 1) * overlapped_pair(B[1], B[0]) + B[0]
 
     program = compile(both, PipelineShape(1, 5, 2), dp=2, zero=2, reduce_scatter_at="each_backward")
-    only_what_is_added_to_is_whole(program)
+    assert_only_accumulating_gradients_unsharded(program)
     reduced = [i.stage for i in program.streams[0] if i.op is Opcode.ReduceScatter]
     assert reduced == [1, 0, 1, 0]
-    only_what_is_added_to_is_whole(
+    assert_only_accumulating_gradients_unsharded(
         compile(
             dualpipe,
             PipelineShape(4, 8, 2, "mirror"),
@@ -91,14 +91,18 @@ def test_what_runs_as_one_is_one_turn() -> None:
     )
 
 
-def test_breadth_first_reduces_once_and_late_w_often() -> None:
+def test_looped_bfs_reduces_once_and_interleaved_zb_often() -> None:
     """If each stage's backwards are one run, there is one reduction at its end."""
     shape = PipelineShape(4, 16, 4)
-    end, turn = (
-        compile(looped_bfs, shape, dp=2, zero=2, reduce_scatter_at=how)
-        for how in ("update_end", "each_backward")
+    end, each_backward = (
+        compile(looped_bfs, shape, dp=2, zero=2, reduce_scatter_at=reduce_at)
+        for reduce_at in ("update_end", "each_backward")
     )
-    assert turn.streams == end.streams
-    late = compile(interleaved_zb, shape, dp=2, zero=2, reduce_scatter_at="each_backward")
-    found = [sum(i.op is Opcode.ReduceScatter for i in stream) for stream in late.streams]
-    assert found == [16, 46, 76, 106]
+    assert each_backward.streams == end.streams
+    interleaved_program = compile(
+        interleaved_zb, shape, dp=2, zero=2, reduce_scatter_at="each_backward"
+    )
+    counts = [
+        sum(i.op is Opcode.ReduceScatter for i in stream) for stream in interleaved_program.streams
+    ]
+    assert counts == [16, 46, 76, 106]

@@ -11,7 +11,7 @@ from schedir.ir.text_format import to_text
 from schedir.schedules import one_f_one_b
 from tests.commands import run_refused_command
 
-MINE = """
+SCHEDULES_SOURCE = """
 from schedir import B, F
 from schedir.schedules.schedule_algebra import with_weight_delay
 
@@ -59,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("f.sched").write_text(
         to_text(compile(one_f_one_b, PipelineShape(4, 8), tp=2, clip_grad_norm=True))
     )
-    Path("mine.py").write_text(MINE)
+    Path("mine.py").write_text(SCHEDULES_SOURCE)
     Path("folder.sched").mkdir()
     Path("binary.sched").write_bytes(b"\xff\xfe\x00")
     header = "schedir 1\nprogram p\nranks 1 microbatches"
@@ -82,13 +82,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("value", ["0", "-1", "x", "1.5", "", "1000000000", "9" * 5000])
 @pytest.mark.parametrize("option", ["--microbatches", "--ranks", "--stages-per-rank"])
-def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
+def test_wrong_counts_are_refused(
+    capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
     err = run_refused_command(capsys, "print", "gpipe", option, value)
     assert option.strip("-").replace("-", "_") in err.replace("-", "_")
 
 
 @pytest.mark.parametrize(
-    ("argv", "names"),
+    ("argv", "message"),
     [
         ("shwo gpipe", "'shwo'"),
         ("print", "SCHEDULE"),
@@ -183,28 +185,30 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("print mine.py:odd", "raise Odd('bad')"),
     ],
 )
-def test_refusals(capsys: pytest.CaptureFixture[str], argv: str, names: str) -> None:
+def test_wrong_arguments_are_refused(
+    capsys: pytest.CaptureFixture[str], argv: str, message: str
+) -> None:
     before = {path.name for path in Path().iterdir()}
-    assert names in run_refused_command(capsys, *argv.split())
+    assert message in run_refused_command(capsys, *argv.split())
     assert {path.name for path in Path().iterdir()} - {"__pycache__"} == before
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
 @pytest.mark.parametrize("name", ["x.sched", "x.png"])
-def test_what_is_no_file_is_not_replaced(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_named_pipe_is_not_replaced(capsys: pytest.CaptureFixture[str], name: str) -> None:
     os.mkfifo(name)
     which = "print" if name.endswith("sched") else "draw"
     assert name in run_refused_command(capsys, which, "gpipe", "-o", name)
     assert Path(name).is_fifo()
 
 
-def test_a_refused_write_leaves_the_old_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_write_keeps_old_file(capsys: pytest.CaptureFixture[str]) -> None:
     before = Path("f.sched").read_text()
     run_refused_command(capsys, "print", "mine.py:half", "-o", "f.sched")
     assert Path("f.sched").read_text() == before
 
 
-def test_an_empty_count_is_refused_before_anything_is_built(
+def test_too_large_count_is_refused_before_build(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("loud.py").write_text("def f(r, P, m):\n    raise RuntimeError('built')\n")
@@ -213,7 +217,7 @@ def test_an_empty_count_is_refused_before_anything_is_built(
     )
 
 
-def test_a_schedule_of_one_stage_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_stage_schedule_hints_at_alternatives(capsys: pytest.CaptureFixture[str]) -> None:
     err = run_refused_command(capsys, "check", "gpipe", "--stages-per-rank", "2")
     assert "F 4.0 is missing on rank 0" in err and "gpipe has one stage per rank; use " in err
     assert "hint: gpipe has one stage per rank; use interleaved or" in err
@@ -223,6 +227,6 @@ def test_a_schedule_of_one_stage_says_so(capsys: pytest.CaptureFixture[str]) -> 
     Path("one.py").write_text(
         "from schedir import B, F\n\n\ndef f(r, P, m):\n    return m * (F + B)\n"
     )
-    own = run_refused_command(capsys, "check", "one.py:f", "--stages-per-rank", "2")
-    assert "add F[1] and B[1]" in own
+    error = run_refused_command(capsys, "check", "one.py:f", "--stages-per-rank", "2")
+    assert "add F[1] and B[1]" in error
     assert "F[1]" not in run_refused_command(capsys, "check", "mine.py:half")

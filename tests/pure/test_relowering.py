@@ -39,20 +39,20 @@ COSTS = Costs(F=1, B=2, send=0.1)
 AT = "--costs=F=1,B=2,send=0.1"
 
 
-def theirs() -> Program:
+def import_torch_program() -> Program:
     """Return Interleaved1F1B of 4 ranks, 8 stages and 8 microbatches, as torch 2.13 lowers it."""
     text = (GOLDEN / "torch_interleaved_1f1b.csv").read_text()
     return finish_lowering(torch_csv.from_csv(text, "torch_interleaved_1f1b"))
 
 
-def in_file(path: str) -> Program:
-    found = load_source(path)
-    assert isinstance(found, Program)
-    return found
+def load_program(path: str) -> Program:
+    program = load_source(path)
+    assert isinstance(program, Program)
+    return program
 
 
 @pytest.fixture
-def here(
+def torch_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Path:
     """Change to a temporary folder with torch's program in it, and return the folder."""
@@ -61,26 +61,32 @@ def here(
     return tmp_path
 
 
-def test_torchs_interleaved_1f1b(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_torch_interleaved_1f1b(
+    torch_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = run_command(capsys, "explain", "theirs.sched", AT)
     assert text == (GOLDEN / "explain_transfers.txt").read_text()
     assert text in (GOLDEN.parents[1] / "docs" / "how-to" / "speed-up-a-run.md").read_text()
 
 
-def words_of(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def parse_command(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Return the arguments of a `schedir` command from `explain`, as a shell expands them."""
     inner = re.search(r'"\$\(schedir (.*)\)"', line)
     costs = run_command(capsys, *shlex.split(inner[1])).strip() if inner else ""
     return shlex.split(line.replace(inner[0], costs) if inner else line)[1:]
 
 
-def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explained_commands_give_claimed_span(
+    torch_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """For programs and progress models, each command of `explain` gives the span it claims."""
     odd = compile(zb_v, PipelineShape(4, 8, 2, "vee"), costs=Costs(F=1, I=3, W=0.1))
     orders = set()
     cases: list[tuple[Program, ProgressModel]] = [
-        (theirs(), "per_device"), (theirs(), "blocking_serial"), (odd, "per_device"),
-    ]  # fmt: skip
+        (import_torch_program(), "per_device"),
+        (import_torch_program(), "blocking_serial"),
+        (odd, "per_device"),
+    ]
     for program, model in cases:
         Path("theirs.sched").write_text(schedir.to_text(program))
         run = schedir.simulate(program, COSTS, progress_model=model)
@@ -90,32 +96,34 @@ def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixtur
             lines = run_command(capsys, "explain", *argv).splitlines()
             claims = [k for k, line in enumerate(lines) if "the same compute" in line]
             assert claims
-            for at in claims:
-                found = re.search(r": span ([\d.]+)( s)?, bubble", lines[at])
-                assert found and (found[2] is None) == (len(argv) > 1)
-                words = words_of(lines[at + 1], capsys)
-                assert words[:1] == ["print"]
-                orders.add("--costs" in words)
-                run_command(capsys, *words)
-                again = run_command(
+            for index in claims:
+                match = re.search(r": span ([\d.]+)( s)?, bubble", lines[index])
+                assert match and (match[2] is None) == (len(argv) > 1)
+                command = parse_command(lines[index + 1], capsys)
+                assert command[:1] == ["print"]
+                orders.add("--costs" in command)
+                run_command(capsys, *command)
+                output = run_command(
                     capsys, "simulate", "other.sched", AT, f"--progress-model={model}", "--json"
                 )
-                assert json.loads(again)["span"] == pytest.approx(float(found[1]), rel=1e-3)
-                if "grouped" in lines[at]:
-                    assert "torch" not in lines[at + 2]
+                assert json.loads(output)["span"] == pytest.approx(float(match[1]), rel=1e-3)
+                if "grouped" in lines[index]:
+                    assert "torch" not in lines[index + 2]
                     continue
-                words = shlex.split(lines[at + 2].partition("schedir ")[2].partition(", and")[0])
-                run_command(capsys, *words)
-                other, own = (
-                    in_file("other.sched"),
+                command = shlex.split(
+                    lines[index + 2].partition("schedir ")[2].partition(", and")[0]
+                )
+                run_command(capsys, *command)
+                printed, imported = (
+                    load_program("other.sched"),
                     torch_csv.from_csv(Path("other.csv").read_text()),
                 )
-                assert finish_lowering(own).streams == other.streams
-                assert extract_compute(other).streams == extract_compute(program).streams
+                assert finish_lowering(imported).streams == printed.streams
+                assert extract_compute(printed).streams == extract_compute(program).streams
     assert orders == {False, True}
 
 
-def in_another_order(program: Program, seed: int) -> Program:
+def shuffle_transfers(program: Program, seed: int) -> Program:
     """For an even seed, issue the instructions alone, in a random order that ends in `per_edge`."""
     if seed % 2:
         return program
@@ -123,8 +131,8 @@ def in_another_order(program: Program, seed: int) -> Program:
         program, streams=StreamSlices.from_words(program.words & ~JOINED_BIT, program.offsets)
     )
     graph = Graph.from_program(program, "per_edge")
-    turn = {node: k for k, node in enumerate(graph.random_topological_order(seed))}
-    turns = np.array([turn[node] for node in graph.node.tolist()])
+    order_of_node = {node: k for k, node in enumerate(graph.random_topological_order(seed))}
+    turns = np.array([order_of_node[node] for node in graph.node.tolist()])
     order = np.lexsort((turns, graph.index.rank))
     return check(
         replace(program, streams=StreamSlices.from_words(program.words[order], program.offsets)),
@@ -133,7 +141,7 @@ def in_another_order(program: Program, seed: int) -> Program:
 
 
 @given(programs(), st.data(), st.sampled_from(MODELS), st.booleans(), st.integers(0, 2**32 - 1))
-def test_what_is_said_is_simulated_and_right(
+def test_transfer_advice_equals_simulation(
     program: Program,
     data: st.DataObject,
     progress_model: ProgressModel,
@@ -142,7 +150,7 @@ def test_what_is_said_is_simulated_and_right(
 ) -> None:
     """For any order of the transfers, a change keeps the compute and gives the claimed time."""
     costs = data.draw(any_costs(program.shape))
-    program = in_another_order(program, seed)
+    program = shuffle_transfers(program, seed)
     try:
         run = schedir.simulate(
             program, costs, progress_model=progress_model, blocking_hosts=blocking_hosts
@@ -154,16 +162,15 @@ def test_what_is_said_is_simulated_and_right(
     for change in advice.changes:
         row = change.row
         if row.progress_model is not None:
-            assert (
-                row.progress_model == "per_edge" != progress_model and change.saved_share >= -1e-9
-            )
+            assert row.progress_model == "per_edge" != progress_model
+            assert change.saved_share >= -1e-9
             span = schedir.simulate(
                 program, costs, progress_model="per_edge", blocking_hosts=blocking_hosts
             ).span
         elif row.kind in ("transfers", "grouped"):
-            again, overlap = change.run.program, row.kind == "grouped"
-            assert extract_compute(again).streams == extract_compute(program).streams
-            check(again, progress_model, blocking_hosts=blocking_hosts)
+            relowered, overlap = change.run.program, row.kind == "grouped"
+            assert extract_compute(relowered).streams == extract_compute(program).streams
+            check(relowered, progress_model, blocking_hosts=blocking_hosts)
             options = infer_options(program, progress_model) | {"overlap": overlap}
             same = compile(
                 extract_compute(program),
@@ -171,7 +178,7 @@ def test_what_is_said_is_simulated_and_right(
                 costs=row.transfer_costs,
                 **options,
             )
-            assert same.digest == again.digest
+            assert same.digest == relowered.digest
             span = schedir.simulate(
                 same, costs, progress_model=progress_model, blocking_hosts=blocking_hosts
             ).span
@@ -181,8 +188,8 @@ def test_what_is_said_is_simulated_and_right(
         assert change.describe().startswith(f"span {span:.4g}, bubble ")
 
 
-def test_what_is_no_better_is_not_said() -> None:
-    """A program that is lowered so already, and one without messages, get no such advice."""
+def test_useless_transfer_advice_is_omitted() -> None:
+    """Advice is omitted for a program that has these transfers, and for one without messages."""
     run = schedir.simulate(compile(interleaved, PipelineShape(4, 8, 2)))
     alone = schedir.simulate(compile(gpipe, PipelineShape(1, 4)), COSTS)
     for changes in (advise(run).changes, advise(alone, COSTS).changes):
@@ -190,13 +197,15 @@ def test_what_is_no_better_is_not_said() -> None:
         assert all(change.saved_share <= 1e-9 for change in changes if change.row.kind in kinds)
 
 
-def test_what_is_grouped_is_told_only_where_that_is_of_worth() -> None:
-    def told(run: Timeline) -> set[str]:
+def test_grouping_advice_only_where_it_helps() -> None:
+    def list_advised_kinds(run: Timeline) -> set[str]:
         return {c.row.kind for c in advise(run, COSTS).changes} & {"transfers", "grouped"}
 
-    assert told(schedir.simulate(theirs(), COSTS)) == {"transfers"}
+    assert list_advised_kinds(schedir.simulate(import_torch_program(), COSTS)) == {"transfers"}
     program = compile(zb_v, PipelineShape(4, 8, 2, "vee"), costs=COSTS)
-    assert told(schedir.simulate(program, COSTS, progress_model="blocking_serial")) == {
+    assert list_advised_kinds(
+        schedir.simulate(program, COSTS, progress_model="blocking_serial")
+    ) == {
         "transfers",
         "grouped",
     }
@@ -210,22 +219,24 @@ def test_what_is_grouped_is_told_only_where_that_is_of_worth() -> None:
         "--placement=vee",
     ],
 )
-def test_a_schedule_is_told_how_to_compile_it(
+def test_explain_prints_command_for_schedule(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     options: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    at = ("--costs=send=0.5", "--progress-model=blocking_serial")
-    text = run_command(capsys, "explain", "zb_v", *at, *options.split()).splitlines()
-    (line,) = (k for k, each in enumerate(text) if "opposite ones grouped" in each)
-    words = shlex.split(text[line + 1])
-    run_command(capsys, *words[1:])
-    found = re.search(r"grouped: span ([\d.]+)", text[line])
-    span = json.loads(run_command(capsys, "simulate", "other.sched", *at, "--json"))["span"]
-    assert found and span == pytest.approx(float(found[1]), rel=1e-3)
-    assert bool(in_file("other.sched").slots) == ("buffer_sharing=latency_preserving" in options)
+    settings = ("--costs=send=0.5", "--progress-model=blocking_serial")
+    text = run_command(capsys, "explain", "zb_v", *settings, *options.split()).splitlines()
+    (line,) = (k for k, text_line in enumerate(text) if "opposite ones grouped" in text_line)
+    command = shlex.split(text[line + 1])
+    run_command(capsys, *command[1:])
+    match = re.search(r"grouped: span ([\d.]+)", text[line])
+    span = json.loads(run_command(capsys, "simulate", "other.sched", *settings, "--json"))["span"]
+    assert match and span == pytest.approx(float(match[1]), rel=1e-3)
+    assert bool(load_program("other.sched").slots) == (
+        "buffer_sharing=latency_preserving" in options
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,7 +248,7 @@ def test_a_schedule_is_told_how_to_compile_it(
         "mine.timeline",  # it ran under blocking_serial, and a program file contains no model
     ],
 )
-def test_what_was_said_of_the_source_is_said_again(
+def test_explained_command_keeps_source_options(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -245,26 +256,29 @@ def test_what_was_said_of_the_source_is_said_again(
 ) -> None:
     """The command gives the program of the claim with its shape, its options and its model."""
     monkeypatch.chdir(tmp_path)
-    mine = compile(interleaved, PipelineShape(4, 8, 2), tp=2)
-    Path("mine.sched").write_text(schedir.to_text(mine))
+    program = compile(interleaved, PipelineShape(4, 8, 2), tp=2)
+    Path("mine.sched").write_text(schedir.to_text(program))
     schedir.save_timeline(
-        schedir.simulate(theirs(), COSTS, progress_model="blocking_serial"), "mine.timeline"
+        schedir.simulate(import_torch_program(), COSTS, progress_model="blocking_serial"),
+        "mine.timeline",
     )
-    how = [] if "timeline" in argv else ["--costs=send=1", "--progress-model=blocking_serial"]
-    text = run_command(capsys, "explain", *shlex.split(argv), *how).splitlines()
+    options = [] if "timeline" in argv else ["--costs=send=1", "--progress-model=blocking_serial"]
+    text = run_command(capsys, "explain", *shlex.split(argv), *options).splitlines()
     claims = [k for k, line in enumerate(text) if "the same compute" in line]
     assert claims
     for k in claims:
-        words = words_of(text[k + 1], capsys)
-        run_command(capsys, *words)
-        assert words[words.index("--progress-model") + 1] == "blocking_serial"
-        again = how or [AT, "--progress-model=blocking_serial"]
-        found = re.search(r": span ([\d.]+)", text[k])
-        span = json.loads(run_command(capsys, "simulate", "other.sched", *again, "--json"))["span"]
-        assert found and span == pytest.approx(float(found[1]), rel=1e-3)
+        command = parse_command(text[k + 1], capsys)
+        run_command(capsys, *command)
+        assert command[command.index("--progress-model") + 1] == "blocking_serial"
+        simulate_options = options or [AT, "--progress-model=blocking_serial"]
+        match = re.search(r": span ([\d.]+)", text[k])
+        span = json.loads(
+            run_command(capsys, "simulate", "other.sched", *simulate_options, "--json")
+        )["span"]
+        assert match and span == pytest.approx(float(match[1]), rel=1e-3)
 
 
-def test_costs_as_they_are_said() -> None:
+def test_printed_costs_are_rounded_and_parse() -> None:
     costs = Costs(F=(1 / 3, 2 / 3), B=(1 / 7, 1 / 7), FB=(1e-9 / 3, 1.0), send=1 / 3)
     assert parse_costs(format_costs(costs)) == replace(round_costs(costs), B=(0.142857, 0.142857))
     assert round_costs(costs).B == 0.142857
@@ -284,14 +298,14 @@ def test_costs_as_they_are_said() -> None:
         (chimera, PipelineShape(4, 4, 2, "mirror")),
     ],
 )
-def test_a_program_lowered_anew_is_itself(
+def test_relowered_program_is_unchanged(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     schedule: Schedule,
     shape: PipelineShape,
     buffer_sharing: BufferSharing | None,
 ) -> None:
-    """The options of the lowering are found from the program, and kept unless given."""
+    """The lowering infers its options from the program, unless they are given."""
     program = compile(
         schedule,
         shape,
@@ -303,14 +317,14 @@ def test_a_program_lowered_anew_is_itself(
     )
     drafted = replace(schedir.expand_schedule(schedule, shape), tp=2, dp=2, clip_grad_norm=True)
     assert extract_compute(program) == drafted
-    own, again = tmp_path / "own.sched", tmp_path / "again.sched"
-    own.write_text(schedir.to_text(program))
-    run_command(capsys, "print", str(own), "--relower", "-o", str(again))
-    assert again.read_text() == own.read_text()
+    original_path, relowered_path = tmp_path / "own.sched", tmp_path / "again.sched"
+    original_path.write_text(schedir.to_text(program))
+    run_command(capsys, "print", str(original_path), "--relower", "-o", str(relowered_path))
+    assert relowered_path.read_text() == original_path.read_text()
 
 
-def test_a_program_in_a_file_takes_the_options_of_lowering_with_it_alone(
-    here: Path, capsys: pytest.CaptureFixture[str]
+def test_program_file_needs_relower_for_options(
+    torch_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = (
         "-O",
@@ -326,38 +340,40 @@ def test_a_program_in_a_file_takes_the_options_of_lowering_with_it_alone(
         run_refused_command(capsys, "print", "theirs.sched", option)
     run_refused_command(capsys, "print", "theirs.sched", "--relower", "--ranks=3")
     run_command(capsys, "print", "theirs.sched", "--relower", *options, "-o", "ours.sched")
-    draft = extract_compute(theirs())
-    ours = compile(draft, dp=2, clip_grad_norm=True, overlap=True, buffer_sharing="minimal")
-    assert load_source("ours.sched") == replace(ours, name=draft.name)
+    draft = extract_compute(import_torch_program())
+    relowered = compile(draft, dp=2, clip_grad_norm=True, overlap=True, buffer_sharing="minimal")
+    assert load_source("ours.sched") == replace(relowered, name=draft.name)
 
 
-def test_torchs_file_is_lowered_anew_as_it_is_read(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_import_relowers_torch_csv(torch_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = str(GOLDEN / "torch_interleaved_1f1b.csv")
     run_refused_command(capsys, "import", text, "-O", "overlap", "-o", "ours.sched")
     run_command(capsys, "import", text, "--relower", "-O", "overlap", "-o", "ours.sched")
-    assert load_source("ours.sched") == compile(extract_compute(theirs()), overlap=True)
+    assert load_source("ours.sched") == compile(
+        extract_compute(import_torch_program()), overlap=True
+    )
 
 
-def test_a_run_that_is_lowered_anew_is_predicted_at_its_means(
-    here: Path, capsys: pytest.CaptureFixture[str]
+def test_relowered_run_uses_mean_times(
+    torch_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The prediction uses the progress model and the unit of the run."""
-    run = schedir.simulate(theirs(), COSTS, progress_model="blocking_serial")
+    run = schedir.simulate(import_torch_program(), COSTS, progress_model="blocking_serial")
     schedir.save_timeline(replace(run, kind="measured", unit="s"), "x.timeline")
     facts = json.loads(run_command(capsys, "simulate", "x.timeline", "--relower", "--json"))
-    ours = compile(extract_compute(theirs()))
-    expected = schedir.simulate(ours, COSTS, progress_model="blocking_serial").span
+    relowered = compile(extract_compute(import_torch_program()))
+    expected = schedir.simulate(relowered, COSTS, progress_model="blocking_serial").span
     assert (facts["kind"], facts["unit"]) == ("predicted", "s")
     assert facts["span"] == pytest.approx(expected)
     schedir.save_timeline(replace(run, progress_model="per_edge"), "edge.timeline")
     run_command(capsys, "print", "edge.timeline", "--relower", "-O", "overlap", "-o", "edge.sched")
-    made = [
-        compile(extract_compute(theirs()), progress_model=each, overlap=True)
-        for each in ("per_edge", "blocking_serial")
+    programs = [
+        compile(extract_compute(import_torch_program()), progress_model=model, overlap=True)
+        for model in ("per_edge", "blocking_serial")
     ]
-    assert in_file("edge.sched") == made[0] != made[1]
+    assert load_program("edge.sched") == programs[0] != programs[1]
     slow = json.loads(run_command(capsys, "simulate", "x.timeline", "--relower", AT, "--json"))
-    ordered = compile(extract_compute(theirs()), costs=COSTS, progress_model="blocking_serial")
+    ordered = compile(
+        extract_compute(import_torch_program()), costs=COSTS, progress_model="blocking_serial"
+    )
     assert slow["span"] == schedir.simulate(ordered, COSTS, progress_model="blocking_serial").span

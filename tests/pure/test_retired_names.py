@@ -19,26 +19,26 @@ program: Any = schedir.compile(schedir.schedules.gpipe, shape)
 timeline: Any = schedir.simulate(program)
 
 
-def hint(error: SchedirError) -> str:
+def get_retired_hint(error: SchedirError) -> str:
     assert error.hint in RETIRED_HINTS.values()
     return error.hint
 
 
-def test_an_option_of_compile() -> None:
-    with pytest.raises(UsageError) as refused:
+def test_retired_compile_option_has_hint() -> None:
+    with pytest.raises(UsageError) as caught:
         schedir.compile(schedir.schedules.gpipe, PipelineShape(2, 2), open=True)  # type: ignore[call-arg]
-    assert "more microbatches" in hint(refused.value)
+    assert "more microbatches" in get_retired_hint(caught.value)
 
 
-def test_a_key_of_a_program() -> None:
+def test_retired_program_key_has_hint() -> None:
     text = schedir.to_text(schedir.compile(schedir.schedules.gpipe, PipelineShape(2, 2)))
-    with pytest.raises(ParseError) as refused:
+    with pytest.raises(ParseError) as caught:
         schedir.from_text(text.replace("ranks 2", "ranks 2  open yes"))
-    assert "more microbatches" in hint(refused.value)
+    assert "more microbatches" in get_retired_hint(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         # Positional arguments that are hard to read.
         (lambda any_: any_(Costs)(1, 2), "Costs(F=1, B=2)"),
@@ -68,13 +68,13 @@ def test_a_key_of_a_program() -> None:
         (lambda any_: any_(PipelineShape)(2, 4, ranks=2), "got the argument ranks twice"),
     ],
 )
-def test_a_wrong_call_is_answered(call: Callable[[Any], object], words: str) -> None:
-    with pytest.raises(UsageError) as refused:
+def test_wrong_call_has_hint(call: Callable[[Any], object], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
         call(lambda name: name)
-    assert words in str(refused.value)
+    assert message in str(caught.value)
 
 
-def test_the_error_of_a_function_that_runs_is_its_own() -> None:
+def test_type_error_inside_function_is_kept() -> None:
     @explain_wrong_calls("add(1)")
     def add(number: int) -> int:
         return number + "1"  # type: ignore[operator]
@@ -84,7 +84,7 @@ def test_the_error_of_a_function_that_runs_is_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "words"),
+    ("read", "message"),
     [
         (lambda: timeline.makespan, "use timeline.span"),
         (lambda: timeline.model, "did you mean progress_model?"),
@@ -96,42 +96,42 @@ def test_the_error_of_a_function_that_runs_is_its_own() -> None:
         (lambda: schedir.simulat, "did you mean simulate?"),
     ],
 )
-def test_a_wrong_attribute_is_answered(read: Callable[[], object], words: str) -> None:
-    with pytest.raises(AttributeError, match=words.replace("?", r"\?")):
+def test_wrong_attribute_has_hint(read: Callable[[], object], message: str) -> None:
+    with pytest.raises(AttributeError, match=message.replace("?", r"\?")):
         read()
     assert deepcopy(timeline).span == timeline.span  # A copy asks for attributes that do not exist.
 
 
 @pytest.mark.parametrize("name", OTHER_ATTRIBUTES["schedir"])
-def test_a_name_of_another_module_is_answered(name: str) -> None:
-    with pytest.raises(ImportError) as refused:
+def test_name_of_other_module_has_hint(name: str) -> None:
+    with pytest.raises(ImportError) as caught:
         getattr(schedir, name)
-    right = OTHER_ATTRIBUTES["schedir"][name]
-    assert str(refused.value).endswith(right)
-    module, _, attribute = right.partition("(")[0].partition(",")[0].rpartition(".")
+    hint = OTHER_ATTRIBUTES["schedir"][name]
+    assert str(caught.value).endswith(hint)
+    module, _, attribute = hint.partition("(")[0].partition(",")[0].rpartition(".")
     if module.startswith("schedir") and attribute.isidentifier():
         assert hasattr(importlib.import_module(module), attribute)
 
 
 @pytest.mark.parametrize("module", [schedir, schedir.viz, schedir.testing, planner])
-def test_the_public_names_of_a_module_are_listed(module: ModuleType) -> None:
+def test_dir_lists_public_names(module: ModuleType) -> None:
     assert {*module.__all__} <= {*dir(module)}
 
 
-def test_options_of_a_schedule_are_bound() -> None:
-    with pytest.raises(UsageError) as refused:
+def test_schedule_string_with_options_is_refused() -> None:
+    with pytest.raises(UsageError) as caught:
         schedir.compile("interleaved(group=4)", shape)
-    assert "functools.partial(schedir.schedules.interleaved, group=4)" in refused.value.hint
+    assert "functools.partial(schedir.schedules.interleaved, group=4)" in caught.value.hint
 
 
-def test_a_schedule_without_a_shape_is_answered() -> None:
+def test_schedule_without_shape_has_hint() -> None:
     for schedule in (schedir.schedules.zb_h1, "zb_h1"):
         with pytest.raises(UsageError, match="needs ranks and microbatches for this schedule"):
             schedir.simulate(schedule, Costs(F=1))
 
 
 @pytest.mark.parametrize("kind", [schedir.Timeline, schedir.Program, PipelineShape])
-def test_the_attributes_of_a_hint_exist(kind: type) -> None:
+def test_attributes_in_hints_exist(kind: type) -> None:
     objects = {"timeline": timeline, "program": program, "shape": shape, "schedir": schedir}
     for expression in OTHER_ATTRIBUTES[kind.__name__].values():
         path = expression.partition("(")[0].split(".")

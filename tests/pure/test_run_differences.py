@@ -27,75 +27,82 @@ PROGRAM = schedir.compile(one_f_one_b, PipelineShape(3, 4))
 
 
 @given(compute_programs(), st.data())
-def test_differences_of_a_rank_are_that_of_the_spans(draft: Program, data: st.DataObject) -> None:
+def test_differences_of_rank_sum_to_span_difference(draft: Program, data: st.DataObject) -> None:
     program = lower(draft)
-    one, other = (schedir.simulate(program, data.draw(costs(draft.shape))) for _ in range(2))
-    more: dict[int, float] = defaultdict(float)
-    for difference in compare_timelines(one, other):
-        more[difference.rank] += difference.increase
-    assert {*more.values()} <= {other.span - one.span}
+    first_run, second_run = (
+        schedir.simulate(program, data.draw(costs(draft.shape))) for _ in range(2)
+    )
+    increases: dict[int, float] = defaultdict(float)
+    for difference in compare_timelines(first_run, second_run):
+        increases[difference.rank] += difference.increase
+    assert {*increases.values()} <= {second_run.span - first_run.span}
 
 
-def test_the_largest_difference_comes_first() -> None:
-    one = schedir.simulate(PROGRAM, Costs(F=1, B=2, send=0.5))
-    other = schedir.simulate(PROGRAM, Costs(F=(1, 1, 2), B=2, send=0.5))
-    first = compare_timelines(one, other)[0]
-    assert (first.rank, first.activity, first.first_time, first.second_time) == (2, "F 2", 4, 8)
-    assert all(d.increase == 0 for d in compare_timelines(one, one))
+def test_largest_difference_is_first() -> None:
+    even_run = schedir.simulate(PROGRAM, Costs(F=1, B=2, send=0.5))
+    slow_run = schedir.simulate(PROGRAM, Costs(F=(1, 1, 2), B=2, send=0.5))
+    largest = compare_timelines(even_run, slow_run)[0]
+    assert (largest.rank, largest.activity, largest.first_time, largest.second_time) == (
+        2,
+        "F 2",
+        4,
+        8,
+    )
+    assert all(d.increase == 0 for d in compare_timelines(even_run, even_run))
 
 
-def test_runs_that_cannot_be_compared() -> None:
-    one = schedir.simulate(PROGRAM)
+def test_incomparable_runs_are_refused() -> None:
+    run = schedir.simulate(PROGRAM)
     with pytest.raises(UsageError, match="different programs"):
-        compare_timelines(one, schedir.simulate(schedir.compile(gpipe, PipelineShape(3, 4))))
+        compare_timelines(run, schedir.simulate(schedir.compile(gpipe, PipelineShape(3, 4))))
     with pytest.raises(UsageError, match="costs' units and s"):
-        compare_timelines(one, replace(one, unit="s"))
+        compare_timelines(run, replace(run, unit="s"))
 
 
-def test_the_hosts_time_counts_with_what_it_delays() -> None:
+def test_calibrate_adds_host_delay_to_instruction() -> None:
     """A run with small delays before its instructions is predicted with the same time."""
-    given = Costs(F=1, B=2, send=0.5, step=1)
-    late = Costs(F=1.25, B=2.25, send=0.5, step=1.25)
+    true_costs = Costs(F=1, B=2, send=0.5, step=1)
+    delayed_costs = Costs(F=1.25, B=2.25, send=0.5, step=1.25)
     program = schedir.compile(interleaved, PipelineShape(2, 4, 2))
-    timeline = schedir.simulate(program, late)
+    timeline = schedir.simulate(program, delayed_costs)
     spans = timeline.spans.copy()
     spans["start"] += np.where(spans["lane"] == 0, 0.25, 0)
-    found = calibrate(replace(timeline, spans=spans, kind="measured"))
+    calibrated = calibrate(replace(timeline, spans=spans, kind="measured"))
     for name in ("F", "B", "send", "step"):
         # The first instruction begins the run, so its delay is unknown.
-        assert np.allclose(getattr(found, name), getattr(late, name), atol=0.07), name
-        assert getattr(found, name) != getattr(given, name) or name == "send"
+        assert np.allclose(getattr(calibrated, name), getattr(delayed_costs, name), atol=0.07), name
+        assert getattr(calibrated, name) != getattr(true_costs, name) or name == "send"
 
 
-def test_pairs_have_a_cost_of_their_own() -> None:
+def test_calibrate_finds_pair_cost() -> None:
     program = schedir.compile(dualpipe_v, PipelineShape(4, 10, 2, "vee"))
-    given = Costs(F=1, I=1, W=1, FB=2.5, send=0.25)
-    timeline = schedir.simulate(program, given)
-    found = calibrate(timeline)
-    assert schedir.simulate(program, found).span == pytest.approx(timeline.span)
-    assert found.FB is not None and {*np.round(found.FB, 9)} <= {0.0, 2.5}
+    true_costs = Costs(F=1, I=1, W=1, FB=2.5, send=0.25)
+    timeline = schedir.simulate(program, true_costs)
+    calibrated = calibrate(timeline)
+    assert schedir.simulate(program, calibrated).span == pytest.approx(timeline.span)
+    assert calibrated.FB is not None and {*np.round(calibrated.FB, 9)} <= {0.0, 2.5}
 
 
-def test_told_costs_are_read_again() -> None:
-    found = Costs(F=(1.5, 2), B=3, send=1e-5, FB=(1, 2))
-    assert parse_costs(format_costs(found)) == found
+def test_formatted_costs_parse() -> None:
+    costs = Costs(F=(1.5, 2), B=3, send=1e-5, FB=(1, 2))
+    assert parse_costs(format_costs(costs)) == costs
     assert fill_missing_backwards(Costs(F=1, B=3, I=0, W=0), PROGRAM) == Costs(
         F=1, B=(3, 3, 3), I=(1.5,) * 3, W=(1.5,) * 3
     )
 
 
-def test_the_commands(
+def test_calibrate_simulate_and_compare_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = ("--costs", "F=1:1:1.5,B=2:2:3,send=0.25,step=1")
+    options = ("--costs", "F=1:1:1.5,B=2:2:3,send=0.25,step=1")
     shape = ("one_f_one_b", "--ranks=3", "--microbatches=4", "-o")
-    first = run_command(capsys, "simulate", *shape, "first.timeline", *given)
-    found = run_command(capsys, "calibrate", "first.timeline").strip()
-    again = run_command(
-        capsys, "simulate", "first.timeline", "--costs", found, "-o", "again.timeline"
+    first_output = run_command(capsys, "simulate", *shape, "first.timeline", *options)
+    calibrated = run_command(capsys, "calibrate", "first.timeline").strip()
+    second_output = run_command(
+        capsys, "simulate", "first.timeline", "--costs", calibrated, "-o", "again.timeline"
     )
-    assert again == first
+    assert second_output == first_output
     out = run_command(capsys, "compare", "first.timeline", "again.timeline")
     assert "the instructions of both runs take the same times" in out
     run_command(
@@ -112,7 +119,7 @@ def test_the_commands(
     assert not Path("x.json").exists()
 
 
-def test_schedules_are_compared_at_the_times_of_a_run(
+def test_compare_uses_times_of_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A prediction has the shape, the mean times and the unit of the run, unless options differ."""
@@ -120,15 +127,15 @@ def test_schedules_are_compared_at_the_times_of_a_run(
     costs = Costs(F=(1, 1, 1.5), B=(2, 2, 3), send=0.25, step=1)
     program = schedir.compile("one_f_one_b", ranks=3, microbatches=4)
     schedir.save_timeline(replace(schedir.simulate(program, costs), unit="s"), "run.timeline")
-    found = run_command(capsys, "calibrate", "run.timeline").strip()
+    calibrated = run_command(capsys, "calibrate", "run.timeline").strip()
     compare = ("compare", "run.timeline", "eager_1f1b", "zb_h1", "--json")
     rows = json.loads(run_command(capsys, *compare))
-    assert rows == json.loads(run_command(capsys, *compare, f"--costs={found}"))
+    assert rows == json.loads(run_command(capsys, *compare, f"--costs={calibrated}"))
     assert [(row["ranks"], row["microbatches"], row["unit"]) for row in rows] == [(3, 4, "s")] * 3
     eager = schedir.simulate(schedir.compile("eager_1f1b", ranks=3, microbatches=4), costs)
     assert rows[1]["span"] == pytest.approx(eager.span, rel=1e-4)
-    twice = json.loads(run_command(capsys, *compare, "--costs=F=2,B=4"))
-    assert twice[1]["span"] == 2 * schedir.simulate(eager.program, Costs(F=1, B=2)).span
+    doubled_rows = json.loads(run_command(capsys, *compare, "--costs=F=2,B=4"))
+    assert doubled_rows[1]["span"] == 2 * schedir.simulate(eager.program, Costs(F=1, B=2)).span
     text = run_refused_command(
         capsys, "compare", "gpipe", "--ranks=4", "--costs=F=1,B=2,step=1:1:1:1:1:1:1:1"
     )

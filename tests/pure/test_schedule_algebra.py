@@ -39,36 +39,36 @@ from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check
 
 
-def spelled(word: RankSchedule, shape: PipelineShape | None = None) -> str:
+def expand_to_text(rank_schedule: RankSchedule, shape: PipelineShape | None = None) -> str:
     shape = shape or PipelineShape(1, 9, 2)
-    return " ".join(map(str, expand_schedule(lambda r, P, m: word, shape).streams[0]))
+    return " ".join(map(str, expand_schedule(lambda r, P, m: rank_schedule, shape).streams[0]))
 
 
-def test_microbatches_number_themselves() -> None:
-    assert spelled(2 * F + B + F) == "F 0.0 F 0.1 B 0.0 F 0.2"
-    assert spelled(F[1] + F + F[1]) == "F 1.0 F 0.0 F 1.1"
-    assert spelled((F + B)[1] * 2) == "F 1.0 B 1.0 F 1.1 B 1.1"
-    assert spelled(F.at(5) + F) == "F 0.5 F 0.1"
-    assert spelled(B + I + B) == "B 0.0 I 0.1 B 0.2"
-    assert spelled(sum([F, F])) == "F 0.0 F 0.1"  # type: ignore[arg-type]
-    assert spelled(F + sum([])) == spelled(sum([]) + F) == "F 0.0"
-    assert spelled(EMPTY + 0 * F) == ""
+def test_letters_number_microbatches_in_order() -> None:
+    assert expand_to_text(2 * F + B + F) == "F 0.0 F 0.1 B 0.0 F 0.2"
+    assert expand_to_text(F[1] + F + F[1]) == "F 1.0 F 0.0 F 1.1"
+    assert expand_to_text((F + B)[1] * 2) == "F 1.0 B 1.0 F 1.1 B 1.1"
+    assert expand_to_text(F.at(5) + F) == "F 0.5 F 0.1"
+    assert expand_to_text(B + I + B) == "B 0.0 I 0.1 B 0.2"
+    assert expand_to_text(sum([F, F])) == "F 0.0 F 0.1"  # type: ignore[arg-type]
+    assert expand_to_text(F + sum([])) == expand_to_text(sum([]) + F) == "F 0.0"
+    assert expand_to_text(EMPTY + 0 * F) == ""
 
 
 @pytest.mark.parametrize("three", [np.int64(3), np.uint8(3), np.array(3), 3])
-def test_whole_numbers_of_numpy_are_whole_numbers(three: Any) -> None:
+def test_numpy_integers_are_accepted(three: Any) -> None:
     for word in (three * F, F * three):
-        assert isinstance(word, RankSchedule) and spelled(word) == "F 0.0 F 0.1 F 0.2"
-    assert spelled(F[np.int64(1)].at(three)) == "F 1.3"
+        assert isinstance(word, RankSchedule) and expand_to_text(word) == "F 0.0 F 0.1 F 0.2"
+    assert expand_to_text(F[np.int64(1)].at(three)) == "F 1.3"
 
 
 @pytest.mark.parametrize("kind", [bool, np.bool_])
-def test_a_condition_takes_a_word_once_or_not_at_all(kind: Any) -> None:
-    assert spelled(kind(True) * F + F * kind(False) + kind(False) * B) == "F 0.0"
+def test_bool_factor_keeps_or_drops_letters(kind: Any) -> None:
+    assert expand_to_text(kind(True) * F + F * kind(False) + kind(False) * B) == "F 0.0"
 
 
 @pytest.mark.parametrize("n", [-1, np.int64(-1), 2**63, 10**30])
-def test_numbers_of_times_that_cannot_be(n: Any) -> None:
+def test_impossible_repeat_count_is_refused(n: Any) -> None:
     with pytest.raises(ValueError, match=r"n \*"):
         n * F
     with pytest.raises(ValueError, match=r"n \*"):
@@ -76,25 +76,25 @@ def test_numbers_of_times_that_cannot_be(n: Any) -> None:
 
 
 @pytest.mark.parametrize("n", [2.0, np.float64(2), None, "3", np.arange(3), F])
-def test_what_is_no_whole_number(n: Any) -> None:
-    for wrong in (lambda: n * F, lambda: F * n, lambda: F[n], lambda: F.at(n)):
+def test_non_integer_is_refused(n: Any) -> None:
+    for call in (lambda: n * F, lambda: F * n, lambda: F[n], lambda: F.at(n)):
         with pytest.raises(TypeError, match="takes an integer"):
-            wrong()
+            call()
 
 
-def test_weights_finish_inputs_first_in_first_out() -> None:
-    assert spelled(I.at(3) + I[1] + 2 * W) == "I 0.3 I 1.0 W 0.3 W 1.0"
-    assert spelled(I.at(3) + I[1].at(2) + W[1] + W[0]) == "I 0.3 I 1.2 W 1.2 W 0.3"
-    assert spelled(I + W.at(0), PipelineShape(1, 1)) == "I 0.0 W 0.0"
+def test_weight_backwards_follow_input_backwards_in_order() -> None:
+    assert expand_to_text(I.at(3) + I[1] + 2 * W) == "I 0.3 I 1.0 W 0.3 W 1.0"
+    assert expand_to_text(I.at(3) + I[1].at(2) + W[1] + W[0]) == "I 0.3 I 1.2 W 1.2 W 0.3"
+    assert expand_to_text(I + W.at(0), PipelineShape(1, 1)) == "I 0.0 W 0.0"
     with pytest.raises(ScheduleError):
-        spelled(I + I + W + W[0])
+        expand_to_text(I + I + W + W[0])
     with pytest.raises(ScheduleError):
-        spelled(I + 2 * W)
+        expand_to_text(I + 2 * W)
 
 
-def test_weave_and_overlap() -> None:
-    assert spelled(weave(3 * F, 3 * B, 1)) == "F 0.0 F 0.1 B 0.0 F 0.2 B 0.1 B 0.2"
-    assert spelled(weave(2 * F, 2 * B, 9)) == "F 0.0 F 0.1 B 0.0 B 0.1"
+def test_weave_and_overlapped_pair() -> None:
+    assert expand_to_text(weave(3 * F, 3 * B, 1)) == "F 0.0 F 0.1 B 0.0 F 0.2 B 0.1 B 0.2"
+    assert expand_to_text(weave(2 * F, 2 * B, 9)) == "F 0.0 F 0.1 B 0.0 B 0.1"
     cell = expand_schedule(
         lambda r, P, m: F + overlapped_pair(F, B) + B, PipelineShape(1, 2)
     ).streams[0]
@@ -103,7 +103,7 @@ def test_weave_and_overlap() -> None:
         overlapped_pair(F, 2 * B)
 
 
-def test_generators_and_options() -> None:
+def test_schedules_as_generators_lists_and_partials() -> None:
     def pairs(r: int, P: int, m: int, size: int = 2) -> Iterator[RankSchedule]:
         for _ in range(m // size):
             yield size * F
@@ -180,7 +180,7 @@ def test_bad_schedules_are_refused(schedule: object) -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 4))
-def test_placements(ranks: int, v: int) -> None:
+def test_loop_and_vee_placement(ranks: int, v: int) -> None:
     loop, vee = PipelineShape(ranks, 1, v), PipelineShape(ranks, 1, 2 * v, "vee")
     assert loop.first_rank_per_stage.tolist() == [*range(ranks)] * v
     assert vee.first_rank_per_stage.tolist() == [*range(ranks), *reversed(range(ranks))] * v
@@ -189,9 +189,9 @@ def test_placements(ranks: int, v: int) -> None:
         vee,
         PipelineShape(ranks, 1, placement=tuple(vee.first_rank_per_stage.tolist())),
     ):
-        for rank, own in enumerate(shape.stages_on_rank):
-            assert list(own) == sorted(own)
-            assert (shape.first_rank_per_stage[list(own)] == rank).all()
+        for rank, rank_stages in enumerate(shape.stages_on_rank):
+            assert list(rank_stages) == sorted(rank_stages)
+            assert (shape.first_rank_per_stage[list(rank_stages)] == rank).all()
 
 
 def test_uneven_placement() -> None:
@@ -202,27 +202,27 @@ def test_uneven_placement() -> None:
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "4", None, True, MAX_MICROBATCHES + 1, 10**30])
 @pytest.mark.parametrize("field", ["ranks", "microbatches", "stages_per_rank"])
-def test_bad_numbers_in_plans(bad: object, field: str) -> None:
+def test_bad_shape_numbers_are_refused(bad: object, field: str) -> None:
     with pytest.raises(ShapeError) as caught:
         PipelineShape(**{"ranks": 2, "microbatches": 4, field: bad})  # type: ignore[arg-type]
     assert field in caught.value.fact
 
 
 @pytest.mark.parametrize("bad", ["ring", (0, 2), (0, 0), (0, 1, -1), 7, (0, "x"), ()])
-def test_bad_placements(bad: object) -> None:
+def test_bad_placements_are_refused(bad: object) -> None:
     with pytest.raises(ShapeError):
         PipelineShape(2, 4, placement=bad)  # type: ignore[arg-type]
     with pytest.raises(ShapeError):
         PipelineShape(2, 4, 3, placement=(0, 1, 1))
 
 
-def test_plans_too_large_are_refused_before_anything_is_built() -> None:
-    """This needs a limit. A program built by Python code has none by default."""
+def test_too_large_shape_is_refused() -> None:
+    """The test sets a limit, since programs built in Python have none by default."""
     with input_limits(max_instructions=10**8), pytest.raises(ShapeError):
         PipelineShape(2**14, MAX_MICROBATCHES)
 
 
-def test_costs() -> None:
+def test_costs_fill_defaults_and_refuse_bad_values() -> None:
     costs = Costs(F=2, I=(1, 2), W=1.5, send=(0.1, 0.2))
     table = {op: costs.for_opcode(op, PipelineShape(1, 4, 2))[:, 0] for op in Opcode}
     assert table[Opcode.Backward].tolist() == [2.5, 3.5]
@@ -236,7 +236,7 @@ def test_costs() -> None:
         Costs(F=(1, 2)).for_opcode(Opcode.Forward, PipelineShape(1, 1, 3))
 
 
-def test_cells_cost_what_they_are_told() -> None:
+def test_overlapped_pair_takes_pair_cost() -> None:
     program = expand_schedule(lambda r, P, m: F + overlapped_pair(F, B) + B, PipelineShape(1, 2))
     assert compute_earliest_times(Graph(program), Costs(F=1, B=2)).end.max() == 6
     assert compute_earliest_times(Graph(program), Costs(F=1, B=2, FB=2.5)).end.max() == 5.5
@@ -246,7 +246,7 @@ def test_cells_cost_what_they_are_told() -> None:
     assert compute_earliest_times(Graph(program), Costs(FB=1.25)).end.max() == 1 + 1.25 + 1 + 2
 
 
-def test_only_a_forward_with_a_backward_costs_less() -> None:
+def test_pair_cost_applies_to_forward_and_backward_only() -> None:
     priced, plain = Costs(F=1, B=2, FB=0.5), Costs(F=1, B=2)
     for schedule in (
         lambda r, P, m: overlapped_pair(F, F) + overlapped_pair(B, B),
@@ -260,7 +260,7 @@ def test_only_a_forward_with_a_backward_costs_less() -> None:
         )
 
 
-def test_the_table_numbers_its_rows() -> None:
+def test_instruction_table_rows_match_opcodes() -> None:
     assert [row.op for row in INSTRUCTIONS] == list(Opcode)
     assert len({row.text for row in INSTRUCTIONS}) == len(INSTRUCTIONS)
     for row in INSTRUCTIONS:
@@ -270,7 +270,7 @@ def test_the_table_numbers_its_rows() -> None:
             assert INSTRUCTIONS[row.partner].peer is (row.peer and row.peer.opposite)
 
 
-def test_ascending() -> None:
+def test_reduction_in_microbatch_order_is_detected() -> None:
     shape = PipelineShape(1, 2)
     assert compile(one_f_one_b, shape).reduces_in_microbatch_order
     assert not expand_schedule(
@@ -280,12 +280,11 @@ def test_ascending() -> None:
         lambda r, P, m: 2 * F + 2 * I + W.at(1) + W.at(0), shape
     ).reduces_in_microbatch_order
     assert expand_schedule(lambda r, P, m: 2 * F + I + W + B, shape).reduces_in_microbatch_order
-    assert not expand_schedule(
-        lambda r, P, m: 2 * F + I + B + W, shape
-    ).reduces_in_microbatch_order  # W 0.0 follows B 0.1
+    # W 0.0 follows B 0.1 here.
+    assert not expand_schedule(lambda r, P, m: 2 * F + I + B + W, shape).reduces_in_microbatch_order
 
 
-def test_bad_options() -> None:
+def test_bad_options_are_refused() -> None:
     with pytest.raises(UsageError):
         compile(one_f_one_b, PipelineShape(1, 1), progress_model="ring")  # type: ignore[arg-type]
     with pytest.raises(UsageError):
@@ -308,13 +307,13 @@ def test_bad_options() -> None:
         lambda: to_text(one_f_one_b),  # type: ignore[arg-type]
     ],
 )
-def test_values_of_another_kind(call: Any) -> None:
+def test_wrong_argument_types_are_refused(call: Any) -> None:
     with pytest.raises((UsageError, ScheduleError)) as caught:
         call()
     assert caught.value.hint
 
 
-def test_words_are_immutable() -> None:
+def test_instruction_words_are_read_only() -> None:
     program = expand_schedule(one_f_one_b, PipelineShape(2, 2))
     with pytest.raises(ValueError, match="read-only"):
         program.streams[0].words[0] = 1
@@ -323,8 +322,8 @@ def test_words_are_immutable() -> None:
 
 
 @pytest.mark.parametrize("bad", [{0: 1, 1: 0}, {1, 0}, frozenset({1, 0}), b"\0\1", True], ids=repr)
-def test_what_has_no_order_is_no_number_per_stage(bad: Any) -> None:
-    """A mapping would give its keys, and a set has no order."""
+def test_unordered_collection_per_stage_is_refused(bad: Any) -> None:
+    """Iterating over a mapping gives its keys, and a set has no order."""
     with pytest.raises(CostsError, match="a number or one per stage"):
         Costs(F=bad)
     with pytest.raises(UsageError, match="a number or one per stage"):

@@ -76,7 +76,7 @@ def test_interleaved_takes_any_number_of_microbatches(ranks: int, v: int, m: int
 
 
 @given(st.integers(1, 6), st.integers(1, 20), st.integers(1, 20))
-def test_group_size_is_megatrons(ranks: int, m: int, group: int) -> None:
+def test_group_size_has_megatron_limits(ranks: int, m: int, group: int) -> None:
     schedule, shape = partial(interleaved, group=group), PipelineShape(ranks, m, 2)
     if ranks <= group <= m and (m % group == 0 or m % group >= ranks):
         compile(schedule, shape)
@@ -98,8 +98,8 @@ def test_group_size_trades_memory_for_slack() -> None:
     assert peaks == [11, 13, 15]
 
 
-def test_both_bubbles_differ() -> None:
-    """1F1B's last rank is never idle in its own span, but waits P-1 slots for the others."""
+def test_idle_time_of_step_and_active_span_differ() -> None:
+    """1F1B's last rank is never idle in its active span, but waits before and after it."""
     timeline = simulate(compile(one_f_one_b, PipelineShape(4, 8), costs=UNIT), UNIT)
     assert timeline.idle.tolist() == [9.0] * 4
     assert timeline.idle_in_active_span.tolist() == [9.0, 6.0, 3.0, 0.0]

@@ -48,33 +48,33 @@ from schedir.schedules.schedule_expansion import expand_schedule
 EVEN = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
 
 
-def test_what_is_found_is_a_program() -> None:
-    found = search_schedule(PipelineShape(4, 12), EVEN, max_in_flight=6, max_evaluations=3000)
-    assert found.timeline.peak_in_flight.max() <= 6
+def test_found_schedule_fits_and_is_legal() -> None:
+    result = search_schedule(PipelineShape(4, 12), EVEN, max_in_flight=6, max_evaluations=3000)
+    assert result.timeline.peak_in_flight.max() <= 6
     for model in ("per_device", "blocking_serial", "per_edge"):
-        check(found.program, model)
-    assert simulate(found.program, EVEN).span == found.span >= found.bound
-    assert found.improvements[-1].span == pytest.approx(found.span)
+        check(result.program, model)
+    assert simulate(result.program, EVEN).span == result.span >= result.bound
+    assert result.improvements[-1].span == pytest.approx(result.span)
     assert (
-        found.span
+        result.span
         <= simulate(compile(schedules.zb_h1, PipelineShape(4, 12), costs=EVEN), EVEN).span
     )
 
 
-def test_a_limit_in_bytes_holds_messages_and_weights() -> None:
+def test_byte_limit_includes_messages_and_weights() -> None:
     sizes = Sizes(
         activation=2e6, saved=10e6, deferred_wgrad=4e6, saved_and_deferred=12e6, model_states=100e6
     )
-    found = search_schedule(PipelineShape(4, 12), EVEN, sizes, 160e6, max_evaluations=3000)
-    assert found.timeline.peak_memory.max() <= 160e6
+    result = search_schedule(PipelineShape(4, 12), EVEN, sizes, 160e6, max_evaluations=3000)
+    assert result.timeline.peak_memory.max() <= 160e6
     assert (
-        found.span
+        result.span
         < search_schedule(PipelineShape(4, 12), EVEN, sizes, 140e6, max_evaluations=3000).span
     )
 
 
-def test_the_seed_and_the_evaluations_say_what_is_found() -> None:
-    one, other = (
+def test_equal_seed_and_evaluations_give_equal_result() -> None:
+    first_result, second_result = (
         search_schedule(
             PipelineShape(4, 8),
             Costs(F=3, I=(4, 5, 6, 5), W=2),
@@ -84,24 +84,24 @@ def test_the_seed_and_the_evaluations_say_what_is_found() -> None:
         )
         for _ in "12"
     )
-    assert to_text(one.program) == to_text(other.program)
-    assert one.num_evaluated == other.num_evaluated <= 5000
+    assert to_text(first_result.program) == to_text(second_result.program)
+    assert first_result.num_evaluated == second_result.num_evaluated <= 5000
 
 
-def test_nothing_is_moved_when_the_seconds_are_over() -> None:
+def test_no_move_is_tried_after_time_limit() -> None:
     problem = make_problem(PipelineShape(4, 8), Costs(F=2, I=2, W=1), max_in_flight=3)
     order = order_of_program(compile(schedules.zb_h1, problem.shape), split_backward=True)
-    hunt = HeuristicSearch(
+    search = HeuristicSearch(
         problem, 0.0, start_time=perf_counter(), seconds=1e-9, evaluations=None, seed=0,
         report=lambda _: None,
     )  # fmt: skip
-    hunt.add_order(1.0, order, "given")
-    assert not hunt.run()
-    tried = hunt.num_evaluated
-    assert list(hunt.list_finalists()) == [(1.0, order)] and hunt.num_evaluated == tried
+    search.add_order(1.0, order, "given")
+    assert not search.run()
+    tried = search.num_evaluated
+    assert list(search.list_finalists()) == [(1.0, order)] and search.num_evaluated == tried
 
 
-def test_the_least_room_is_enough_where_no_policy_comes_through() -> None:
+def test_tight_memory_is_enough_without_policy() -> None:
     costs = Costs(F=(3, 1, 1, 1), I=(3, 2, 2, 3), W=(3, 1, 1, 2), send=(2, 1, 1, 2))
     sizes = Sizes(
         saved=(2, 4, 4, 2),
@@ -109,25 +109,31 @@ def test_the_least_room_is_enough_where_no_policy_comes_through() -> None:
         saved_and_deferred=(3, 6, 4, 3),
         model_states=(6, 9, 2, 5),
     )
-    found = search_schedule(PipelineShape(2, 4, 2), costs, sizes, 21, max_evaluations=3000)
-    assert found.timeline.peak_memory.max() <= 21
+    result = search_schedule(PipelineShape(2, 4, 2), costs, sizes, 21, max_evaluations=3000)
+    assert result.timeline.peak_memory.max() <= 21
 
 
 @pytest.mark.parametrize("saved", [6883729793.34318, 6098687129.154504, 26666666667 / 3])
-def test_a_limit_of_some_times_what_is_saved_holds_as_many(saved: float) -> None:
-    """Rounding of sums does not matter, but a limit that is one byte smaller does."""
+def test_limit_of_four_saved_activations_holds_four(saved: float) -> None:
+    """The limit tolerates rounding of sums, but is exact to one byte."""
     shape, sizes = PipelineShape(4, 7), Sizes(saved=saved)
-    one = search_schedule(shape, EVEN, sizes, 4 * saved, max_evaluations=400)
-    assert one.span == search_schedule(shape, EVEN, max_in_flight=4, max_evaluations=400).span
-    check_memory(one.program, sizes, 4 * saved)
+    four_activations = search_schedule(shape, EVEN, sizes, 4 * saved, max_evaluations=400)
+    assert (
+        four_activations.span
+        == search_schedule(shape, EVEN, max_in_flight=4, max_evaluations=400).span
+    )
+    check_memory(four_activations.program, sizes, 4 * saved)
     with pytest.raises(MemoryLimitError):
-        check_memory(one.program, sizes, 4 * saved - 1)
-    less = search_schedule(shape, EVEN, sizes, 4 * saved - 1, max_evaluations=400)
-    assert less.span == search_schedule(shape, EVEN, max_in_flight=3, max_evaluations=400).span
+        check_memory(four_activations.program, sizes, 4 * saved - 1)
+    smaller_limit = search_schedule(shape, EVEN, sizes, 4 * saved - 1, max_evaluations=400)
+    assert (
+        smaller_limit.span
+        == search_schedule(shape, EVEN, max_in_flight=3, max_evaluations=400).span
+    )
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), 1e308])
-def test_a_search_without_an_end_ends_with_a_proof_or_an_interrupt(seconds: float) -> None:
+def test_search_without_time_limit_ends_with_proof(seconds: float) -> None:
     uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
     assert (
         search_schedule(
@@ -137,33 +143,35 @@ def test_a_search_without_an_end_ends_with_a_proof_or_an_interrupt(seconds: floa
     )
 
 
-def test_what_is_found_is_kept_where_it_is_interrupted_as_it_is_compiled(
+def test_interrupt_during_compile_keeps_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []
 
-    def interrupted(*args: Any, **more: Any) -> Any:
+    def compile_with_interrupt(*args: Any, **more: Any) -> Any:
         calls.append(args)
         if len(calls) == 1:
             signal.raise_signal(signal.SIGINT)
         return compile(*args, **more)
 
-    monkeypatch.setattr("schedir.schedule_search.heuristics.program_builder.compile", interrupted)
+    monkeypatch.setattr(
+        "schedir.schedule_search.heuristics.program_builder.compile", compile_with_interrupt
+    )
     uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
-    found = search_schedule(PipelineShape(4, 8), uneven, max_in_flight=3, max_evaluations=300)
-    assert found.stop_reason == "interrupted" and found.span == found.improvements[-1].span
+    result = search_schedule(PipelineShape(4, 8), uneven, max_in_flight=3, max_evaluations=300)
+    assert result.stop_reason == "interrupted" and result.span == result.improvements[-1].span
 
 
-def test_numbers_may_be_of_numpy() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     sizes, shape = Sizes(saved=10.0), PipelineShape(2, 3)
     plain = search_schedule(shape, EVEN, sizes, 20, seed=3, time_limit=9, max_evaluations=50)
-    found = search_schedule(
+    result = search_schedule(
         shape, EVEN, sizes, np.int64(20), seed=np.int64(3), time_limit=np.float32(9),  # type: ignore[arg-type]
         max_evaluations=np.int64(50),  # type: ignore[arg-type]
     )  # fmt: skip
-    assert to_text(found.program) == to_text(plain.program)
-    room: Any = np.float32(20)
-    assert lower_bound(shape, EVEN, sizes, room) == lower_bound(shape, EVEN, sizes, 20)
+    assert to_text(result.program) == to_text(plain.program)
+    limit: Any = np.float32(20)
+    assert lower_bound(shape, EVEN, sizes, limit) == lower_bound(shape, EVEN, sizes, 20)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +182,7 @@ def test_numbers_may_be_of_numpy() -> None:
         {"seed": True}, {"max_evaluations": 2.5}, {"report": 5},
     ],
 )  # fmt: skip
-def test_what_is_no_such_number_is_refused(wrong: dict[str, Any]) -> None:
+def test_wrong_numbers_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         search_schedule(PipelineShape(2, 3), EVEN, Sizes(saved=10.0), **wrong)
     for seconds in (0, -1, float("nan"), "1", None):
@@ -182,7 +190,7 @@ def test_what_is_no_such_number_is_refused(wrong: dict[str, Any]) -> None:
             lower_bound(PipelineShape(2, 3), EVEN, time_limit=seconds)  # type: ignore[arg-type]
 
 
-def test_more_in_flight_than_a_float_can_say_are_no_limit() -> None:
+def test_huge_in_flight_limit_is_no_limit() -> None:
     assert lower_bound(PipelineShape(2, 3), EVEN, max_in_flight=10**400) == lower_bound(
         PipelineShape(2, 3), EVEN
     )
@@ -193,12 +201,12 @@ def test_more_in_flight_than_a_float_can_say_are_no_limit() -> None:
     (PipelineShape(4, 12), Costs(F=(0.7, 1.3, 1, 0.9), send=2), 4),
     (PipelineShape(4, 8), Costs(send=1000), None),
 ])  # fmt: skip
-def test_nothing_that_it_begins_with_is_shorter(
+def test_no_initial_schedule_is_shorter(
     shape: PipelineShape, costs: Costs, in_flight: int | None
 ) -> None:
     """Spans are those of programs, where the messages of a rank wait for each other."""
-    found = search_schedule(shape, costs, max_in_flight=in_flight, max_evaluations=50)
-    assert found.num_evaluated <= 50 + len(get_built_in_schedules())
+    result = search_schedule(shape, costs, max_in_flight=in_flight, max_evaluations=50)
+    assert result.num_evaluated <= 50 + len(get_built_in_schedules())
     for schedule in get_built_in_schedules().values():
         try:
             run = simulate(
@@ -208,11 +216,11 @@ def test_nothing_that_it_begins_with_is_shorter(
             continue
         split = "I" in to_text(run.program)
         if split and (in_flight is None or run.peak_in_flight.max() <= in_flight):
-            assert found.span <= run.span * (1 + 1e-9), run.program.name
+            assert result.span <= run.span * (1 + 1e-9), run.program.name
 
 
 @pytest.mark.parametrize("F", [1e300, 1e308])
-def test_costs_that_no_number_can_hold_are_refused(F: float) -> None:
+def test_too_large_costs_are_refused(F: float) -> None:
     for take in (lower_bound, search_schedule):
         with pytest.raises(CostsError, match=r"add up to 1e\+299 or more, the limit of a search"):
             take(PipelineShape(4, 8), Costs(F=F))
@@ -220,13 +228,13 @@ def test_costs_that_no_number_can_hold_are_refused(F: float) -> None:
     assert compute_program_bound(program, Costs(F=F)) is None
 
 
-def test_pairs_that_save_time_are_not_searched() -> None:
-    """There is no bound at such costs either, since a schedule with pairs may be shorter."""
+def test_pair_cost_that_saves_time_is_refused() -> None:
+    """There is no lower bound at such costs, since a schedule with pairs may be shorter."""
     costs, shape = Costs(F=2, I=2, W=1, FB=2.5), PipelineShape(4, 8, placement="vee")
     program = compile(schedules.zb_v, shape, costs=costs)
-    for refused in (search_schedule, lower_bound):
+    for function in (search_schedule, lower_bound):
         with pytest.raises(CostsError):
-            refused(shape, costs)
+            function(shape, costs)
     assert compute_program_bound(program, costs) is None
     same = replace(costs, FB=5)
     assert lower_bound(shape, same) == lower_bound(shape, replace(same, FB=None))
@@ -243,13 +251,13 @@ def test_pairs_that_save_time_are_not_searched() -> None:
         compile(schedules.forward_only, PipelineShape(4, 8)),
     ],
 )
-def test_a_start_that_does_other_work_is_refused(start: Program) -> None:
+def test_initial_schedule_with_other_work_is_refused(start: Program) -> None:
     with pytest.raises(UsageError) as caught:
         search_schedule(PipelineShape(4, 8), EVEN, initial_schedules=[start], max_evaluations=30)
     assert caught.value.fields == ("initial_schedules",)
 
 
-def test_costs_of_whole_backwards_are_not_split() -> None:
+def test_split_search_needs_split_backward_costs() -> None:
     with pytest.raises(
         CostsError, match="costs have B, but a search with split backwards needs I and W"
     ):
@@ -262,7 +270,7 @@ def test_costs_of_whole_backwards_are_not_split() -> None:
     )
 
 
-def test_machine_code_and_lists_have_the_same_bits() -> None:
+def test_compiled_loops_equal_python_loops() -> None:
     problem = make_problem(
         PipelineShape(4, 8, 2),
         Costs(F=(1, 2, 1, 3, 1, 2, 2, 2), I=2, W=1.1, send=0.3),
@@ -271,15 +279,17 @@ def test_machine_code_and_lists_have_the_same_bits() -> None:
     loops, _ = compile_within(LOOPS, 60)
     if loops is None:
         pytest.skip("numba is not here")
-    found = []
+    results = []
     for machine in (OrderEvaluator(problem), OrderEvaluator(problem, loops)):
         first = machine.evaluate_policy(
             DispatchPolicy((9, 7, 6, 5, 4, 3, 2, 1), (2, 1, 1, 0), idle_share=0.5)
         )
         order = machine.last_order
         moving = machine.start_annealing(order, 3.0, 0.999, 5)
-        found.append((first, order, moving.run(700, 0.0), moving.run(300, 0.0), moving.best_order))
-    assert found[0] == found[1]
+        results.append(
+            (first, order, moving.run(700, 0.0), moving.run(300, 0.0), moving.best_order)
+        )
+    assert results[0] == results[1]
 
 
 policy = st.builds(
@@ -301,43 +311,43 @@ policy = st.builds(
     st.booleans(),
     st.integers(0, 2**31 - 1),
 )
-def test_any_policy_ends_and_fits(policy, placement, room, split, seed) -> None:  # type: ignore[no-untyped-def]
-    """So does every order that moves give. Both compiled loops agree with plain evaluation."""
+def test_random_policy_finishes_and_fits(policy, placement, room, split, seed) -> None:  # type: ignore[no-untyped-def]
+    """Orders after random moves finish and fit too. The evaluator agrees with plain functions."""
     costs = Costs(F=(1, 2, 1, 3, 1, 2), I=2, W=1.1, send=0.3)
     problem = make_problem(
         PipelineShape(3, 5, 2, placement), costs, max_in_flight=room, split_backward=split
     )
     machine = OrderEvaluator(problem)
-    takes = machine.evaluate_policy(policy)
+    policy_length = machine.evaluate_policy(policy)
     moving = machine.start_annealing(machine.last_order, 2.0, 0.99, seed)
     shorter = moving.run(60, 0.0)
-    assert shorter <= takes < float("inf")
-    for order, said in ((machine.last_order, takes), (moving.best_order, shorter)):
-        assert compute_length(problem, order) == said
+    assert shorter <= policy_length < float("inf")
+    for order, length in ((machine.last_order, policy_length), (moving.best_order, shorter)):
+        assert compute_length(problem, order) == length
         assert all(map(problem.fits_on_rank, compute_peaks(problem, order), count()))
         program = compile(draft_from_order(problem, order), costs=costs)
         assert order_of_program(program, split_backward=split) == order
 
 
-def test_a_wave_does_the_like_on_other_ranks() -> None:
+def test_move_on_several_ranks() -> None:
     codes = [c for stage in range(3) for c in (3 * stage, 3 * stage, 3 * stage + 1, 3 * stage + 2)]
-    first, own, begin = [0, 4, 8, 12], [0, 1, 2], [0, 1, 2, 3]
+    first, local_stages, begin = [0, 4, 8, 12], [0, 1, 2], [0, 1, 2, 3]
     nth = [0, 1, 0, 0] * 3
     rank_at = [x // 4 for x in range(12)]
 
-    def after(low: int, high: int, behind: int) -> tuple[int, list[int]]:
+    def run_move(low: int, high: int, behind: int) -> tuple[int, list[int]]:
         code = list(codes)
         return move_on_several_ranks(
-            low, high, own, begin, first, code, nth, rank_at, 6, behind
+            low, high, local_stages, begin, first, code, nth, rank_at, 6, behind
         ), code
 
     # Rank 1's I0 moves before its F1, and so on ranks 0 and 2 where these are included.
-    changed, code = after(1, 2, 0)
-    assert changed == 2 and code == [0, 0, 1, 2, 3, 4, 3, 5, 6, 7, 6, 8]
-    assert after(0, 2, 1)[1] == [0, 1, 0, 2, 3, 4, 3, 5, 6, 7, 6, 8]
+    changed_ranks, code = run_move(1, 2, 0)
+    assert changed_ranks == 2 and code == [0, 0, 1, 2, 3, 4, 3, 5, 6, 7, 6, 8]
+    assert run_move(0, 2, 1)[1] == [0, 1, 0, 2, 3, 4, 3, 5, 6, 7, 6, 8]
 
 
-LITTLE = """
+SEARCH_SCRIPT = """
 import sys
 if sys.argv[2] == "hide":
     sys.modules["numba"] = None
@@ -349,10 +359,10 @@ print(found.numba, found.span, found.num_evaluated)
 """
 
 
-def _numba_of(seconds: float, cache: Path, hide: str = "no") -> tuple[str, list[str]]:
+def run_search_process(seconds: float, cache: Path, hide: str = "no") -> tuple[str, list[str]]:
     """Run a search that is long enough for numba, with a cache folder for compiled loops."""
     done = subprocess.run(
-        [sys.executable, "-c", LITTLE, str(seconds), hide],
+        [sys.executable, "-c", SEARCH_SCRIPT, str(seconds), hide],
         env=os.environ | {"NUMBA_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
@@ -362,15 +372,15 @@ def _numba_of(seconds: float, cache: Path, hide: str = "no") -> tuple[str, list[
     return " ".join(numba), [span, tried]
 
 
-def test_a_search_says_whether_it_used_numba(tmp_path: Path) -> None:
-    missing, found = _numba_of(600, tmp_path, "hide")
+def test_result_reports_numba_use(tmp_path: Path) -> None:
+    missing, without_numba = run_search_process(600, tmp_path, "hide")
     assert missing == "not installed"
     try:
         import numba  # noqa: F401
     except ImportError:
         return
-    short, in_short = _numba_of(MIN_COMPILE_SECONDS - 0.1, tmp_path)
-    enough, in_enough = _numba_of(600, tmp_path)
-    again, in_again = _numba_of(MIN_COMPILE_SECONDS - 0.1, tmp_path)
-    assert (short, enough, again) == ("no time", "used", "used")
-    assert in_short == in_enough == in_again == found
+    short, in_short = run_search_process(MIN_COMPILE_SECONDS - 0.1, tmp_path)
+    enough, in_enough = run_search_process(600, tmp_path)
+    cached, in_again = run_search_process(MIN_COMPILE_SECONDS - 0.1, tmp_path)
+    assert (short, enough, cached) == ("no time", "used", "used")
+    assert in_short == in_enough == in_again == without_numba

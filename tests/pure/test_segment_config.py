@@ -40,14 +40,16 @@ def path(tmp_path: Path) -> str:
     return str(path)
 
 
-def sched(path: str, frozen: int | None, tp: int = 2) -> str:
+def write_segment_program(path: str, frozen: int | None, tp: int = 2) -> str:
     """Write the file of a program in segments, with two stages of two layers."""
-    own = split_stages(
+    segmented = split_stages(
         replace(expand_schedule(schedules.one_f_one_b, PipelineShape(2, 4)), tp=tp), 9
     )
     tied = frozen is None
     (file := Path(path).with_name("x.sched")).write_text(
-        to_text(compile(own, clip_grad_norm=True, tied_weights=tied, frozen_stages=frozen or 0))
+        to_text(
+            compile(segmented, clip_grad_norm=True, tied_weights=tied, frozen_stages=frozen or 0)
+        )
     )
     return f"pipeline.schedule={file}"
 
@@ -66,22 +68,20 @@ def sched(path: str, frozen: int | None, tp: int = 2) -> str:
         (["stage_segments=layers", "microbatch_chunks=4"], (9, 9)),
     ],
 )
-def test_what_may_be_said(path: str, sets: list[str], pieces: tuple[int, ...]) -> None:
-    config = read_config(path, [f"pipeline.{one}" for one in sets])
+def test_segment_settings_are_read(path: str, sets: list[str], pieces: tuple[int, ...]) -> None:
+    config = read_config(path, [f"pipeline.{setting}" for setting in sets])
     program, chunks = build_program(config), 4 // config.segmentation.microbatch_size
     assert config.segmentation.segments_per_stage == pieces and sum(pieces) == program.shape.stages
     assert program.shape.microbatches == 4 * chunks
     assert bool(program.used_opcodes & _SUMS) == (pieces != (1, 1) and config.pipeline.tp == 2)
 
 
-def test_a_file_says_its_pieces(path: str) -> None:
-    config = read_config(path, [sched(path, None)])
+def test_program_file_gives_segments(path: str) -> None:
+    config = read_config(path, [write_segment_program(path, None)])
     assert config.segmentation == read_config(path, ["pipeline.stage_segments=layers"]).segmentation
-    config = read_config(path, [sched(path, 9), "model.tied=false"])
-    assert (
-        config.segmentation.first_segments == [0, 9, 18]
-        and build_program(config).frozen_stages == 9
-    )
+    config = read_config(path, [write_segment_program(path, 9), "model.tied=false"])
+    assert config.segmentation.first_segments == [0, 9, 18]
+    assert build_program(config).frozen_stages == 9
     for sets, word, hint in (
         (
             ["model.layers=6"],
@@ -97,20 +97,18 @@ def test_a_file_says_its_pieces(path: str) -> None:
         (["model.kind=llama"], "kind 'llama' has no segments", 'kind = "gpt"'),
     ):
         with pytest.raises(ConfigError, match=word) as error:
-            read_config(path, [sched(path, None), *sets])
+            read_config(path, [write_segment_program(path, None), *sets])
         assert hint in error.value.hint
     with pytest.raises(ConfigError, match="the first 3 segments of the program are not"):
-        read_config(path, [sched(path, 3), "model.tied=false"])
+        read_config(path, [write_segment_program(path, 3), "model.tied=false"])
 
 
-def test_a_file_of_pieces_where_nobody_meets(path: str) -> None:
+def test_segment_file_without_tensor_parallelism(path: str) -> None:
     """A single rank has no sums between segments, so its draft is refused for two ranks."""
-    alone = sched(path, None, tp=1)
+    alone = write_segment_program(path, None, tp=1)
     config = read_config(path, [alone, "pipeline.tp=1"])
-    assert (
-        config.segmentation.segments_per_stage == (9, 9)
-        and not build_program(config).used_opcodes & _SUMS
-    )
+    assert config.segmentation.segments_per_stage == (9, 9)
+    assert not build_program(config).used_opcodes & _SUMS
     file = Path(path).with_name("x.sched")
     file.write_text(to_text(extract_compute(build_program(config))))
     assert build_program(read_config(path, [alone, "pipeline.tp=1"])).tp == 1
@@ -119,7 +117,7 @@ def test_a_file_of_pieces_where_nobody_meets(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sets", "word"),
+    ("sets", "message"),
     [
         (
             ["pipeline.stage_segments=5"],
@@ -151,20 +149,18 @@ def test_a_file_of_pieces_where_nobody_meets(path: str) -> None:
         ),
     ],
 )
-def test_what_is_refused(path: str, sets: list[str], word: str) -> None:
-    """The error has one sentence and names the setting, before any process starts."""
-    with pytest.raises(ConfigError, match=word) as error:
+def test_wrong_segment_settings_are_refused(path: str, sets: list[str], message: str) -> None:
+    """The error is one sentence that names the setting. No process starts before it."""
+    with pytest.raises(ConfigError, match=message) as error:
         read_config(path, sets)
     assert error.value.location == f"--set {sets[0]}" and "\n" not in error.value.fact
-    if (
-        sets[0].startswith("pipeline.stage_segments=") and len(sets) == 1
-    ):  # the hint names an allowed value
+    # The hint gives an allowed value.
+    if sets[0].startswith("pipeline.stage_segments=") and len(sets) == 1:
         assert error.value.hint == 'stage_segments = "layers"'
 
 
-def test_whole_stages_are_as_before() -> None:
+def test_default_has_one_segment_per_stage() -> None:
     example = Path(__file__).parents[2] / "examples" / "pieces.toml"
     assert read_config(str(example)).segmentation == StageSegmentation((2, 2), (9, 9), 2)
-    assert Config().segmentation.segments_per_stage == (
-        1,
-    ) and Config().segmentation.layers_per_stage == (4,)
+    assert Config().segmentation.segments_per_stage == (1,)
+    assert Config().segmentation.layers_per_stage == (4,)

@@ -49,35 +49,43 @@ def orders(draw: st.DrawFn) -> tuple[PipelineShape, list[tuple[str, int, int]]]:
     for mb in range(shape.microbatches):
         for s in range(stages):
             ahead["F", s, mb] = [("F", s - 1, mb)] * (s > 0)
-            back = "I" if split else "B"
-            ahead[back, s, mb] = [("F", s, mb)] + [(back, s + 1, mb)] * (s + 1 < stages)
+            backward_op = "I" if split else "B"
+            ahead[backward_op, s, mb] = [("F", s, mb)] + [(backward_op, s + 1, mb)] * (
+                s + 1 < stages
+            )
             if split:
                 ahead["W", s, mb] = [("I", s, mb)]
     done: list[tuple[str, int, int]] = []
-    # Some orders keep the chunks in turn. Otherwise hardly any order would be right.
+    # Some orders keep the order of the chunks. Otherwise hardly any order would be legal.
     tidy = draw(st.booleans())
     while len(done) < len(ahead):
         ready = [i for i in ahead if i not in done and all(j in done for j in ahead[i])]
         if tidy:
-            ready = [i for i in ready if in_turn([*done, i], shape) is None] or ready
+            ready = [i for i in ready if find_out_of_order([*done, i], shape) is None] or ready
         done.append(draw(st.sampled_from(ready)))
     return shape, done
 
 
-def in_turn(done: list[tuple[str, int, int]], shape: PipelineShape) -> tuple[str, int, int] | None:
+def find_out_of_order(
+    done: list[tuple[str, int, int]], shape: PipelineShape
+) -> tuple[str, int, int] | None:
     """Return the first instruction that runs before another chunk it should follow, or None."""
     for k, (op, s, mb) in enumerate(done):
         if op == "W":
             continue
-        first = mb // shape.sequence_chunks * shape.sequence_chunks
-        earlier = range(first, mb) if op == "F" else range(mb + 1, first + shape.sequence_chunks)
-        if any((op, s, other) not in done[:k] for other in earlier):
+        first_chunk = mb // shape.sequence_chunks * shape.sequence_chunks
+        earlier = (
+            range(first_chunk, mb)
+            if op == "F"
+            else range(mb + 1, first_chunk + shape.sequence_chunks)
+        )
+        if any((op, s, other_mb) not in done[:k] for other_mb in earlier):
             return op, s, mb
     return None
 
 
 @given(orders())
-def test_what_is_out_of_turn_is_refused(
+def test_wrong_chunk_order_is_refused(
     given: tuple[PipelineShape, list[tuple[str, int, int]]],
 ) -> None:
     shape, done = given
@@ -87,53 +95,55 @@ def test_what_is_out_of_turn_is_refused(
         return sum((letters[op][s].at(mb) for op, s, mb in done), EMPTY)
 
     drafted = expand_schedule(mine, shape)
-    wrong = in_turn(done, shape)
-    if wrong is None:
+    out_of_order = find_out_of_order(done, shape)
+    if out_of_order is None:
         program = compile(drafted)
-        assert (
-            from_text(to_text(program)) == program
-            and program.shape.sequence_chunks == shape.sequence_chunks
-        )
+        assert from_text(to_text(program)) == program
+        assert program.shape.sequence_chunks == shape.sequence_chunks
         return
     with pytest.raises(OrderError) as caught:
         compile(drafted)
-    early, late = (cast("Instr", site.instr) for site in caught.value.sites)
-    assert early.op is late.op and early.stage == late.stage
-    assert early.mb // shape.sequence_chunks == late.mb // shape.sequence_chunks
-    assert (early.mb > late.mb) is (str(early)[0] == "F")
-    spot = [f"{op} {s}.{mb}" for op, s, mb in done]
-    assert spot.index(str(early)) < spot.index(str(late))
-    assert compile(
-        expand_schedule(mine, PipelineShape(1, shape.microbatches, shape.stages))
-    )  # without chunks there is no rule
+    early_instr, late_instr = (cast("Instr", site.instr) for site in caught.value.sites)
+    assert early_instr.op is late_instr.op and early_instr.stage == late_instr.stage
+    assert early_instr.mb // shape.sequence_chunks == late_instr.mb // shape.sequence_chunks
+    assert (early_instr.mb > late_instr.mb) is (str(early_instr)[0] == "F")
+    texts = [f"{op} {s}.{mb}" for op, s, mb in done]
+    assert texts.index(str(early_instr)) < texts.index(str(late_instr))
+    # Without sequence chunks, any order is legal.
+    assert compile(expand_schedule(mine, PipelineShape(1, shape.microbatches, shape.stages)))
 
 
-def test_schedules_are_told_the_segments() -> None:
-    seen = set()
+def test_schedule_receives_sequence_chunks() -> None:
+    received = set()
 
-    def told(rank: int, ranks: int, microbatches: int, sequence_chunks: int) -> RankSchedule:
-        seen.add(sequence_chunks)
+    def record_chunks(
+        rank: int, ranks: int, microbatches: int, sequence_chunks: int
+    ) -> RankSchedule:
+        received.add(sequence_chunks)
         return microbatches * F
 
-    expand_schedule(told, PipelineShape(2, 6, sequence_chunks=3))
-    expand_schedule(told, PipelineShape(2, 6))
-    assert seen == {3, 1}
+    expand_schedule(record_chunks, PipelineShape(2, 6, sequence_chunks=3))
+    expand_schedule(record_chunks, PipelineShape(2, 6))
+    assert received == {3, 1}
 
 
-def test_programs_of_other_segments_are_other_programs() -> None:
-    three, none = (compile(forward_only, PipelineShape(2, 6, sequence_chunks=n)) for n in (3, 1))
-    assert three.digest != none.digest and "sequence_chunks" not in to_text(none)
+def test_sequence_chunks_change_digest() -> None:
+    three, without_chunks = (
+        compile(forward_only, PipelineShape(2, 6, sequence_chunks=n)) for n in (3, 1)
+    )
+    assert three.digest != without_chunks.digest
+    assert "sequence_chunks" not in to_text(without_chunks)
     assert "sequence_chunks 3" in to_text(three)
     assert check(from_text(to_text(three))).shape == PipelineShape(2, 6, sequence_chunks=3)
 
 
-def test_no_advice_is_out_of_turn() -> None:
+def test_advice_keeps_chunk_order() -> None:
     """1F1B and others would be shorter, but compute something else."""
 
     def late(rank: int, ranks: int, microbatches: int) -> Any:
         yield microbatches * F
-        for first in range(0, microbatches, 2):
-            yield B.at(first + 1) + B.at(first)
+        for first_mb in range(0, microbatches, 2):
+            yield B.at(first_mb + 1) + B.at(first_mb)
 
     run = simulate(compile(late, PipelineShape(2, 6, sequence_chunks=2)), Costs(F=(1, 2), B=(2, 4)))
     for change in advise(run, Costs(F=(1, 2), B=(2, 4)), late).changes:
@@ -143,7 +153,7 @@ def test_no_advice_is_out_of_turn() -> None:
         compile(one_f_one_b, PipelineShape(2, 6, sequence_chunks=2))
 
 
-def test_a_training_run_takes_whole_sequences(tmp_path: Path) -> None:
+def test_training_run_refuses_sequence_chunks(tmp_path: Path) -> None:
     (tmp_path / "p.sched").write_text(
         to_text(compile(forward_only, PipelineShape(1, 4, sequence_chunks=2)))
     )
@@ -152,7 +162,7 @@ def test_a_training_run_takes_whole_sequences(tmp_path: Path) -> None:
         read_config(str(tmp_path / "c.toml"))
 
 
-def test_segments_are_those_of_a_plan() -> None:
+def test_unknown_schedule_parameter_is_refused() -> None:
     def bound(
         rank: int, ranks: int, microbatches: int, sequence_chunks: int, more: int
     ) -> RankSchedule:
@@ -162,7 +172,7 @@ def test_segments_are_those_of_a_plan() -> None:
         expand_schedule(bound, PipelineShape(1, 2, sequence_chunks=2))
 
 
-def test_seq1f1b_as_a_stranger_writes_it() -> None:
+def test_seq1f1b_example() -> None:
     """Seq1F1B finishes under every model, and has fewer activations in flight than 1F1B.
 
     With whole sequences it is 1F1B.

@@ -35,11 +35,13 @@ from tests.edits import Edit, move, op, pull, push
 O = Opcode
 
 
-PLAN = PipelineShape(2, 4)
+SHAPE = PipelineShape(2, 4)
 
 
-def made(schedule: Any = one_f_one_b, shape: PipelineShape = PLAN, **how: Any) -> Program:
-    return compile(schedule, shape, tp=2, dp=2, sequence_parallel=True, **how)
+def compile_sequence_parallel(
+    schedule: Any = one_f_one_b, shape: PipelineShape = SHAPE, **options: Any
+) -> Program:
+    return compile(schedule, shape, tp=2, dp=2, sequence_parallel=True, **options)
 
 
 @given(
@@ -51,38 +53,40 @@ def made(schedule: Any = one_f_one_b, shape: PipelineShape = PLAN, **how: Any) -
     tied=st.booleans(),
     clip=st.booleans(),
 )
-def test_each_trained_stage_is_summed_once_behind_all_else(
+def test_trained_stages_are_summed_once_after_reductions(
     schedule: Any, ranks: int, frozen_stages: int, zero: int, turn: bool, tied: bool, clip: bool
 ) -> None:
     shape = PipelineShape(ranks, 2 * ranks, 2 if schedule is interleaved else 1)
     frozen_stages = min(frozen_stages, shape.stages - 1)
-    how: dict[str, Any] = {"reduce_scatter_at": "each_backward"} if turn and zero > 1 else {}
+    options: dict[str, Any] = {"reduce_scatter_at": "each_backward"} if turn and zero > 1 else {}
     tied = tied and not frozen_stages
-    whole = made(
+    program = compile_sequence_parallel(
         schedule,
         shape,
         frozen_stages=frozen_stages,
         zero=zero,
         tied_weights=tied,
         clip_grad_norm=clip,
-        **how,
+        **options,
     )
-    assert whole.used_opcodes.isdisjoint(TP_SPLIT_OPS)
-    for rank, own in enumerate(shape.stages_on_rank):
-        stream = [*whole.streams[rank]]
+    assert program.used_opcodes.isdisjoint(TP_SPLIT_OPS)
+    for rank, rank_stages in enumerate(shape.stages_on_rank):
+        stream = [*program.streams[rank]]
         summed = [k for k, i in enumerate(stream) if i.op is O.ReduceSequenceParallelGrads]
-        assert [stream[k].stage for k in summed] == [s for s in own if s >= frozen_stages]
+        assert [stream[k].stage for k in summed] == [s for s in rank_stages if s >= frozen_stages]
         others = (O.ReduceGrads, O.ReduceScatter, O.ReduceTied)
         assert all(k < min(summed) for k, i in enumerate(stream) if i.op in others and summed)
     bare = compile(schedule, shape, tp=2, dp=2, boundary="sharded", frozen_stages=frozen_stages,
                    zero=zero,
-                   tied_weights=tied, clip_grad_norm=clip, **how)  # fmt: skip
-    left = [[i for i in s if i.op is not O.ReduceSequenceParallelGrads] for s in whole.streams]
-    assert left == [[*s] for s in bare.streams]
+                   tied_weights=tied, clip_grad_norm=clip, **options)  # fmt: skip
+    other_instructions = [
+        [i for i in s if i.op is not O.ReduceSequenceParallelGrads] for s in program.streams
+    ]
+    assert other_instructions == [[*s] for s in bare.streams]
 
 
-def test_the_header_says_it_and_the_digest_has_it() -> None:
-    program = made()
+def test_header_and_digest_contain_sequence_parallel() -> None:
+    program = compile_sequence_parallel()
     assert "sequence_parallel yes" in to_text(program) and from_text(to_text(program)) == program
     assert "sequence_parallel" not in to_text(compile(one_f_one_b, PipelineShape(2, 4), tp=2))
     assert from_text(to_text(program)).digest == program.digest
@@ -103,105 +107,109 @@ EDITS: dict[str, tuple[Callable[[list[int], int], object], str]] = {
 
 @pytest.mark.parametrize("name", EDITS)
 @pytest.mark.parametrize("zero", [0, 3])
-def test_one_too_few_or_too_many_is_refused(name: str, zero: int) -> None:
+def test_missing_or_repeated_sum_is_refused(name: str, zero: int) -> None:
     change, fact = EDITS[name]
-    e = Edit.of(made(clip_grad_norm=True, zero=zero), Random(0))
-    change(e.lists[0], [op(word) for word in e.lists[0]].index(O.ReduceSequenceParallelGrads))
-    with pytest.raises(ReductionError, match=fact) as refused:
-        check(e.result())
+    edit = Edit.of(compile_sequence_parallel(clip_grad_norm=True, zero=zero), Random(0))
+    change(edit.lists[0], [op(word) for word in edit.lists[0]].index(O.ReduceSequenceParallelGrads))
+    with pytest.raises(ReductionError, match=fact) as caught:
+        check(edit.result())
     if name == "dropped":
-        assert "'sequence_parallel yes'" in refused.value.hint
+        assert "'sequence_parallel yes'" in caught.value.hint
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
-def test_it_stands_between_the_other_sums_and_who_uses_them(tied: bool, clip: bool) -> None:
+def test_misplaced_sum_is_refused(tied: bool, clip: bool) -> None:
     """Any other position is refused, except neighbouring positions with the same effect."""
-    program = made(tied_weights=tied, clip_grad_norm=clip)
-    own = [i.op for i in program.streams[0]]
-    at, end = own.index(O.ReduceSequenceParallelGrads), len(own)
-    last = own.index(O.ReduceTied if tied else O.ReduceGrads)
-    uses = own.index(O.ReduceNorm if clip else O.OptimizerStep)
+    program = compile_sequence_parallel(tied_weights=tied, clip_grad_norm=clip)
+    ops = [i.op for i in program.streams[0]]
+    sum_index, end = ops.index(O.ReduceSequenceParallelGrads), len(ops)
+    last_reduction = ops.index(O.ReduceTied if tied else O.ReduceGrads)
+    first_use = ops.index(O.ReduceNorm if clip else O.OptimizerStep)
     for place in range(end):
-        e = Edit.of(program, Random(0))
-        move(e.lists[0], at, place if place <= at else place + 1)
-        moved = [op(word) for word in e.lists[0]]
-        assert moved.index(O.ReduceSequenceParallelGrads) == place
-        if last <= place < uses and (place > last or moved[place - 1] is own[last]):
-            check(e.result())
-        elif place != at:
+        edit = Edit.of(program, Random(0))
+        move(edit.lists[0], sum_index, place if place <= sum_index else place + 1)
+        moved_ops = [op(word) for word in edit.lists[0]]
+        assert moved_ops.index(O.ReduceSequenceParallelGrads) == place
+        if last_reduction <= place < first_use and (
+            place > last_reduction or moved_ops[place - 1] is ops[last_reduction]
+        ):
+            check(edit.result())
+        elif place != sum_index:
             with pytest.raises(SchedirError):
-                check(e.result())
+                check(edit.result())
 
 
-def test_copies_of_a_weight_are_summed_before_what_each_rank_has_seen_of_them() -> None:
-    """One reduce_tied is for both copies of a rank, and neither is summed before it."""
-    program = made(schedules.zb_v, PipelineShape(2, 4, 2, "vee"), tied_weights=True)
-    own = [str(i) for i in program.streams[0]]
-    for moved in ("reduce_sequence_parallel_grads 0", "reduce_sequence_parallel_grads 3"):
-        e = Edit.of(program, Random(0))
-        move(e.lists[0], own.index(moved), own.index("reduce_tied 0"))
-        with pytest.raises(SchedirError, match=f"{moved} needs .* which reduce_tied 0 gives"):
-            check(e.result())
+def test_sum_before_tied_reduction_is_refused() -> None:
+    """A rank reduces both copies in one reduce_tied, and sums neither of them before it."""
+    program = compile_sequence_parallel(
+        schedules.zb_v, PipelineShape(2, 4, 2, "vee"), tied_weights=True
+    )
+    texts = [str(i) for i in program.streams[0]]
+    for moved_sum in ("reduce_sequence_parallel_grads 0", "reduce_sequence_parallel_grads 3"):
+        edit = Edit.of(program, Random(0))
+        move(edit.lists[0], texts.index(moved_sum), texts.index("reduce_tied 0"))
+        with pytest.raises(SchedirError, match=f"{moved_sum} needs .* which reduce_tied 0 gives"):
+            check(edit.result())
 
 
-def test_without_a_shared_sequence_it_has_nothing_to_do() -> None:
-    program = replace(made(), sequence_parallel=False)
+def test_sum_without_sequence_parallel_is_refused() -> None:
+    program = replace(compile_sequence_parallel(), sequence_parallel=False)
     with pytest.raises(ReductionError, match="each rank has the gradient of all tokens"):
         check(program)
 
 
-def test_what_is_a_part_is_not_cut_again() -> None:
-    with pytest.raises(UsageError, match="rank has only its own tokens") as refused:
-        made(boundary="replicated")
-    assert refused.value.fields == ("boundary", "sequence_parallel")
+def test_scatter_of_sharded_tensor_is_refused() -> None:
+    with pytest.raises(UsageError, match="rank has only its own tokens") as caught:
+        compile_sequence_parallel(boundary="replicated")
+    assert caught.value.fields == ("boundary", "sequence_parallel")
     program = compile(one_f_one_b, PipelineShape(2, 1), tp=2)  # has a scatter and its gather
     with pytest.raises(SchedirError, match="are shards already"):
         check(replace(program, sequence_parallel=True))
 
 
-def test_it_takes_several_to_share_a_sequence() -> None:
+def test_sequence_parallel_needs_tensor_parallelism() -> None:
     for dp in (1, 2):
-        with pytest.raises(ShapeError, match="tp is 1") as refused:
+        with pytest.raises(ShapeError, match="tp is 1") as caught:
             compile(one_f_one_b, PipelineShape(2, 4), dp=dp, sequence_parallel=True)
-        assert refused.value.fields == ("sequence_parallel", "tp")
+        assert caught.value.fields == ("sequence_parallel", "tp")
 
 
-def test_what_evaluates_has_none() -> None:
-    for program in (evaluation_program(made()), made(schedules.forward_only)):
-        assert (
-            program.sequence_parallel and O.ReduceSequenceParallelGrads not in program.used_opcodes
-        )
+def test_evaluation_program_has_no_sum() -> None:
+    for program in (
+        evaluation_program(compile_sequence_parallel()),
+        compile_sequence_parallel(schedules.forward_only),
+    ):
+        assert program.sequence_parallel
+        assert O.ReduceSequenceParallelGrads not in program.used_opcodes
         assert program.used_opcodes.isdisjoint(TP_SPLIT_OPS)
 
 
-def test_it_runs_beside_what_computes_and_costs_what_is_said() -> None:
-    program = made(one_f_one_b, PipelineShape(1, 2))
+def test_sum_overlaps_compute_and_takes_its_cost() -> None:
+    program = compile_sequence_parallel(one_f_one_b, PipelineShape(1, 2))
     spans = [
         simulate(program, Costs(F=1, B=2, reduce_sequence_parallel_grads=c)).span for c in (0, 0.5)
     ]
     assert spans == [6, 6.5]
 
 
-def test_a_training_run_says_it() -> None:
+def test_config_sets_sequence_parallel() -> None:
     pipeline: Any = {"tp": 2, "sequence_parallel": True}
     config = Config(GPTConfig(heads=2, context=8), PipelineConfig(**pipeline))
     assert config.request.program.sequence_parallel
-    with pytest.raises(UsageError, match="tp 2 does not divide the context of 9 tokens") as refused:
+    with pytest.raises(UsageError, match="tp 2 does not divide the context of 9 tokens") as caught:
         Config(GPTConfig(heads=2, context=9), PipelineConfig(**pipeline))
-    assert refused.value.fields == ("context", "sequence_parallel")
+    assert caught.value.fields == ("context", "sequence_parallel")
     with pytest.raises(ShapeError, match="tp is 1"):
         Config(pipeline=PipelineConfig(**pipeline | {"tp": 1})).request.program  # noqa: B018
 
 
-def test_a_plan_that_cuts_the_sequence_is_one_to_train(tmp_path: Any) -> None:
+def test_plan_with_sequence_parallel_is_trainable(tmp_path: Any) -> None:
     choice = planner.ParallelPlan(pp=2, tp=2, microbatches=4, sequence_parallel=True)
     model = planner.TransformerSpec(layers=4, hidden=64, heads=4, vocab=256, sequence=64)
     file = tmp_path / "plan.toml"
     file.write_text(planner.train_config(model, choice))
     assert "sequence_parallel = true" in file.read_text()
-    assert (
-        read_config(str(file)).request.program.sequence_parallel
-        and planner.plan_program(choice).sequence_parallel
-    )
+    assert read_config(str(file)).request.program.sequence_parallel
+    assert planner.plan_program(choice).sequence_parallel
     assert not planner.plan_program(replace(choice, tp=1)).sequence_parallel

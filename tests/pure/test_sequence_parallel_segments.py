@@ -39,98 +39,112 @@ from tests.oracle import Machine
 from tests.oracle_threads import verdict
 
 O = Opcode
-MET = (O.TPGatherAct, O.TPReduceAct, O.TPGatherGrad, O.TPReduceGrad)
+SEGMENT_COLLECTIVES = (O.TPGatherAct, O.TPReduceAct, O.TPGatherGrad, O.TPReduceGrad)
 
 
-def of(schedule: Any, shape: PipelineShape, cut: Any = 3, **how: Any) -> Program:
-    return compile(schedule, shape, tp=2, stage_segments=cut, sequence_parallel=True, **how)
+def compile_segments(
+    schedule: Any, shape: PipelineShape, segments: Any = 3, **options: Any
+) -> Program:
+    return compile(
+        schedule, shape, tp=2, stage_segments=segments, sequence_parallel=True, **options
+    )
 
 
-def shape_of(schedule: Any) -> PipelineShape:
+def make_shape(schedule: Any) -> PipelineShape:
     placement, v = getattr(schedule, "placed", ("loop", None))
     return PipelineShape(2, 4, v or find_named_placement(placement).stages_per_rank, placement)
 
 
 @pytest.mark.parametrize("schedule", known(), ids=lambda schedule: schedule.__name__)
-def test_whole_zoo(schedule: Any) -> None:
+def test_built_in_schedules_compile_with_segments(schedule: Any) -> None:
     """Programs are complete and in order, and have as many gathers as sums.
 
     Both independent machines agree. If collectives take no time, the run takes as long as without
     segments, except pairs, which are interleaved.
     """
-    shape = shape_of(schedule)
+    shape = make_shape(schedule)
     try:
         uncut = compile(schedule, shape, tp=2, sequence_parallel=True)
     except SchedirError:
         pytest.skip("not for this shape")
-    program = of(schedule, shape)
+    program = compile_segments(schedule, shape)
     assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
     assert from_text(to_text(program)) == program
     costs = Costs(F=1, B=2, I=1, W=1, send=0.5, tp_reduce=0.75, tp_gather=0.25)
     machine = Machine(program, "per_edge", costs)
-    assert machine.run() and max(machine.ended.values()) == pytest.approx(
+    assert machine.run()
+    assert max(machine.ended.values()) == pytest.approx(
         simulate(program, costs, progress_model="per_edge").span
     )
-    for way, ops in ((1, MET[:2]), (uncut.has_backward, MET[2:])):
-        each = [int(np.sum(program.op == op)) for op in ops]
-        assert each == [way * shape.stages * shape.microbatches] * 2
+    for has_direction, ops in (
+        (1, SEGMENT_COLLECTIVES[:2]),
+        (uncut.has_backward, SEGMENT_COLLECTIVES[2:]),
+    ):
+        counts = [int(np.sum(program.op == op)) for op in ops]
+        assert counts == [has_direction * shape.stages * shape.microbatches] * 2
     if not uncut.joined.any():
-        whole = Costs(F=5, B=10, I=5, W=5, send=0.5)
-        span = simulate(program, split_costs(whole, 3, shape, (1, 3, 1))).span
-        assert span == pytest.approx(simulate(uncut, whole).span)
+        full_costs = Costs(F=5, B=10, I=5, W=5, send=0.5)
+        span = simulate(program, split_costs(full_costs, 3, shape, (1, 3, 1))).span
+        assert span == pytest.approx(simulate(uncut, full_costs).span)
 
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_where_ranks_meet(data: st.DataObject) -> None:
+def test_collectives_follow_segment_boundaries(data: st.DataObject) -> None:
     """For any letters, each compute follows the collective of its letter.
 
     Programs with a dropped, doubled or moved collective are refused if the machine refuses them.
     """
     ranks, m = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
     letters = st.text("fg.", max_size=3)
-    cut = [data.draw(letters) or 1 for _ in range(ranks)]
+    boundaries = [data.draw(letters) or 1 for _ in range(ranks)]
     frozen = data.draw(st.integers(0, ranks - 1))
     schedule = data.draw(st.sampled_from([schedules.one_f_one_b, schedules.zb_h1]))
-    program = of(schedule, PipelineShape(ranks, m), cut, frozen_stages=frozen)
-    for own in program.streams:
-        for before, i in pairwise([None, *(j for j in own if j.op in (*MET, *COMPUTE_OPS))]):
+    program = compile_segments(schedule, PipelineShape(ranks, m), boundaries, frozen_stages=frozen)
+    for stream in program.streams:
+        for before, i in pairwise(
+            [None, *(j for j in stream if j.op in (*SEGMENT_COLLECTIVES, *COMPUTE_OPS))]
+        ):
             assert i is not None
             if i.op is O.Forward or i.op in BACKWARD_OPS:
                 ahead, k = i.op is O.Forward, i.stage - (i.op is O.Forward)
                 letter = (program.segment_boundaries + "-")[k : k + 1] if k >= 0 else ""
-                want = dict(
-                    zip("fg", MET[:2] if ahead else (O.TPReduceGrad, O.TPGatherGrad), strict=True)
+                expected_ops = dict(
+                    zip(
+                        "fg",
+                        SEGMENT_COLLECTIVES[:2] if ahead else (O.TPReduceGrad, O.TPGatherGrad),
+                        strict=True,
+                    )
                 )
-                found = before is not None and before.op in MET and before
-                assert (found and found.op) == want.get(letter, False)
-                assert not found or found[1:] == i[1:]
-    places = [(r, k) for r, own in enumerate(program.streams) for k, i in enumerate(own)
-              if i.op in MET]  # fmt: skip
+                collective = before is not None and before.op in SEGMENT_COLLECTIVES and before
+                assert (collective and collective.op) == expected_ops.get(letter, False)
+                assert not collective or collective[1:] == i[1:]
+    places = [(r, k) for r, stream in enumerate(program.streams) for k, i in enumerate(stream)
+              if i.op in SEGMENT_COLLECTIVES]  # fmt: skip
     if not places:
         return
-    rank, at = data.draw(st.sampled_from(places))
-    e = Edit.of(program, Random(0))
-    words = e.lists[rank]
+    rank, position = data.draw(st.sampled_from(places))
+    edit = Edit.of(program, Random(0))
+    words = edit.lists[rank]
     change = data.draw(st.sampled_from(["drop", "double", "move"]))
     if change == "move":
-        move(words, at, data.draw(st.integers(0, len(words))))
+        move(words, position, data.draw(st.integers(0, len(words))))
     elif change == "drop":
-        pull(words, at)
+        pull(words, position)
     else:
-        push(words, data.draw(st.integers(0, len(words))), words[at])
-    wrong = verdict(e.result(), "per_edge").kind != "ok"
-    assert wrong or change == "move"
+        push(words, data.draw(st.integers(0, len(words))), words[position])
+    is_wrong = verdict(edit.result(), "per_edge").kind != "ok"
+    assert is_wrong or change == "move"
     try:
-        check(e.result(), "per_edge")
+        check(edit.result(), "per_edge")
     except SchedirError:
-        assert wrong
+        assert is_wrong
     else:
-        assert not wrong
+        assert not is_wrong
 
 
-def test_what_stands_where() -> None:
-    program = of(schedules.one_f_one_b, PipelineShape(1, 1), frozen_stages=0)
+def test_instruction_order_with_segments() -> None:
+    program = compile_segments(schedules.one_f_one_b, PipelineShape(1, 1), frozen_stages=0)
     assert [str(i) for i in program.streams[0]][:12] == [
         "F 0.0", "tp_gather_act 1.0", "F 1.0", "tp_reduce_act 2.0", "F 2.0", "B 2.0",
         "reduce_grads 2",
@@ -139,39 +153,47 @@ def test_what_stands_where() -> None:
     assert [str(i) for i in program.streams[0] if i.op is O.ReduceSequenceParallelGrads] == [
         f"reduce_sequence_parallel_grads {s}" for s in range(3)
     ]
-    behind = of(schedules.gpipe, PipelineShape(2, 1), frozen_stages=1)
-    said = [str(i) for own in behind.streams for i in own if i.op in MET]
-    assert said == ["tp_gather_act 1.0", "tp_reduce_act 2.0", "tp_gather_act 4.0",
+    behind = compile_segments(schedules.gpipe, PipelineShape(2, 1), frozen_stages=1)
+    collectives = [
+        str(i) for stream in behind.streams for i in stream if i.op in SEGMENT_COLLECTIVES
+    ]
+    assert collectives == ["tp_gather_act 1.0", "tp_reduce_act 2.0", "tp_gather_act 4.0",
                     "tp_reduce_act 5.0", "tp_gather_grad 4.0",
                     "tp_reduce_grad 3.0"]  # fmt: skip
 
 
-def test_lowered_again_it_is_the_same() -> None:
-    program = of(schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip_grad_norm=True)
+def test_relowered_program_is_unchanged() -> None:
+    program = compile_segments(
+        schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip_grad_norm=True
+    )
     drafted = extract_compute(program)
     assert compile(drafted, **infer_options(program, "per_device", drafted)) == program
-    told = evaluation_program(program)
-    assert told.sequence_parallel and {*told.used_opcodes} & {*MET} == {
+    evaluation = evaluation_program(program)
+    assert evaluation.sequence_parallel
+    assert {*evaluation.used_opcodes} & {*SEGMENT_COLLECTIVES} == {
         O.TPGatherAct,
         O.TPReduceAct,
     }
-    grouped = of(
+    grouped = compile_segments(
         schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip_grad_norm=True, overlap=True
     )
     assert sorted(map(str, grouped.streams[0])) == sorted(map(str, program.streams[0]))
 
 
-@pytest.mark.parametrize(("cut", "costs"), [
+@pytest.mark.parametrize(("boundaries", "costs"), [
     ("f", Costs(F=2, B=2, tp_gather=1, tp_reduce=2)),
     ("g", Costs(F=2, B=2, tp_gather=2, tp_reduce=1)),
     ("fg", Costs(F=2, B=2, tp_gather=1, tp_reduce=0.5)),
 ])  # fmt: skip
-def test_they_take_their_time(cut: str, costs: Costs) -> None:
-    """This holds for blocking hosts too, which continue meanwhile."""
-    program = of(schedules.gpipe, PipelineShape(1, 1), cut)
-    own = 3 if len(cut) == 1 else 2 * 1.5
+def test_segment_collectives_take_their_cost(boundaries: str, costs: Costs) -> None:
+    """A blocking host continues during a collective too."""
+    program = compile_segments(schedules.gpipe, PipelineShape(1, 1), boundaries)
+    collective_time = 3 if len(boundaries) == 1 else 2 * 1.5
     for blocks in (False, True):
-        assert simulate(program, costs, blocking_hosts=blocks).span == 4 * (len(cut) + 1) + own
+        assert (
+            simulate(program, costs, blocking_hosts=blocks).span
+            == 4 * (len(boundaries) + 1) + collective_time
+        )
     text = "F 0.0; tp_gather_act 1.0; F 0.1; tp_gather_act 1.1; F 1.0; F 1.1"
     header = "stages_per_rank 2 placement 0,0 tp 2\nmeets f sequence_parallel yes"
     two = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
@@ -179,8 +201,8 @@ def test_they_take_their_time(cut: str, costs: Costs) -> None:
         assert simulate(two, Costs(F=2, tp_gather=2), blocking_hosts=blocks).span == 8
 
 
-def test_checker_demands_gathers() -> None:
-    program = of(schedules.one_f_one_b, PipelineShape(1, 1), "fg")
+def test_checker_requires_gathers() -> None:
+    program = compile_segments(schedules.one_f_one_b, PipelineShape(1, 1), "fg")
     for line in ("  tp_gather_act 1.0\n", "  tp_gather_grad 1.0\n", "  tp_reduce_act 2.0\n"):
         text = to_text(program, folded=False)
         assert text.count(line) == 1
@@ -188,7 +210,7 @@ def test_checker_demands_gathers() -> None:
             check(from_text(text.replace(line, "")))
         with pytest.raises(CompletenessError, match="exists twice"):
             check(from_text(text.replace(line, 2 * line)))
-    more = from_text(
+    with_extra_gather = from_text(
         to_text(program, folded=False).replace(
             "  tp_gather_act 1.0\n", "  tp_gather_act 1.0\n  tp_gather_act 2.0\n"
         )
@@ -196,7 +218,7 @@ def test_checker_demands_gathers() -> None:
     with pytest.raises(
         CompletenessError, match=r"tp_gather_act 2\.0 is not needed: .* no such collective"
     ):
-        check(more)
+        check(with_extra_gather)
     with pytest.raises(
         SchedirError,
         match=r"tp_gather_act 1\.0 has no tp_scatter_act .*\n(.*\n)* .*sequence_parallel yes",
@@ -204,7 +226,7 @@ def test_checker_demands_gathers() -> None:
         check(replace(program, sequence_parallel=False))
 
 
-def test_gathers_are_filled_priced_and_told_of() -> None:
+def test_gather_waits_are_filled_and_advised() -> None:
     """Gathers alone can take time, and weight gradients fill the waits for them.
 
     Waits for gathers count as waits for sums of segments, and not for messages.
@@ -212,32 +234,43 @@ def test_gathers_are_filled_priced_and_told_of() -> None:
     shape, shares = PipelineShape(2, 6), (0.2, 1, 0.2, 1, 0.2)
     two = split_costs(Costs(F=2, I=2, W=2, tp_gather=0.6), 5, shape, shares)
     unfilled, filled = (
-        simulate(of(schedules.zb_h1, shape, 5, costs=two, fill_collective_waits=fill), two)
+        simulate(
+            compile_segments(schedules.zb_h1, shape, 5, costs=two, fill_collective_waits=fill), two
+        )
         for fill in (None, "W")
     )
     assert filled.span < unfilled.span - 4 * 0.6
     shape, costs = PipelineShape(1, 4), Costs(F=2, I=2, W=2, tp_gather=0.6)
-    plain = simulate(of(schedules.zb_h1, shape, 5), costs)
+    plain = simulate(compile_segments(schedules.zb_h1, shape, 5), costs)
     idle = sum_by_cause(idleness(plain), 1)[0]
     assert {*np.flatnonzero(idle).tolist()} == {IdleCause.SUM}
-    told = {change.description: change.saved_share for change in advise(plain, costs).changes}
-    free = next(saves for what, saves in told.items() if "sums of segments" in what)
-    assert free == pytest.approx(
+    saved_shares = {
+        change.description: change.saved_share for change in advise(plain, costs).changes
+    }
+    free_gathers = next(
+        saves for description, saves in saved_shares.items() if "sums of segments" in description
+    )
+    assert free_gathers == pytest.approx(
         1 - simulate(plain.program, Costs(F=2, I=2, W=2)).span / plain.span
     )
-    assert not any(saves for what, saves in told.items() if "messages" in what)
-    assert any("fill_collective_waits=" in what for what in told)
+    assert not any(
+        saves for description, saves in saved_shares.items() if "messages" in description
+    )
+    assert any("fill_collective_waits=" in description for description in saved_shares)
 
 
-def test_half_the_bytes_go_around_each_time() -> None:
+def test_gather_and_reduce_scatter_send_all_reduce_bytes() -> None:
     """A reduce-scatter and a gather together send the bytes of an all-reduce.
 
     The sizes of all tokens and of a rank's own tokens are tested.
     """
     shape = PipelineShape(1, 2)
-    whole = compile(schedules.gpipe, shape, tp=2, stage_segments="fg")
+    unsharded = compile(schedules.gpipe, shape, tp=2, stage_segments="fg")
     sent = [
         count_sent_bytes(p, Sizes(activation=size))[Lane.TP][0]
-        for p, size in ((whole, 100.0), (of(schedules.gpipe, shape, "fg"), 100.0 + 50.0))
+        for p, size in (
+            (unsharded, 100.0),
+            (compile_segments(schedules.gpipe, shape, "fg"), 100.0 + 50.0),
+        )
     ]
     assert sent == pytest.approx([2 * 2 * 100.0, 2 * 4 * 50.0])

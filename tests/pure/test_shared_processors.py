@@ -23,36 +23,36 @@ PROCESSORS = st.sampled_from([0.5, 1, 1.5, 2, 3, 7])
 
 
 @st.composite
-def priced(draw: st.DrawFn) -> tuple[Program, Costs]:
-    """Draw a lowered program, and costs that are whole numbers."""
+def programs_with_costs(draw: st.DrawFn) -> tuple[Program, Costs]:
+    """Draw a lowered program, and costs that are integers."""
     draft = draw(strategies.compute_programs())
     costs = draw(strategies.costs(draft.shape))
     return lower(draft, costs, "per_edge"), costs
 
 
-def given_work(timeline: Timeline, processors: float) -> Any:
+def compute_processor_time(timeline: Timeline, processors: float) -> Any:
     """Return the processor time of each compute until its end, and the total, from all speeds."""
     spans = timeline.spans
     computes = np.isin(spans["lane"], CPU_LANES)
     times = np.unique([spans["start"], spans["end"]])
-    total, each = 0.0, np.zeros(len(spans))
+    total, processor_times = 0.0, np.zeros(len(spans))
     for a, b in pairwise(times.tolist()):
         running = computes & (spans["start"] <= a) & (spans["end"] >= b)
         if running.any():
-            each[running] += (b - a) * min(1.0, processors / running.sum())
+            processor_times[running] += (b - a) * min(1.0, processors / running.sum())
             total += (b - a) * min(processors, running.sum())
-    return each, total, computes
+    return processor_times, total, computes
 
 
 @given(st.data())
-def test_shares(data: st.DataObject) -> None:
-    program, costs = data.draw(priced())
+def test_processors_are_shared_fairly(data: st.DataObject) -> None:
+    program, costs = data.draw(programs_with_costs())
     processors = data.draw(PROCESSORS)
     alone = simulate(program, costs, progress_model="per_edge", blocking_hosts=True)
     shared = simulate_on_cpus(program, costs, processors)
-    each, total, computes = given_work(shared, processors)
+    processor_times, total, computes = compute_processor_time(shared, processors)
     cost = alone.spans["end"] - alone.spans["start"]
-    np.testing.assert_allclose(each[computes], cost[computes], atol=1e-9)
+    np.testing.assert_allclose(processor_times[computes], cost[computes], atol=1e-9)
     took = shared.spans["end"] - shared.spans["start"]
     np.testing.assert_allclose(took[~computes], cost[~computes], atol=1e-9)
     work = cost[computes].sum()
@@ -69,14 +69,14 @@ def test_shares(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_enough_processors_are_no_limit(data: st.DataObject) -> None:
-    program, costs = data.draw(priced())
+def test_enough_processors_change_nothing(data: st.DataObject) -> None:
+    program, costs = data.draw(programs_with_costs())
     alone = simulate(program, costs, progress_model="per_edge", blocking_hosts=True)
     shared = simulate_on_cpus(program, costs, program.shape.ranks)
     assert shared.spans.tolist() == alone.spans.tolist()
 
 
-def test_other_ranks_go_faster_while_one_waits() -> None:
+def test_ranks_speed_up_while_other_waits() -> None:
     """Two ranks use one processor, and each has half of it while both compute."""
     program = compile(schedules.one_f_one_b, PipelineShape(2, 2))
     timeline = simulate_on_cpus(program, Costs(F=1, B=2), 1)
@@ -87,13 +87,13 @@ def test_other_ranks_go_faster_while_one_waits() -> None:
 
 
 @pytest.mark.parametrize("processors", [0, -1, float("inf"), float("nan"), True, "2"])
-def test_what_is_no_number_of_processors(processors: Any) -> None:
+def test_invalid_processor_count_is_refused(processors: Any) -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 2))
     with pytest.raises(UsageError, match="must be a number > 0"):
         simulate_on_cpus(program, Costs(F=1, B=2), processors)
 
 
-def test_costs_that_are_too_large() -> None:
+def test_too_large_costs_are_refused() -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 8))
     with pytest.raises(CostsError, match="add up to more than"):
         simulate_on_cpus(program, Costs(F=1e308, B=1e308), 1)

@@ -18,7 +18,7 @@ from schedir.training.train import build_program
 from tests.check_calls import proofs
 from tests.commands import run_command
 
-MINE = """
+SCHEDULE_SOURCE = """
 import pickle
 from pathlib import Path
 from schedir import B, F
@@ -34,7 +34,7 @@ def mine(rank, ranks, microbatches):
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(MINE)
+    Path("mine.py").write_text(SCHEDULE_SOURCE)
     vee = schedir.PipelineShape(2, 4, placement="vee")
     program = schedir.compile(schedir.schedules.zb_v, vee, progress_model="per_edge", overlap=True)
     Path("f.sched").write_text(schedir.to_text(program))
@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def proven(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def check_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return proofs(monkeypatch)
 
 
@@ -55,12 +55,15 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("argv", COMMANDS)
-def test_a_command_checks_once(
-    argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
+def test_command_checks_once(
+    argv: str, capsys: pytest.CaptureFixture[str], check_calls: list[tuple[str, str]]
 ) -> None:
     run_command(capsys, *argv.split())
     # A schedule that is proved shortest is compared with built-in ones, which are checked too.
-    assert [one for one in proven if one[1] == "mine"] == [("complete", "mine"), ("proof", "mine")]
+    assert [proof for proof in check_calls if proof[1] == "mine"] == [
+        ("complete", "mine"),
+        ("proof", "mine"),
+    ]
     assert Path("loaded").read_text() == "once\n"
 
 
@@ -71,16 +74,16 @@ def test_a_command_checks_once(
      "export f.sched --progress-model per_edge --to torch -o x.csv",
      "simulate f.sched --progress-model per_edge --sizes saved=1 --memory-limit 1GB"],
 )  # fmt: skip
-def test_a_program_in_a_file_is_checked_once(
-    argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
+def test_program_file_is_checked_once(
+    argv: str, capsys: pytest.CaptureFixture[str], check_calls: list[tuple[str, str]]
 ) -> None:
     run_command(capsys, *argv.split())
-    once = [("complete", "zb_v"), ("proof", "zb_v")]
-    assert proven == ([] if argv.startswith("print") else once)
+    checked_once = [("complete", "zb_v"), ("proof", "zb_v")]
+    assert check_calls == ([] if argv.startswith("print") else checked_once)
 
 
-def test_explain_loads_a_file_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """This holds although it compiles changed versions of the schedule."""
+def test_explain_loads_file_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """`explain` also compiles changed versions of the schedule."""
     run_command(capsys, "explain", "mine.py:mine")
     assert Path("loaded").read_text() == "once\n"
 
@@ -94,39 +97,41 @@ def test_explain_loads_a_file_once(capsys: pytest.CaptureFixture[str]) -> None:
         ["schedule=f.sched"],
     ],
 )
-def test_a_training_run_checks_once(sets: list[str], proven: list[tuple[str, str]]) -> None:
-    """The check is the one its transport needs, and neither executor nor reports repeat it."""
+def test_training_run_checks_once(sets: list[str], check_calls: list[tuple[str, str]]) -> None:
+    """The program is checked once, for its transport. Executor and reports do not repeat it."""
     Path("run.toml").write_text("[model]\ntied = false\n[train]\nclip_grad_norm = 0\n")
     config = read_config("run.toml", [f"pipeline.{setting}" for setting in sets])
     program = build_program(config)
     schedir.check(program, config.train.progress_model, blocking_hosts=True)
     schedir.simulate(program, progress_model=config.train.progress_model, blocking_hosts=True)
-    assert proven == [("complete", program.name), ("proof", program.name)]
+    assert check_calls == [("complete", program.name), ("proof", program.name)]
     if "mine" in sets[0]:
         assert Path("loaded").read_text() == "once\n"
 
 
-def test_a_configuration_that_has_loaded_a_file_is_pickled_without_it() -> None:
+def test_config_is_pickled_without_schedule_file() -> None:
     Path("run.toml").write_text("[pipeline]\nschedule = 'mine.py:mine'\n")
     config = read_config("run.toml")
     assert pickle.loads(pickle.dumps(config)) == config
     assert Path("loaded").read_text() == "once\n"
 
 
-def test_index_flow_and_graph_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft and program have one of each, whichever code needs it."""
-    made: Counter[str] = Counter()
+def test_index_flow_and_graph_are_created_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft and the program have one index, one dataflow and one graph each."""
+    counts: Counter[str] = Counter()
     for kind in (InstructionIndex, Dataflow, Graph):
 
-        def counted(self: Any, *args: Any, _init: Any = kind.__init__, **options: Any) -> None:
-            made[type(self).__name__] += 1
+        def count_creation(
+            self: Any, *args: Any, _init: Any = kind.__init__, **options: Any
+        ) -> None:
+            counts[type(self).__name__] += 1
             _init(self, *args, **options)
 
-        monkeypatch.setattr(kind, "__init__", counted)
+        monkeypatch.setattr(kind, "__init__", count_creation)
     program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))
-    assert made == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}
+    assert counts == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}
     schedir.check(program)
     run = schedir.simulate(program, sizes=schedir.Sizes(activation=1, saved=1))
     assert run.peak_memory.size and run.critical_path.size and run.peak_in_flight.size
     assert schedir.viz.text_chart(run, 80) and schedir.to_text(program)
-    assert made == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}
+    assert counts == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}

@@ -41,7 +41,7 @@ from tests.mutants import refusal
 from tests.oracle import Machine
 from tests.oracle_threads import verdict
 
-OF_SKIPS = (Opcode.SendSkip, Opcode.RecvSkip, Opcode.SendSkipGrad, Opcode.RecvSkipGrad)
+SKIP_OPS = (Opcode.SendSkip, Opcode.RecvSkip, Opcode.SendSkipGrad, Opcode.RecvSkipGrad)
 SMALL: list[tuple[Schedule, PipelineShape, Skips]] = [
     (schedules.one_f_one_b, PipelineShape(3, 3), ((0, 2),)),
     (schedules.zb_h1, PipelineShape(4, 4), ((0, 3),)),
@@ -54,12 +54,14 @@ NAMES = [schedule.__name__ for schedule, _, _ in SMALL]
 
 
 @pytest.mark.parametrize(("schedule", "shape", "skips"), SMALL, ids=NAMES)
-def test_legal_under_every_model(schedule: Schedule, shape: PipelineShape, skips: Skips) -> None:
+def test_skips_are_legal_under_every_model(
+    schedule: Schedule, shape: PipelineShape, skips: Skips
+) -> None:
     program = compile(schedule, shape, skips=skips)
     for model in MODELS:
         check(from_text(to_text(program)), model, blocking_hosts=True)
         assert verdict(program, model, 1).kind == "ok"
-    stages = {(i.op, i.stage) for stream in program.streams for i in stream if i.op in OF_SKIPS}
+    stages = {(i.op, i.stage) for stream in program.streams for i in stream if i.op in SKIP_OPS}
     crossing = {
         (s, t)
         for s, t in skips
@@ -71,30 +73,30 @@ def test_legal_under_every_model(schedule: Schedule, shape: PipelineShape, skips
     assert stages == {
         (op, end)
         for s, t in crossing
-        for op, end in zip(OF_SKIPS, (s, t, t, s), strict=True)
-        if program.has_backward or op in OF_SKIPS[:2]
+        for op, end in zip(SKIP_OPS, (s, t, t, s), strict=True)
+        if program.has_backward or op in SKIP_OPS[:2]
     }
 
 
-def changed(program: Program, rank: int, words: list[int]) -> Program:
+def replace_stream(program: Program, rank: int, words: list[int]) -> Program:
     streams = [*program.streams]
     streams[rank] = Stream(np.array(words, np.int64))
     return replace(program, streams=tuple(streams), message_order={})
 
 
 @pytest.mark.parametrize(("schedule", "shape", "skips"), SMALL, ids=NAMES)
-def test_every_change_is_refused_or_harmless(
+def test_mutated_skip_agrees_with_oracle(
     schedule: Schedule, shape: PipelineShape, skips: Skips
 ) -> None:
     """Each instruction of a skip is dropped, doubled, swapped with its neighbour, or replaced."""
     program = compile(schedule, shape, skips=skips)
-    refused = 0
+    num_refused = 0
     for rank, stream in enumerate(program.streams):
         words = stream.words.tolist()
         for k, i in enumerate(stream):
-            if i.op not in OF_SKIPS:
+            if i.op not in SKIP_OPS:
                 continue
-            other = words[k] + ((int(Opcode.SendAct) - int(Opcode.SendSkip)) << OP_SHIFT)
+            other_word = words[k] + ((int(Opcode.SendAct) - int(Opcode.SendSkip)) << OP_SHIFT)
             if len(stream) > 24 and i.mb not in (0, shape.microbatches - 1):
                 continue  # large programs test only the first and the last microbatch
             for mutant in (
@@ -103,47 +105,52 @@ def test_every_change_is_refused_or_harmless(
                 [*words[:k], *words[k + 1 : k + 2], words[k], *words[k + 2 :]],
                 [*words[: max(k - 1, 0)], words[k], *words[max(k - 1, 0) : k], *words[k + 1 :]],
                 [*words[:k], words[k] + (1 << 32), *words[k + 1 :]],  # the next stage
-                [*words[:k], other, *words[k + 1 :]],
+                [*words[:k], other_word, *words[k + 1 :]],
             ):
                 if mutant == words:
                     continue
                 for model in MODELS:
-                    one, said = (
-                        changed(program, rank, mutant),
-                        verdict(changed(program, rank, mutant), model, k),
+                    changed_program, outcome = (
+                        replace_stream(program, rank, mutant),
+                        verdict(replace_stream(program, rank, mutant), model, k),
                     )
-                    error = refusal(one, model)
-                    assert bool(error) == (said.kind != "ok"), (to_text(one), model, error, said)
-                    refused += bool(error)
-    assert refused
+                    error = refusal(changed_program, model)
+                    assert bool(error) == (outcome.kind != "ok"), (
+                        to_text(changed_program),
+                        model,
+                        error,
+                        outcome,
+                    )
+                    num_refused += bool(error)
+    assert num_refused
 
 
-def test_what_is_said_of_it() -> None:
+def test_missing_skip_errors_name_instructions() -> None:
     program = compile(schedules.one_f_one_b, PipelineShape(3, 2), skips=((0, 2),))
     text = to_text(program, folded=False)
-    for lost, kept, where in (
+    for lost, present, place in (
         ("send_skip 0.1", "recv_skip 2.1", "rank 2"),
         ("recv_skip_grad 0.0", "send_skip_grad 2.0", "rank 2"),
     ):
-        with pytest.raises(Exception, match=rf"{kept} has no {lost} on rank 0\n +{where} "):
+        with pytest.raises(Exception, match=rf"{present} has no {lost} on rank 0\n +{place} "):
             check(read(text.replace(f"  {lost}\n", "")))
-    gone = text.replace("  send_skip 0.1\n", "").replace("  recv_skip 2.1\n", "")
+    without_skip = text.replace("  send_skip 0.1\n", "").replace("  recv_skip 2.1\n", "")
     with pytest.raises(Exception, match=r"send_skip 0.1 and its receive are missing"):
-        check(read(gone))
+        check(read(without_skip))
     with pytest.raises(Exception, match=r"send_skip 0.0 is not needed: no skip leads from"):
         check(replace(program, skips=()))
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(MODELS), st.sampled_from(["", "minimal"]))
-def test_times_are_those_of_a_plain_machine(seed: int, model: Any, slots: Any) -> None:
-    """Times of any draft with a skip over any stages equal those of the independent oracle."""
+def test_times_match_machine(seed: int, model: Any, slots: Any) -> None:
+    """Times of random drafts with a skip equal those of the independent machine."""
     rng = np.random.default_rng(seed)
     ranks, v = int(rng.integers(2, 5)), int(rng.integers(1, 3))
     shape = PipelineShape(
         ranks, int(rng.integers(1, 5)), v, rng.choice(["loop", "vee"]) if v > 1 else "loop"
     )
-    ends = sorted(rng.permutation(shape.stages)[:2].tolist())
-    skips = [(ends[0], ends[1])] if ends[1] > ends[0] + 1 else []
+    skip_ends = sorted(rng.permutation(shape.stages)[:2].tolist())
+    skips = [(skip_ends[0], skip_ends[1])] if skip_ends[1] > skip_ends[0] + 1 else []
     draft = random_compute_program(shape, random.Random(seed))
     program = compile(draft, skips=skips, buffer_sharing=slots or None)
     costs = Costs(F=1, I=1.5, W=0.5, B=2, send=0.25)
@@ -151,34 +158,42 @@ def test_times_are_those_of_a_plain_machine(seed: int, model: Any, slots: Any) -
     assert machine.run()
     begins = program.offsets.tolist()
     end = simulate(program, costs, progress_model=model).spans["end"]
-    for (rank, k), when in machine.ended.items():
-        assert end[begins[rank] + k] == pytest.approx(when)
+    for (rank, k), end_time in machine.ended.items():
+        assert end[begins[rank] + k] == pytest.approx(end_time)
 
 
-def test_memory_counts_it_on_both_ranks() -> None:
+def test_memory_counts_skip_on_both_ranks() -> None:
     shape, skip = PipelineShape(3, 4), 10.0
     program = compile(schedules.one_f_one_b, shape, skips=((0, 2),), buffer_sharing="minimal")
-    least = dict(zip(SLOT_KINDS, count_min_slots(program).T.tolist(), strict=True))
+    min_slots = dict(zip(SLOT_KINDS, count_min_slots(program).T.tolist(), strict=True))
     # Rank 0 keeps its skip until it is sent. Rank 2 keeps it from its arrival until F uses it.
-    assert least[Value.SKIP_OUT] == [1, 0, 0] and least[Value.SKIP_GRAD_OUT] == [0, 0, 1]
-    assert least[Value.SKIP_IN][0] == least[Value.SKIP_IN][1] == 0 < least[Value.SKIP_IN][2]
+    assert min_slots[Value.SKIP_OUT] == [1, 0, 0] and min_slots[Value.SKIP_GRAD_OUT] == [0, 0, 1]
+    assert (
+        min_slots[Value.SKIP_IN][0]
+        == min_slots[Value.SKIP_IN][1]
+        == 0
+        < min_slots[Value.SKIP_IN][2]
+    )
     sizes = Sizes(skip=(skip, 0, 0))
     number = np.array(
-        [sum(least[kind][rank] for kind in least if "SKIP" in kind.name) for rank in range(3)]
+        [
+            sum(min_slots[kind][rank] for kind in min_slots if "SKIP" in kind.name)
+            for rank in range(3)
+        ]
     )
     assert simulate(program, sizes=sizes).peak_memory.tolist() == (skip * number).tolist()
-    own = compile(schedules.one_f_one_b, shape, skips=((0, 2),))
-    assert simulate(own, sizes=sizes).peak_memory.tolist() == [2 * 4 * skip, 0, 2 * 4 * skip]
+    unslotted = compile(schedules.one_f_one_b, shape, skips=((0, 2),))
+    assert simulate(unslotted, sizes=sizes).peak_memory.tolist() == [2 * 4 * skip, 0, 2 * 4 * skip]
     # On one rank the skip is handed over, and stays in place until it is used.
     vee = compile(schedules.zb_v, PipelineShape(2, 3, 2, "vee"), skips=((0, 3),))
-    assert vee.used_opcodes.isdisjoint(OF_SKIPS)
-    (here, there) = compute_footprints(vee, Sizes(skip=(skip, 0, 0, 0)))
-    assert (
-        here.total_bytes.max() >= skip and here.total_bytes[-1] == 0 and not there.total_bytes.any()
-    )
+    assert vee.used_opcodes.isdisjoint(SKIP_OPS)
+    (first_rank, second_rank) = compute_footprints(vee, Sizes(skip=(skip, 0, 0, 0)))
+    assert first_rank.total_bytes.max() >= skip
+    assert first_rank.total_bytes[-1] == 0
+    assert not second_rank.total_bytes.any()
 
 
-def test_programs_without_stay_as_they_are() -> None:
+def test_programs_without_skips_are_unchanged() -> None:
     program = compile(schedules.zb_h1, PipelineShape(4, 8))
     assert "skips" not in to_text(program) and len(Dataflow.from_program(program).givers) == 2
     assert not any(
@@ -186,26 +201,27 @@ def test_programs_without_stay_as_they_are() -> None:
         for op in (Opcode.SendSkip, Opcode.SendSkipGrad)
     )
     assert compile(schedules.zb_h1, PipelineShape(4, 8), skips=()).digest == program.digest
-    other = compile(schedules.zb_h1, PipelineShape(4, 8), skips=[(0, 2)])
-    assert replace(program, skips=((0, 2),)).digest not in (program.digest, other.digest)
-    assert len(Dataflow.from_program(other).givers) == 3
-    assert from_text(to_text(other)) == other and from_text(to_text(other)).skips == ((0, 2),)
+    with_skips = compile(schedules.zb_h1, PipelineShape(4, 8), skips=[(0, 2)])
+    assert replace(program, skips=((0, 2),)).digest not in (program.digest, with_skips.digest)
+    assert len(Dataflow.from_program(with_skips).givers) == 3
+    assert from_text(to_text(with_skips)) == with_skips
+    assert from_text(to_text(with_skips)).skips == ((0, 2),)
 
 
-def test_the_stages_beside() -> None:
+def test_neighbor_stages_of_skips() -> None:
     program = compile(schedules.gpipe, PipelineShape(4, 1), skips=((0, 2), (1, 3)))
     assert program.neighbor_stages(PeerRule.NEXT).tolist() == [1, 2, 3, -1]
     assert program.neighbor_stages(PeerRule.PREVIOUS).tolist() == [-1, 0, 1, 2]
     assert program.neighbor_stages(PeerRule.SKIP_TO).tolist() == [2, 3, -1, -1]
     assert program.neighbor_stages(PeerRule.SKIP_FROM).tolist() == [-1, -1, 0, 1]
     index = Graph.from_program(program).index
-    for one, other in pairwise((PeerRule.SKIP_TO, PeerRule.SKIP_FROM)):
-        at = index.positions[Opcode.Forward]
-        there = index.find_neighbor_keys(one, at)
+    for rule, opposite_rule in pairwise((PeerRule.SKIP_TO, PeerRule.SKIP_FROM)):
+        positions = index.positions[Opcode.Forward]
+        skip_keys = index.find_neighbor_keys(rule, positions)
         back = index.find_neighbor_keys(
-            other, index.find_positions(Opcode.Forward, there)[there >= 0]
+            opposite_rule, index.find_positions(Opcode.Forward, skip_keys)[skip_keys >= 0]
         )
-        assert back.tolist() == index.key[at][there >= 0].tolist()
+        assert back.tolist() == index.key[positions][skip_keys >= 0].tolist()
 
 
 REFUSED: list[tuple[object, str, str]] = [
@@ -223,19 +239,19 @@ REFUSED: list[tuple[object, str, str]] = [
 
 
 @pytest.mark.parametrize(("skips", "fact", "hint"), REFUSED, ids=str)
-def test_what_skips_are_not(skips: Any, fact: str, hint: str) -> None:
+def test_invalid_skips_are_refused(skips: Any, fact: str, hint: str) -> None:
     with pytest.raises(ShapeError) as caught:
         compile(schedules.gpipe, PipelineShape(5, 4), skips=skips)
     assert fact in caught.value.fact and hint in caught.value.hint
     assert [*caught.value.fields] == ["skips"]
 
 
-def test_torch_has_none() -> None:
+def test_torch_csv_refuses_skips() -> None:
     with pytest.raises(UsageError, match="has skip connections, but torch's stages"):
         torch_csv.to_csv(compile(schedules.gpipe, PipelineShape(3, 3), skips=((0, 2),)))
 
 
-def test_small_messages_are_told_with_the_size_of_a_skip() -> None:
+def test_eager_limit_needs_skip_size() -> None:
     """A skip of unknown size is not small."""
     program = compile(schedules.gpipe, PipelineShape(3, 2), skips=((0, 2),))
     for sizes in (Sizes(activation=16e6), Sizes(skip=16e6)):
@@ -247,18 +263,18 @@ def test_small_messages_are_told_with_the_size_of_a_skip() -> None:
 
     # Rank 0 sends its skip first, and rank 2 receives its activation first.
     hangs = to_text(program, folded=False)
-    for here, there in (
+    for original, replacement in (
         ("send_act 0.0\n  send_skip 0.0", "send_skip 0.0\n  send_act 0.0"),
         (
             "recv_skip 2.0\n  recv_skip 2.1\n  recv_act 2.0",
             "recv_act 2.0\n  recv_skip 2.0\n  recv_skip 2.1",
         ),
     ):
-        assert here in hangs
-        hangs = hangs.replace(here, there)
-    with pytest.raises(DeadlockError) as stuck:
+        assert original in hangs
+        hangs = hangs.replace(original, replacement)
+    with pytest.raises(DeadlockError) as deadlock:
         check(from_text(hangs), "per_device", sizes=Sizes(activation=16e6))
-    assert stuck.value.eager_limit is None and "finishes" not in stuck.value.hint
-    with pytest.raises(DeadlockError) as stuck:
+    assert deadlock.value.eager_limit is None and "finishes" not in deadlock.value.hint
+    with pytest.raises(DeadlockError) as deadlock:
         check(from_text(hangs), "per_device", sizes=Sizes(activation=16e6, skip=1e3))
-    assert stuck.value.eager_limit == 1e3
+    assert deadlock.value.eager_limit == 1e3

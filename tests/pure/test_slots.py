@@ -51,7 +51,7 @@ from tests.strategies import costs, with_slots
 models = st.sampled_from(MODELS)
 
 
-def varied(draft: Program, data: st.DataObject, progress_model: ProgressModel) -> Program:
+def lower_variant(draft: Program, data: st.DataObject, progress_model: ProgressModel) -> Program:
     """Lower a program, perhaps with groups, tensor parallelism, early gathers and receives."""
     program = lower(replace(draft, tp=data.draw(st.integers(1, 2))))
     if data.draw(st.booleans()):
@@ -65,7 +65,7 @@ def varied(draft: Program, data: st.DataObject, progress_model: ProgressModel) -
 
 @settings(max_examples=200)
 @given(compute_programs(), models, st.data(), st.randoms(use_true_random=False))
-def test_no_two_values_share_a_slot_at_once(
+def test_values_never_share_slot(
     draft: Program, progress_model: ProgressModel, data: st.DataObject, rng: random.Random
 ) -> None:
     """Each value gets one existing slot, and the slot's next value waits for its last reader.
@@ -73,7 +73,7 @@ def test_no_two_values_share_a_slot_at_once(
     The test goes from group to group along the Stream, since the values of a group are in memory
     together.
     """
-    program = with_slots(varied(draft, data, progress_model), rng)
+    program = with_slots(lower_variant(draft, data, progress_model), rng)
     index = InstructionIndex(program)
     machine = Machine(program, progress_model, Costs())
     machine.run()
@@ -83,20 +83,22 @@ def test_no_two_values_share_a_slot_at_once(
         for fills, frees in find_slot_reuses(program).values():
             waits[fills] = frees
     for rank, stream in enumerate(program.streams):
-        at = {i: k for k, i in enumerate(stream)}
+        positions = {i: k for k, i in enumerate(stream)}
         group = np.cumsum(~stream.joined).tolist()
         slots = assign_slots(program, rank)
         lives: dict[tuple[str, int], list[tuple[int, int]]] = {}
         values = machine.values(rank)
-        for (kind, stage, mb), (slot,) in ((of, fills.values()) for of, fills in slots.items()):
+        for (kind, stage, mb), (slot,) in (
+            (value, fills.values()) for value, fills in slots.items()
+        ):
             if kind in BOUNDARY_VALUES:
-                fill, free = values.pop((kind.name.lower(), stage, mb))
+                fill, freed_at = values.pop((kind.name.lower(), stage, mb))
             else:  # only compute instructions fill and free this slot
-                ends = [k for i, k in at.items() if i[1:] == (stage, mb)
+                uses = [k for i, k in positions.items() if i[1:] == (stage, mb)
                         and kind in (*INSTRUCTIONS[i.op].gives,
                             *INSTRUCTIONS[i.op].frees)]  # fmt: skip
-                fill, free = min(ends), max(ends)
-            lives.setdefault((kind.name, slot), []).append((fill, free))
+                fill, freed_at = min(uses), max(uses)
+            lives.setdefault((kind.name, slot), []).append((fill, freed_at))
             if program.slots and kind in BOUNDARY_VALUES:
                 assert slot < program.slots[rank][BOUNDARY_VALUES.index(kind)]
         assert not values
@@ -112,37 +114,37 @@ def test_no_two_values_share_a_slot_at_once(
 
 @settings(max_examples=200)
 @given(compute_programs(), models, st.data())
-def test_the_fewest_are_the_most_that_overlap(
+def test_min_slots_equal_max_overlap(
     draft: Program, progress_model: ProgressModel, data: st.DataObject
 ) -> None:
-    program = varied(draft, data, progress_model)
+    program = lower_variant(draft, data, progress_model)
     machine = Machine(program, progress_model, Costs())
     machine.run()
-    few = count_min_slots(program)
+    min_slots = count_min_slots(program)
     for rank, stream in enumerate(program.streams):
         group = np.cumsum(~stream.joined).tolist()
         alive = [Counter[str]() for _ in range(max(group, default=0) + 1)]
-        for (name, _, _), (fill, free) in machine.values(rank).items():
-            for g in range(group[fill], group[free] + 1):
+        for (name, _, _), (fill, freed_at) in machine.values(rank).items():
+            for g in range(group[fill], group[freed_at] + 1):
                 alive[g][name] += 1
-        for kind, count in zip(BOUNDARY_VALUES, few[rank].tolist(), strict=False):
+        for kind, count in zip(BOUNDARY_VALUES, min_slots[rank].tolist(), strict=False):
             assert count == max(a[kind.name.lower()] for a in alive)
         used = Counter(kind for kind, _ in {(k, *s.values()) for (k, _, _), s in assign_slots(
-            replace(program, slots=tuple(SlotCounts(*row[:4]) for row in few.tolist())), rank
+            replace(program, slots=tuple(SlotCounts(*row[:4]) for row in min_slots.tolist())), rank
         ).items()})  # fmt: skip
-        assert [used[kind] for kind in SLOT_KINDS] == few[rank].tolist()
+        assert [used[kind] for kind in SLOT_KINDS] == min_slots[rank].tolist()
 
 
 @settings(max_examples=100)
 @given(compute_programs(), models, st.data())
-def test_one_fewer_is_refused(
+def test_one_slot_less_is_refused(
     draft: Program, progress_model: ProgressModel, data: st.DataObject
 ) -> None:
-    program = share_slots(varied(draft, data, progress_model), "minimal")
+    program = share_slots(lower_variant(draft, data, progress_model), "minimal")
     check(program, progress_model)
-    some = [(r, k) for r, counts in enumerate(program.slots) for k in range(4) if counts[k]]
-    assume(some)
-    rank, kind = data.draw(st.sampled_from(some))
+    used_kinds = [(r, k) for r, counts in enumerate(program.slots) for k in range(4) if counts[k]]
+    assume(used_kinds)
+    rank, kind = data.draw(st.sampled_from(used_kinds))
     counts = list(program.slots[rank])
     counts[kind] -= 1
     slots = (*program.slots[:rank], SlotCounts(*counts), *program.slots[rank + 1 :])
@@ -156,27 +158,29 @@ def test_one_fewer_is_refused(
 
 @settings(max_examples=150)
 @given(compute_programs(), models, st.data())
-def test_enough_keeps_the_predicted_time(
+def test_latency_preserving_keeps_span(
     draft: Program, progress_model: ProgressModel, data: st.DataObject
 ) -> None:
-    program = varied(draft, data, progress_model)
+    program = lower_variant(draft, data, progress_model)
     priced = data.draw(costs(draft.shape))
     shared = check(
         share_slots(program, "latency_preserving", priced, progress_model), progress_model
     )
-    few, own = count_min_slots(program)[:, :4], [len(s) for s in program.streams]
+    min_slots, stream_lengths = count_min_slots(program)[:, :4], [len(s) for s in program.streams]
     assert shared.streams == program.streams
-    assert (np.array(shared.slots)[:, :4] >= few).all()
-    assert all(max(counts[:4]) <= max(n, 1) for counts, n in zip(shared.slots, own, strict=True))
-    one, other = (
+    assert (np.array(shared.slots)[:, :4] >= min_slots).all()
+    assert all(
+        max(counts[:4]) <= max(n, 1) for counts, n in zip(shared.slots, stream_lengths, strict=True)
+    )
+    unshared_span, shared_span = (
         simulate(p, priced, progress_model=progress_model).span for p in (program, shared)
     )
-    assert one == other
+    assert unshared_span == shared_span
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_fewest_finish_under_every_model(schedule: Schedule, overlap: bool) -> None:
+def test_minimal_slots_finish_under_every_model(schedule: Schedule, overlap: bool) -> None:
     shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
     for model in MODELS:
         program = compile(
@@ -184,41 +188,47 @@ def test_the_fewest_finish_under_every_model(schedule: Schedule, overlap: bool) 
         )
         assert simulate(program, Costs(send=0.5), progress_model=model).span > 0
         if not overlap:
-            for other in MODELS:
-                check(program, other)
+            for checked_model in MODELS:
+                check(program, checked_model)
 
 
-def test_gpipe_pays_for_the_fewest() -> None:
+def test_minimal_slots_slow_gpipe() -> None:
     """With two slots a message overlaps a forward. With one slot both ranks wait for it."""
     shape, priced = PipelineShape(4, 16), Costs(F=1, B=2, send=0.1)
 
-    def span(buffer_sharing: BufferSharing | None, costs: Costs | None = None) -> float:
+    def compute_span(buffer_sharing: BufferSharing | None, costs: Costs | None = None) -> float:
         program = compile(
             gpipe, shape, progress_model="per_edge", costs=costs, buffer_sharing=buffer_sharing
         )
         return round(simulate(program, priced, progress_model="per_edge").span, 9)
 
-    assert span(None) == span(None, priced) == span("latency_preserving", priced) == 57.6
-    assert span("minimal") == span("minimal", priced) == 60.6
+    assert (
+        compute_span(None)
+        == compute_span(None, priced)
+        == compute_span("latency_preserving", priced)
+        == 57.6
+    )
+    assert compute_span("minimal") == compute_span("minimal", priced) == 60.6
     assert set(compile(gpipe, shape, buffer_sharing="minimal").slots[1:3]) == {
         SlotCounts(1, 1, 1, 1)
     }
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
-def test_enough_at_free_messages_is_enough_for_others(schedule: Schedule) -> None:
+def test_slots_for_free_messages_keep_span_of_others(schedule: Schedule) -> None:
     """Slots chosen for messages that take no time lose no time when messages do take time."""
     shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
-    own = compile(schedule, shape, progress_model="per_edge", overlap=True)
-    shared = share_slots(own, "latency_preserving", None, "per_edge")
+    unslotted = compile(schedule, shape, progress_model="per_edge", overlap=True)
+    shared = share_slots(unslotted, "latency_preserving", None, "per_edge")
     for send in (0, 0.02, 0.1, 0.2, 0.3, 0.5):
-        one, other = (
-            simulate(p, Costs(send=send), progress_model="per_edge").span for p in (own, shared)
+        unshared_span, shared_span = (
+            simulate(p, Costs(send=send), progress_model="per_edge").span
+            for p in (unslotted, shared)
         )
-        assert other == pytest.approx(one, rel=1e-9)
+        assert shared_span == pytest.approx(unshared_span, rel=1e-9)
 
 
-def test_enough_is_as_few_as_can_be() -> None:
+def test_latency_preserving_slots_are_minimal() -> None:
     """GPipe needs each of its slots: one less of any kind on any rank makes the step longer."""
     priced = Costs(F=1, B=2, send=0.1)
     program = compile(
@@ -241,7 +251,7 @@ def test_enough_is_as_few_as_can_be() -> None:
             assert not count or simulate(fewer, priced, progress_model="per_edge").span > span
 
 
-def test_slow_stages_need_no_more_than_fast_ones() -> None:
+def test_slow_stage_needs_few_slots() -> None:
     """A slow stage delays its neighbours anyway, so a long queue of its inputs gains nothing."""
     priced = Costs(F=(1, 1, 1, 2), B=(2, 2, 2, 4), send=0.1)
     program = compile(
@@ -254,13 +264,13 @@ def test_slow_stages_need_no_more_than_fast_ones() -> None:
     assert max(max(counts[:4]) for counts in program.slots) <= 3
 
 
-def test_slots_are_part_of_a_program() -> None:
+def test_slots_are_in_text_and_digest() -> None:
     program = compile(one_f_one_b, PipelineShape(3, 6), buffer_sharing="minimal")
     assert from_text(to_text(program)) == program == from_text(to_text(program, folded=False))
     assert "rank 1  act_in 1  act_out 1  grad_in 1  grad_out 1\n" in to_text(program)
-    own = replace(program, slots=())
-    assert own != program and own.digest != program.digest
-    assert replace(own, slots=program.slots).digest == program.digest
+    unslotted = replace(program, slots=())
+    assert unslotted != program and unslotted.digest != program.digest
+    assert replace(unslotted, slots=program.slots).digest == program.digest
 
 
 @pytest.mark.parametrize(
@@ -268,21 +278,21 @@ def test_slots_are_part_of_a_program() -> None:
     ["rank 0  act_in 1", "rank 0  act_in 1  act_out 1  grad_in 1  grad_out x",
      "rank 0  act_out 1  act_in 1  grad_in 1  grad_out 1"],
 )  # fmt: skip
-def test_text_of_slots_that_is_none(head: str) -> None:
+def test_invalid_slot_text_is_refused(head: str) -> None:
     text = to_text(compile(one_f_one_b, PipelineShape(2, 2)))
     with pytest.raises(ParseError) as caught:
         from_text(text.replace("rank 0", head))
     assert caught.value.line == 6
 
 
-def test_slots_are_said_of_all_ranks_or_of_none() -> None:
+def test_slots_on_some_ranks_are_refused() -> None:
     text = to_text(compile(one_f_one_b, PipelineShape(2, 2), buffer_sharing="minimal"))
     for line in [x for x in text.splitlines() if x.startswith("rank ") and "act_in" in x]:
         with pytest.raises(ParseError, match="either all ranks or no ranks must have slots"):
             from_text(text.replace(line, line[:6]))
 
 
-def test_counts_that_cannot_be() -> None:
+def test_invalid_slot_counts_are_refused() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 2))
     for slots in [(SlotCounts(1, 1, 1, 1),), (SlotCounts(1, 1, 1, -1),) * 2]:
         with pytest.raises(ShapeError):
@@ -303,15 +313,15 @@ rank 1  act_in 1  act_out 0  grad_in 0  grad_out 0
 """
 
 
-def test_waiting_for_a_slot_can_be_why() -> None:
+def test_critical_path_includes_slot_wait() -> None:
     """With one slot per kind, the second message waits until the first has been used."""
     program = check(from_text(CROSSED), "per_edge")
     priced = Costs(F=(1, 5), send=1)
     timeline = simulate(program, priced, progress_model="per_edge")
-    own = simulate(replace(program, slots=()), priced, progress_model="per_edge")
-    assert (timeline.span, own.span) == (13, 12)
-    second = int(program.offsets[1]) + 2
-    assert timeline.critical_predecessor[second] == second - 1  # F 1.0
+    unslotted = simulate(replace(program, slots=()), priced, progress_model="per_edge")
+    assert (timeline.span, unslotted.span) == (13, 12)
+    second_receive = int(program.offsets[1]) + 2
+    assert timeline.critical_predecessor[second_receive] == second_receive - 1  # F 1.0
 
 
 GROUPED = """schedir 1
@@ -328,7 +338,7 @@ rank 1  act_in 2  act_out 0  grad_in 0  grad_out 0
 """
 
 
-def test_a_group_waits_for_the_slots_of_all() -> None:
+def test_group_waits_for_all_slots() -> None:
     program = check(from_text(GROUPED), "per_edge")
     priced = Costs(F=(1, 5), send=1)
     assert simulate(program, priced, progress_model="per_edge").span == 24
@@ -337,23 +347,23 @@ def test_a_group_waits_for_the_slots_of_all() -> None:
 
 @settings(max_examples=100)
 @given(compute_programs(), models, st.data(), st.randoms(use_true_random=False))
-def test_what_remains_is_known(
+def test_remaining_times_bound_span(
     draft: Program, progress_model: ProgressModel, data: st.DataObject, rng: random.Random
 ) -> None:
     """From each start to the end of the run, there is time for the longest path of successors.
 
     On the critical path the two times are equal.
     """
-    program = with_slots(varied(draft, data, progress_model), rng)
+    program = with_slots(lower_variant(draft, data, progress_model), rng)
     priced = data.draw(costs(draft.shape))
     timeline = simulate(program, priced, progress_model=progress_model)
-    left = compute_remaining_times(Graph(program, progress_model), priced)
-    assert (timeline.spans["start"] + left).max(initial=0) == timeline.span
+    remaining = compute_remaining_times(Graph(program, progress_model), priced)
+    assert (timeline.spans["start"] + remaining).max(initial=0) == timeline.span
     path = timeline.critical_path
-    assert (timeline.spans["start"][path] + left[path] == timeline.span).all()
+    assert (timeline.spans["start"][path] + remaining[path] == timeline.span).all()
 
 
-def test_a_draft_takes_nothing_in() -> None:
+def test_draft_needs_no_message_slots() -> None:
     program = expand_schedule(one_f_one_b, PipelineShape(3, 4))
     assert not count_min_slots(program)[:, :4].any()
     looped = count_min_slots(expand_schedule(interleaved, PipelineShape(1, 4, 2)))
@@ -361,17 +371,15 @@ def test_a_draft_takes_nothing_in() -> None:
 
 
 @pytest.mark.parametrize("skips", [[], ["-O", "skips=0=3"]])
-def test_simulate_tells_the_slots_that_there_are(
-    capsys: pytest.CaptureFixture[str], skips: list[str]
-) -> None:
+def test_simulate_prints_slots(capsys: pytest.CaptureFixture[str], skips: list[str]) -> None:
     argv = ["simulate", "gpipe", "-O", "buffer_sharing=minimal", *skips]
     kinds = ["act_in", "act_out", "grad_in", "grad_out"]
     kinds += ["skip_in", "skip_out", "skip_grad_in", "skip_grad_out"] * bool(skips)
     line = next(
         line for line in run_command(capsys, *argv).splitlines() if line.startswith("slots")
     )
-    told = [pair.split() for pair in line.split(": ")[1].split(";")[0].split(", ")]
-    assert [kind for kind, _ in told] == kinds
-    assert all(1 <= int(number) <= 8 for _, number in told)
+    slot_pairs = [pair.split() for pair in line.split(": ")[1].split(";")[0].split(", ")]
+    assert [kind for kind, _ in slot_pairs] == kinds
+    assert all(1 <= int(number) <= 8 for _, number in slot_pairs)
     slots = json.loads(run_command(capsys, *argv, "--json"))["slots"]
     assert all([*counts] == kinds for counts in slots)

@@ -32,46 +32,48 @@ from tests.certified_optima import Case, cases
 from tests.interleavings import shortest
 
 
-def solved(problem: SchedulingProblem, **options: object) -> SolverResult:
+def run_solver(problem: SchedulingProblem, **options: object) -> SolverResult:
     pytest.importorskip("ortools")
     return solve(problem, 60, workers=1, **options)  # type: ignore[arg-type]
 
 
-def small(stages_per_rank: int, most: int) -> list[Case]:
-    found = [c for c in cases() if c.stages_per_rank == stages_per_rank and c.cells <= most]
-    return found[:: len(found) // 5 + 1]
+def select_small_cases(stages_per_rank: int, max_cells: int) -> list[Case]:
+    small_cases = [
+        c for c in cases() if c.stages_per_rank == stages_per_rank and c.cells <= max_cells
+    ]
+    return small_cases[:: len(small_cases) // 5 + 1]
 
 
-@pytest.mark.parametrize("case", small(1, 50) + small(2, 12), ids=str)
-def test_the_solver_gets_to_the_optimum_again(case: Case) -> None:
+@pytest.mark.parametrize("case", select_small_cases(1, 50) + select_small_cases(2, 12), ids=str)
+def test_solver_finds_certified_optimum(case: Case) -> None:
     problem = case.problem
-    found = solved(problem)
-    assert found.is_proved and found.order is not None
-    assert found.value == pytest.approx(case.optimum, rel=PROOF_TOLERANCE)
-    assert found.bound.value <= found.value
+    result = run_solver(problem)
+    assert result.is_proved and result.order is not None
+    assert result.value == pytest.approx(case.optimum, rel=PROOF_TOLERANCE)
+    assert result.bound.value <= result.value
     assert all(
         problem.fits_on_rank(held, rank)
-        for rank, held in enumerate(compute_peaks(problem, found.order))
+        for rank, held in enumerate(compute_peaks(problem, result.order))
     )
     # There is no shorter order than the optimum, and starting from it finds none.
-    none = solved(problem, shorter_than=case.optimum)
-    assert none.order is None and none.is_proved
-    assert none.bound.value == pytest.approx(case.optimum, rel=2 * PROOF_TOLERANCE)
-    kept = solved(problem, hint=found.order)
-    assert kept.is_proved and kept.value <= found.value
+    shorter = run_solver(problem, shorter_than=case.optimum)
+    assert shorter.order is None and shorter.is_proved
+    assert shorter.bound.value == pytest.approx(case.optimum, rel=2 * PROOF_TOLERANCE)
+    hinted = run_solver(problem, hint=result.order)
+    assert hinted.is_proved and hinted.value <= result.value
 
 
-@pytest.mark.parametrize("case", small(1, 50), ids=str)
-def test_a_found_order_simulates_as_predicted(case: Case) -> None:
+@pytest.mark.parametrize("case", select_small_cases(1, 50), ids=str)
+def test_found_order_simulates_as_predicted(case: Case) -> None:
     """The simulated time is equal, or longer because of the queues of messages."""
     problem = replace(case.problem, objective="span")
-    found = solved(problem)
-    assert found.order is not None
-    run = simulate(compile(draft_from_order(problem, found.order), costs=case.costs), case.costs)
+    result = run_solver(problem)
+    assert result.order is not None
+    run = simulate(compile(draft_from_order(problem, result.order), costs=case.costs), case.costs)
     if case.send:
-        assert found.value * (1 - 1e-9) <= run.span
+        assert result.value * (1 - 1e-9) <= run.span
     else:
-        assert found.value == pytest.approx(run.span, rel=1e-9)
+        assert result.value == pytest.approx(run.span, rel=1e-9)
 
 
 SHAPES = [(1, 3, 1, True), (2, 2, 1, True), (2, 3, 1, True), (2, 3, 1, False), (3, 2, 1, True)]
@@ -79,26 +81,30 @@ SHAPES += [(1, 2, 2, False), (1, 1, 2, True), (2, 1, 2, True), (3, 3, 1, False)]
 
 
 @st.composite
-def tiny(draw: st.DrawFn) -> SchedulingProblem:
+def tiny_problems(draw: st.DrawFn) -> SchedulingProblem:
     """Draw problems that are small enough to try every order, where all work takes time."""
     ranks, microbatches, v, split = draw(st.sampled_from(SHAPES))
     shape = PipelineShape(ranks, microbatches, v, draw(st.sampled_from(["loop", "vee"][:v])))
-    one = draw(st.sampled_from([st.integers(1, 6).map(float), st.floats(0.5, 2.0)]))
+    times = draw(st.sampled_from([st.integers(1, 6).map(float), st.floats(0.5, 2.0)]))
 
-    def row(each: st.SearchStrategy[float]) -> tuple[float, ...]:
-        return tuple(draw(st.lists(each, min_size=shape.stages, max_size=shape.stages)))
+    def draw_row(element: st.SearchStrategy[float]) -> tuple[float, ...]:
+        return tuple(draw(st.lists(element, min_size=shape.stages, max_size=shape.stages)))
 
-    costs = Costs(F=row(one), I=row(one), W=row(one), send=draw(st.just(0.0) | one))
+    costs = Costs(
+        F=draw_row(times), I=draw_row(times), W=draw_row(times), send=draw(st.just(0.0) | times)
+    )
     objective = draw(st.sampled_from(OBJECTIVES))
     if draw(st.booleans()):
-        room = draw(st.integers(v, 6))
+        in_flight = draw(st.integers(v, 6))
         return make_problem(
-            shape, costs, max_in_flight=room, objective=objective, split_backward=split
+            shape, costs, max_in_flight=in_flight, objective=objective, split_backward=split
         )
-    saved = row(st.integers(1, 5).map(float))
+    saved = draw_row(st.integers(1, 5).map(float))
     tape = tuple(float(draw(st.integers(0, int(s)))) for s in saved)
-    both = tuple(s + draw(st.integers(0, int(t))) for s, t in zip(saved, tape, strict=True))
-    sizes = Sizes(saved=saved, deferred_wgrad=tape, saved_and_deferred=both)
+    saved_and_deferred = tuple(
+        s + draw(st.integers(0, int(t))) for s, t in zip(saved, tape, strict=True)
+    )
+    sizes = Sizes(saved=saved, deferred_wgrad=tape, saved_and_deferred=saved_and_deferred)
     limit = draw(st.integers(1, 30))
     try:
         return make_problem(shape, costs, sizes, limit, objective=objective, split_backward=split)
@@ -107,57 +113,62 @@ def tiny(draw: st.DrawFn) -> SchedulingProblem:
         raise
 
 
-@given(tiny())
+@given(tiny_problems())
 @settings(max_examples=40, deadline=None)
-def test_the_solver_finds_what_trying_every_order_finds(problem: SchedulingProblem) -> None:
+def test_solver_agrees_with_exhaustive_search(problem: SchedulingProblem) -> None:
     best = shortest(problem)
-    found = solved(problem)
-    assert found.is_proved and found.order is not None
-    assert found.value == pytest.approx(best, rel=PROOF_TOLERANCE)
-    assert found.bound.value <= best * (1 + 1e-9)
-    assert compute_length(problem, found.order) == found.value
+    result = run_solver(problem)
+    assert result.is_proved and result.order is not None
+    assert result.value == pytest.approx(best, rel=PROOF_TOLERANCE)
+    assert result.bound.value <= best * (1 + 1e-9)
+    assert compute_length(problem, result.order) == result.value
 
 
-def test_a_known_bound_closes_it_at_once() -> None:
+def test_known_bound_ends_search() -> None:
     problem = make_problem(PipelineShape(ranks=2, microbatches=4), max_in_flight=2)
-    order = solved(problem).order
+    order = run_solver(problem).order
     known = LowerBound(13.0, "rank 0 ends last")
-    found = solved(problem, hint=order, known_bound=known)
-    assert (found.order, found.value, found.bound, found.is_proved) == (order, 13.0, known, True)
-    assert solved(problem, shorter_than=13.0, known_bound=known).order is None
+    result = run_solver(problem, hint=order, known_bound=known)
+    assert (result.order, result.value, result.bound, result.is_proved) == (
+        order,
+        13.0,
+        known,
+        True,
+    )
+    assert run_solver(problem, shorter_than=13.0, known_bound=known).order is None
 
 
-def test_without_a_known_bound_cp_sat_says_why() -> None:
+def test_bound_explanation_without_known_bound() -> None:
     problem = make_problem(PipelineShape(ranks=2, microbatches=4), max_in_flight=2)
-    assert solved(problem).bound == LowerBound(13.0, CLOSED_EXPLANATION)
+    assert run_solver(problem).bound == LowerBound(13.0, CLOSED_EXPLANATION)
 
 
-def test_costs_that_are_no_decimals_are_rounded_down_for_the_bound() -> None:
+def test_non_decimal_costs_are_rounded_down_for_bound() -> None:
     costs = Costs(F=(1 / 3, 2 / 7), I=(0.1 + 0.2, 3**0.5), W=(2 / 3, 5**0.5))
     problem = make_problem(PipelineShape(ranks=2, microbatches=3), costs, max_in_flight=2)
     best = shortest(problem)
-    found = solved(problem)
+    result = run_solver(problem)
     assert (
         best * (1 - PROOF_TOLERANCE)
-        <= found.bound.value
+        <= result.bound.value
         <= best
-        <= found.value
+        <= result.value
         <= best * (1 + PROOF_TOLERANCE)
     )
 
 
-def test_it_tells_how_far_it_is() -> None:
-    told: list[tuple[float, float]] = []
+def test_solver_reports_progress() -> None:
+    reports: list[tuple[float, float]] = []
     problem = make_problem(
         PipelineShape(ranks=6, microbatches=12), Costs(F=3, I=4, W=2.5), max_in_flight=3
     )
-    found = solved(problem, report=lambda value, bound: told.append((value, bound)))
-    values, bounds = zip(*told, strict=True)
+    result = run_solver(problem, report=lambda value, bound: reports.append((value, bound)))
+    values, bounds = zip(*reports, strict=True)
     assert list(values) == sorted(values, reverse=True) and list(bounds) == sorted(bounds)
-    assert all(found.value <= value and bound <= found.value for value, bound in told)
+    assert all(result.value <= value and bound <= result.value for value, bound in reports)
 
 
-def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ortools_has_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     monkeypatch.setitem(sys.modules, "ortools", None)
     with pytest.raises(UsageError) as caught:
@@ -168,26 +179,26 @@ def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     assert caught.value.fields == ("bound",)
 
 
-def test_a_search_goes_on_with_the_solver() -> None:
+def test_search_continues_with_solver() -> None:
     pytest.importorskip("ortools")
     shape = PipelineShape(ranks=2, microbatches=6, stages_per_rank=2, placement="vee")
     costs = Costs(F=4, I=4, W=9, send=2)
-    told: list[float] = []
+    bounds: list[float] = []
     closed = search_schedule(shape, costs, max_in_flight=3, max_evaluations=50)
-    found = search_schedule(
+    result = search_schedule(
         shape, costs, max_in_flight=3, max_evaluations=50, time_limit=60, bound="solver",
-        report=lambda _, bound: told.append(bound),
+        report=lambda _, bound: bounds.append(bound),
     )  # fmt: skip
-    assert closed.bound < found.bound == found.span < closed.span
-    assert (found.stop_reason, found.explanation, found.improvements[-1].method) == (
+    assert closed.bound < result.bound == result.span < closed.span
+    assert (result.stop_reason, result.explanation, result.improvements[-1].method) == (
         "proved",
         CLOSED_EXPLANATION,
         "CP-SAT",
     )
-    assert told == sorted(told) and told[-1] == pytest.approx(found.bound)
+    assert bounds == sorted(bounds) and bounds[-1] == pytest.approx(result.bound)
 
 
-def test_ctrl_c_keeps_what_there_is() -> None:
+def test_interrupt_keeps_best_order() -> None:
     rng = Random(0)
     costs = Costs(**{name: tuple(rng.uniform(0.7, 1.3) for _ in range(8)) for name in "FIW"})
     problem = make_problem(PipelineShape(ranks=8, microbatches=24), costs, max_in_flight=5)
@@ -195,6 +206,6 @@ def test_ctrl_c_keeps_what_there_is() -> None:
     import_module("ortools.sat.python.cp_model")  # The signal must not interrupt the import.
     timer = Timer(1.0, os.kill, (os.getpid(), SIGINT))
     timer.start()
-    found = solved(problem, hint=order)
-    assert found.interrupted and not found.is_proved
-    assert found.order is not None and found.value <= (compute_length(problem, order) or 0)
+    result = run_solver(problem, hint=order)
+    assert result.interrupted and not result.is_proved
+    assert result.order is not None and result.value <= (compute_length(problem, order) or 0)

@@ -1,4 +1,4 @@
-"""Tests that sums of two holders start as soon as both are ready, in an order that cannot hang."""
+"""Tests that sums of two stage replicas start as soon as both are ready, and cannot hang."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from schedir.schedules.schedule_algebra import Schedule
 from schedir.verify.check import check
 from tests.laws import shape_of
 
-APART: tuple[ProgressModel, ...] = (
+# Models in which reductions have their own queue.
+MODELS_WITH_REDUCTION_QUEUE: tuple[ProgressModel, ...] = (
     "per_edge",
     "per_pair",
     "per_device",
-)  # reductions have their own queue
+)
 
 
-def at_the_end(program: Program) -> Program:
-    """Move the sums of holders, in the order of stages, just before their first use."""
+def move_sums_to_end(program: Program) -> Program:
+    """Move the sums of stage replicas, in the order of stages, just before their first use."""
     streams = []
     for stream in program.streams:
         sums = stream.op == Opcode.ReduceReplicatedStages
@@ -42,7 +43,7 @@ def at_the_end(program: Program) -> Program:
     return replace(program, streams=tuple(streams))
 
 
-def span(
+def compute_span(
     program: Program, costs: Costs, progress_model: ProgressModel, *, blocking_hosts: bool
 ) -> float:
     check(program, progress_model, blocking_hosts=blocking_hosts)
@@ -55,24 +56,29 @@ def span(
 
 @pytest.mark.parametrize("schedule", [chimera, dualpipe])
 @pytest.mark.parametrize("P", [2, 4, 6])
-def test_one_of_two_sums_is_hidden(P: int, schedule: Schedule) -> None:
+def test_earlier_replica_sum_overlaps_compute(P: int, schedule: Schedule) -> None:
     """The earlier sum overlaps with the remaining compute."""
     costs = Costs(reduce_replicated_stages=0.5)
     program = compile(schedule, shape_of(schedule, P, 2 * P), costs=costs)
-    for model in APART:
-        free = span(program, Costs(), model, blocking_hosts=False)
+    for model in MODELS_WITH_REDUCTION_QUEUE:
+        free_span = compute_span(program, Costs(), model, blocking_hosts=False)
         for blocks in (False, True):
-            assert span(program, costs, model, blocking_hosts=blocks) == free + 0.5
-        assert span(at_the_end(program), costs, model, blocking_hosts=False) == free + 1
+            assert compute_span(program, costs, model, blocking_hosts=blocks) == free_span + 0.5
+        assert (
+            compute_span(move_sums_to_end(program), costs, model, blocking_hosts=False)
+            == free_span + 1
+        )
 
 
-def mirrored(ranks: int, units: int, schedule: Schedule | str, costs: Costs, tied: bool) -> Program:
+def compile_mirrored(
+    ranks: int, units: int, schedule: Schedule | str, costs: Costs, tied: bool
+) -> Program:
     """Return a program with two directions."""
     shape = PipelineShape(ranks, 2 * units * ranks, placement="mirror")
     if not isinstance(schedule, str):
         return compile(schedule, shape, costs=costs, tied_weights=tied)
-    found = greedy_schedule(shape, schedule, lambda rank: 2 + (ranks + rank) // 2, costs)
-    return lower(replace(found, tied_weights=normalize_tied_stages(tied, shape)), costs)
+    draft = greedy_schedule(shape, schedule, lambda rank: 2 + (ranks + rank) // 2, costs)
+    return lower(replace(draft, tied_weights=normalize_tied_stages(tied, shape)), costs)
 
 
 amounts = st.sampled_from([0.0, 0.25, 1.0, 3.0, 10.0])
@@ -85,7 +91,7 @@ amounts = st.sampled_from([0.0, 0.25, 1.0, 3.0, 10.0])
     st.booleans(), st.tuples(amounts, amounts, amounts, amounts),
     st.lists(st.floats(0.1, 4), min_size=24, max_size=24),
 )  # fmt: skip
-def test_no_step_is_longer_than_with_sums_at_the_end(
+def test_early_replica_sums_never_lengthen_step(
     ranks: int,
     units: int,
     schedule: Schedule | str,
@@ -104,19 +110,22 @@ def test_no_step_is_longer_than_with_sums_at_the_end(
         reduce_grads=grads,
         reduce_tied=tied_,
     )
-    # Different times of two holders may delay a reduction of only one of them.
+    # Different times of two stage replicas may delay a reduction of only one of them.
     slack = grads * isinstance(schedule, str) + 1e-9
-    program = mirrored(ranks, units, schedule, costs, tied)
-    late = at_the_end(program)
+    program = compile_mirrored(ranks, units, schedule, costs, tied)
+    sums_at_end = move_sums_to_end(program)
     for model in MODELS:
         for blocks in (False, True):
-            early = span(program, costs, model, blocking_hosts=blocks)
-            if model in APART:
-                assert early <= span(late, costs, model, blocking_hosts=blocks) + slack
+            early_span = compute_span(program, costs, model, blocking_hosts=blocks)
+            if model in MODELS_WITH_REDUCTION_QUEUE:
+                assert (
+                    early_span
+                    <= compute_span(sums_at_end, costs, model, blocking_hosts=blocks) + slack
+                )
 
 
-def test_replicas_come_first() -> None:
-    """A sum over replicas overlaps with compute, and no instruction waits for it there."""
+def test_data_parallel_sum_order_is_unchanged() -> None:
+    """With dp=2, the sums over stage replicas stay at the end."""
     program = compile(chimera, shape_of(chimera, 4, 8), dp=2)
-    assert program == at_the_end(program)
-    assert compile(chimera, shape_of(chimera, 4, 8)) != at_the_end(program)
+    assert program == move_sums_to_end(program)
+    assert compile(chimera, shape_of(chimera, 4, 8)) != move_sums_to_end(program)

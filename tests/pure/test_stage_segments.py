@@ -41,7 +41,7 @@ from tests.mutants import known
 from tests.oracle_threads import verdict
 
 _SUMS = {*find_segment_collectives(sequence_parallel=False)}
-WHOLE = Costs(F=5, B=10, I=5, W=5, send=0.5)
+FULL_COSTS = Costs(F=5, B=10, I=5, W=5, send=0.5)
 NAMES = [schedule.__name__ for schedule in known()]
 
 
@@ -52,7 +52,7 @@ def shape_of(schedule: Any, ranks: int = 2, microbatches: int = 4) -> PipelineSh
 
 
 @pytest.mark.parametrize("schedule", known(), ids=NAMES)
-def test_whole_zoo_in_pieces(schedule: Any) -> None:
+def test_built_in_schedules_compile_with_segments(schedule: Any) -> None:
     """All built-in schedules are legal with stage segments.
 
     If collectives take no time, they take as long as without segments, except for pairs of a
@@ -73,11 +73,11 @@ def test_whole_zoo_in_pieces(schedule: Any) -> None:
         == number * trains
     )
     if not uncut.joined.any():
-        span = simulate(program, split_costs(WHOLE, 3, shape, (1, 3, 1))).span
-        assert span == pytest.approx(simulate(uncut, WHOLE).span)
+        span = simulate(program, split_costs(FULL_COSTS, 3, shape, (1, 3, 1))).span
+        assert span == pytest.approx(simulate(uncut, FULL_COSTS).span)
 
 
-def test_pieces_of_a_stage_are_its_neighbours() -> None:
+def test_segments_are_neighbor_stages_on_rank() -> None:
     program = compile(
         schedules.zb_h1,
         PipelineShape(2, 2, sequence_chunks=1),
@@ -85,17 +85,15 @@ def test_pieces_of_a_stage_are_its_neighbours() -> None:
         stage_segments=(2, "gf"),
         clip_grad_norm=True,
     )
-    assert (
-        program.shape.first_rank_per_stage.tolist() == [0, 0, 1, 1, 1]
-        and program.segment_boundaries == "f-gf"
-    )
-    last = [str(i) for i in program.streams[1] if i.op in {*COMPUTE_OPS, *_SUMS}]
-    assert last[:5] == ["F 2.0", "tp_reduce_act 3.0", "F 3.0", "F 4.0", "I 4.0"]
-    assert last[5:9] == ["tp_reduce_grad 3.0", "I 3.0", "I 2.0", "F 2.1"]
+    assert program.shape.first_rank_per_stage.tolist() == [0, 0, 1, 1, 1]
+    assert program.segment_boundaries == "f-gf"
+    rank_1_order = [str(i) for i in program.streams[1] if i.op in {*COMPUTE_OPS, *_SUMS}]
+    assert rank_1_order[:5] == ["F 2.0", "tp_reduce_act 3.0", "F 3.0", "F 4.0", "I 4.0"]
+    assert rank_1_order[5:9] == ["tp_reduce_grad 3.0", "I 3.0", "I 2.0", "F 2.1"]
     assert [i.stage for i in program.streams[1] if i.op is Opcode.BackwardWeight] == [4, 3, 2] * 2
 
 
-def test_traits_are_of_pieces() -> None:
+def test_program_attributes_apply_to_segments() -> None:
     shape = PipelineShape(4, 8, optimizer_steps=2, weight_delay=(3, 2, 1, 0))
     program = compile(
         schedules.one_f_one_b, shape, tp=2, stage_segments=(1, 2, 1, 3), tied_weights=True
@@ -110,7 +108,7 @@ def test_traits_are_of_pieces() -> None:
         frozen_stages=2,
     )
     assert program.skips == ((2, 6),) and program.frozen_stages == 6
-    grads = {i.stage for own in program.streams for i in own if i.op is Opcode.TPReduceGrad}
+    grads = {i.stage for stream in program.streams for i in stream if i.op is Opcode.TPReduceGrad}
     assert grads == {6, 9}, "nothing is summed for what is frozen"
     assert (
         replace(program, name="x").digest
@@ -118,7 +116,7 @@ def test_traits_are_of_pieces() -> None:
     )
 
 
-def test_one_rank_meets_nobody() -> None:
+def test_segments_without_tensor_parallelism_have_no_sums() -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 2), stage_segments=5)
     assert program.shape.stages == 10 and program.used_opcodes.isdisjoint(_SUMS)
     assert program.segment_boundaries == "....-...." and program.segments_per_stage == (5, 5)
@@ -127,27 +125,26 @@ def test_one_rank_meets_nobody() -> None:
     )
 
 
-def test_lowered_again_it_is_the_same() -> None:
+def test_relowered_program_is_unchanged() -> None:
     program = compile(schedules.one_f_one_b, PipelineShape(2, 4), tp=2, stage_segments="fg")
     draft = extract_compute(program)
     assert compile(draft, **infer_options(program, "per_device", draft)) == program
-    told = evaluation_program(program)
-    assert (
-        told.segment_boundaries == program.segment_boundaries
-        and (told.op == Opcode.TPReduceAct).any()
-    )
+    evaluation = evaluation_program(program)
+    assert evaluation.segment_boundaries == program.segment_boundaries
+    assert (evaluation.op == Opcode.TPReduceAct).any()
 
 
 @pytest.mark.parametrize(
-    ("pieces", "after"), [("g", Costs(F=2, B=2, tp_reduce=3)), ("f", Costs(F=2, B=2, tp_reduce=3))]
+    ("segments", "after"),
+    [("g", Costs(F=2, B=2, tp_reduce=3)), ("f", Costs(F=2, B=2, tp_reduce=3))],
 )
-def test_sums_take_their_time(pieces: str, after: Costs) -> None:
-    program = compile(schedules.gpipe, PipelineShape(1, 2), tp=2, stage_segments=pieces)
+def test_segment_sums_take_their_cost(segments: str, after: Costs) -> None:
+    program = compile(schedules.gpipe, PipelineShape(1, 2), tp=2, stage_segments=segments)
     for blocks in (False, True):
         assert simulate(program, after, blocking_hosts=blocks).span == 2 * (2 * 2 + 2 * 2) + 2 * 3
 
 
-def test_host_goes_on_while_ranks_meet() -> None:
+def test_host_continues_during_collective() -> None:
     """Instructions between a collective and its use run during the collective."""
     text = "F 0.0; tp_reduce_act 1.0; F 0.1; tp_reduce_act 1.1; F 1.0; F 1.1"
     header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
@@ -156,26 +153,37 @@ def test_host_goes_on_while_ranks_meet() -> None:
         assert simulate(program, Costs(F=2, tp_reduce=2), blocking_hosts=blocks).span == 8
 
 
-def test_schedules_of_one_model_have_as_many_sums(capsys: pytest.CaptureFixture[str]) -> None:
-    """When schedules are compared, `stage_segments` is for all stages of a rank together."""
-    how = ("--ranks=2", "--microbatches=4", "-O", "tp=2", "--costs=F=8,B=16,tp_reduce=1", "--json")
-    names = ("one_f_one_b", "interleaved", "zb_v", "dualpipe")
+def test_compare_divides_segments_over_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    """`compare` divides `stage_segments` over all stages of a rank."""
+    options = (
+        "--ranks=2",
+        "--microbatches=4",
+        "-O",
+        "tp=2",
+        "--costs=F=8,B=16,tp_reduce=1",
+        "--json",
+    )
+    schedule_names = ("one_f_one_b", "interleaved", "zb_v", "dualpipe")
     rows = json.loads(
-        commands.run_command(capsys, "compare", *names, "-O", "stage_segments=9", *how)
+        commands.run_command(capsys, "compare", *schedule_names, "-O", "stage_segments=9", *options)
     )
     assert [row["stages"] for row in rows] == [18, 20, 20, 18]
-    found = json.loads(commands.run_command(capsys, "recommend", "-O", "stage_segments=5", *how))
-    each = {(row["program"], row["stages_per_rank"]) for row in found}
+    recommended = json.loads(
+        commands.run_command(capsys, "recommend", "-O", "stage_segments=5", *options)
+    )
+    schedules_found = {(row["program"], row["stages_per_rank"]) for row in recommended}
     # With 4 stages per rank, the segments cannot be divided.
-    assert {v for name, v in each if name == "interleaved"} == {2}
+    assert {v for name, v in schedules_found if name == "interleaved"} == {2}
     for wrong in ("3", "fgg"):
-        argv = ("compare", "interleaved", "-O", f"stage_segments={wrong}", *how)
+        argv = ("compare", "interleaved", "-O", f"stage_segments={wrong}", *options)
         assert "which do not divide equally over its 2 stages" in commands.run_refused_command(
             capsys, *argv
         )
-    for cut in ("9", "9,5", "1,9"):  # the number of segments does not change the memory
+    for segments in ("9", "9,5", "1,9"):  # the number of segments does not change the memory
         rows = json.loads(
-            commands.run_command(capsys, "compare", *names, "-O", f"stage_segments={cut}", *how)
+            commands.run_command(
+                capsys, "compare", *schedule_names, "-O", f"stage_segments={segments}", *options
+            )
         )
         assert [row["peak_activations"] for row in rows] == [2, 2.5, 2, 3]
 
@@ -183,7 +191,7 @@ def test_schedules_of_one_model_have_as_many_sums(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("tp", ["1", "2"])
 @pytest.mark.parametrize("cut", ["9", "9,5", "g.g,1"])
 @pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "dualpipe", "zb_h1"])
-def test_a_file_tells_whole_stages(
+def test_segment_file_compares_like_its_schedule(
     name: str, cut: str, tp: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A program file with segments is compared like its schedule without segments.
@@ -194,8 +202,8 @@ def test_a_file_tells_whole_stages(
         pytest.skip("two stages cannot share g.g alike")
     file, stages = str(tmp_path / "x.sched"), 4 if name == "interleaved" else 2
     shape = ("--ranks=2", "--microbatches=4", "-O", f"tp={tp}", "-O", "microbatch_chunks=2")
-    how = ("--costs=F=8,B=16,I=8,W=8,tp_reduce=1", "--sizes=saved=40,activation=2", "--json")
-    of_stages = ",".join(str(one) for one in divide_over_stages(cut, 2, stages))
+    options = ("--costs=F=8,B=16,I=8,W=8,tp_reduce=1", "--sizes=saved=40,activation=2", "--json")
+    of_stages = ",".join(str(segments) for segments in divide_over_stages(cut, 2, stages))
     commands.run_command(
         capsys, "print", name, *shape, "-O", f"stage_segments={of_stages}", "-o", file
     )
@@ -204,21 +212,21 @@ def test_a_file_tells_whole_stages(
     placement = program.unsegmented_shape.placement
     assert program.unsegmented_shape == PipelineShape(2, 4, placement=placement)
     assert program.segments_per_stage == count_segments(of_stages, program.unsegmented_shape)
-    assert (
-        from_text(to_text(program)) == program
-        and extract_compute(program).unsegmented_shape == program.unsegmented_shape
-    )
-    told = [commands.run_command(capsys, "compare", file, *how)]
-    told += [
-        commands.run_command(capsys, "compare", name, *shape, "-O", f"stage_segments={cut}", *how)
+    assert from_text(to_text(program)) == program
+    assert extract_compute(program).unsegmented_shape == program.unsegmented_shape
+    outputs = [commands.run_command(capsys, "compare", file, *options)]
+    outputs += [
+        commands.run_command(
+            capsys, "compare", name, *shape, "-O", f"stage_segments={cut}", *options
+        )
     ]
-    own, live = (json.loads(one)[0] for one in told)
-    live["digest"] = own["digest"]  # the order of transfers depends on the costs
-    assert own == live and own["peak_activations"] < 4
-    assert own["segment_boundary_sizes"] == "as between stages"
+    file_row, live = (json.loads(output)[0] for output in outputs)
+    live["digest"] = file_row["digest"]  # the order of transfers depends on the costs
+    assert file_row == live and file_row["peak_activations"] < 4
+    assert file_row["segment_boundary_sizes"] == "as between stages"
 
 
-def test_beside_a_file_of_pieces_whole_ones_are_said(
+def test_compare_options_count_unsegmented_stages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Options for all compared schedules count complete microbatches and unsegmented stages."""
@@ -239,18 +247,18 @@ def test_beside_a_file_of_pieces_whole_ones_are_said(
         file,
     )
 
-    def compared(*words: str) -> list[dict[str, Any]]:
-        return list(json.loads(commands.run_command(capsys, "compare", *words, costs, "--json")))
+    def run_compare(*argv: str) -> list[dict[str, Any]]:
+        return list(json.loads(commands.run_command(capsys, "compare", *argv, costs, "--json")))
 
-    assert [row["microbatches"] for row in compared(file, "gpipe", *shape)] == [8, 4]
-    for words, told in (
+    assert [row["microbatches"] for row in run_compare(file, "gpipe", *shape)] == [8, 4]
+    for argv, error in (
         ("--microbatches=8", "has microbatches 4, not 8"),
         ("-O frozen_stages=1", "has frozen_stages 0, not 1"),
         ("--relower -O stage_segments=5", "already have segments"),
     ):
-        assert told in commands.run_refused_command(capsys, "compare", file, *words.split(), costs)
-    (own,) = compared(file, "--relower", "-O", "frozen_stages=1")
-    live = compared(
+        assert error in commands.run_refused_command(capsys, "compare", file, *argv.split(), costs)
+    (relowered,) = run_compare(file, "--relower", "-O", "frozen_stages=1")
+    live = run_compare(
         "one_f_one_b",
         *shape,
         "-O",
@@ -262,28 +270,31 @@ def test_beside_a_file_of_pieces_whole_ones_are_said(
         "-O",
         "frozen_stages=1",
     )[0]
-    assert (own["span"], own["peak_activations"]) == (live["span"], live["peak_activations"])
+    assert (relowered["span"], relowered["peak_activations"]) == (
+        live["span"],
+        live["peak_activations"],
+    )
 
 
-def test_a_search_has_no_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_refuses_segment_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The search refuses a run with collectives between segments, and accepts one without."""
     file, costs = str(tmp_path / "x.timeline"), "--costs=F=1,B=2,tp_reduce=0.5"
     shape = ("--ranks=2", "--microbatches=2", "-O", "stage_segments=3")
     commands.run_command(capsys, "simulate", "one_f_one_b", *shape, "-O", "tp=2", costs, "-o", file)
-    how = ("search", f"--costs-from={file}", "--max-evaluations=5")
-    assert "collectives between stage segments" in commands.run_refused_command(capsys, *how)
+    command = ("search", f"--costs-from={file}", "--max-evaluations=5")
+    assert "collectives between stage segments" in commands.run_refused_command(capsys, *command)
     commands.run_command(capsys, "simulate", "one_f_one_b", *shape, costs, "-o", file)
-    assert "-O segment_boundaries=..-.." in commands.run_command(capsys, *how)
+    assert "-O segment_boundaries=..-.." in commands.run_command(capsys, *command)
 
 
-def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]) -> None:
+def test_declared_chunks_count_like_split_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     """Chunks that an option declares count as in a file: costs are those of a microbatch."""
-    how = ("compare", "gpipe", "--ranks=2")
+    command = ("compare", "gpipe", "--ranks=2")
     spans = [
         json.loads(
-            commands.run_command(capsys, *how, *words.split(), "--costs=F=8,B=16", "--json")
+            commands.run_command(capsys, *command, *options.split(), "--costs=F=8,B=16", "--json")
         )[0]
-        for words in (
+        for options in (
             "--microbatches=2 -O microbatch_chunks=2",
             "--microbatches=4 -O chunks_per_microbatch=2",
         )
@@ -291,20 +302,20 @@ def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]
     assert [row["span"] for row in spans] == [60, 60]
     cluster = "--cluster=examples/selene.toml"
     assert "the costs of microbatch chunks" in commands.run_refused_command(
-        capsys, *how, "-O", "chunks_per_microbatch=2", cluster
+        capsys, *command, "-O", "chunks_per_microbatch=2", cluster
     )
 
 
-def test_shares_of_pieces() -> None:
+def test_split_costs_and_sizes_over_segments() -> None:
     shape = PipelineShape(2, 2)
     costs = split_costs(Costs(F=(6, 12), B=12, send=1, step=(7, 8)), 3, shape, (1, 4, 1))
     assert costs.F == (1, 4, 1, 2, 8, 2) and costs.send == 1 and costs.step == (7, 8)
     sizes = split_costs(Sizes(activation=3, saved=10, params=4), (1, 2), shape)
     assert sizes.saved == (10, 5, 5) and sizes.activation == 3 and sizes.params == (4, 2, 2)
     program = compile(schedules.one_f_one_b, shape, tp=2, stage_segments=3)
-    whole = simulate(compile(schedules.one_f_one_b, shape, tp=2), sizes=Sizes(saved=90.0))
-    parts = simulate(program, sizes=split_costs(Sizes(saved=90.0), 3, shape))
-    assert parts.peak_memory.tolist() == whole.peak_memory.tolist()
+    unsegmented = simulate(compile(schedules.one_f_one_b, shape, tp=2), sizes=Sizes(saved=90.0))
+    segmented = simulate(program, sizes=split_costs(Sizes(saved=90.0), 3, shape))
+    assert segmented.peak_memory.tolist() == unsegmented.peak_memory.tolist()
 
 
 def refused(say: Any, kind: type[SchedirError], *words: str) -> None:
@@ -313,15 +324,15 @@ def refused(say: Any, kind: type[SchedirError], *words: str) -> None:
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_refusals() -> None:
+def test_wrong_segments_are_refused() -> None:
     shape = PipelineShape(2, 2)
 
-    def cut(pieces: Any, **more: Any) -> Any:
-        return lambda: compile(schedules.gpipe, shape, tp=2, stage_segments=pieces, **more)
+    def compile_with_segments(segments: Any, **options: Any) -> Any:
+        return lambda: compile(schedules.gpipe, shape, tp=2, stage_segments=segments, **options)
 
     nothing: list[Any] = [0, "fx", "g-g", 2.5, True, [1], (1, 2, 3), {}, "", "5,x"]
     for wrong in nothing:
-        refused(cut(wrong), UsageError, "stage_segments")
+        refused(compile_with_segments(wrong), UsageError, "stage_segments")
     refused(
         lambda: compile(schedules.gpipe, PipelineShape(3, 2), tp=2, stage_segments=3,
                         tied_weights=[(0, 1)]),
@@ -358,27 +369,29 @@ def test_refusals() -> None:
             "collectives between the segments",
         )
         assert torch_csv.to_csv(compile(schedules.gpipe, shape, stage_segments=3), form)
-    for shares, words in (
+    for shares, message in (
         ((1, -1, 1), "not be negative"),
         ((1, 1), "shares has 2 numbers"),
         ((0, 0, 0), "not all be 0"),
     ):
-        refused(lambda s=shares: split_costs(WHOLE, 3, shape, s), UsageError, words)
+        refused(lambda s=shares: split_costs(FULL_COSTS, 3, shape, s), UsageError, message)
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "message"),
     [
         ("fill_collective_waits", "must be W, F or all"),
         ("segment_boundaries", "must have a letter for each boundary"),
         ("stage_segments", "must be a number of segments"),
     ],
 )
-def test_what_the_command_line_takes(
-    option: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_segment_option_is_refused(
+    option: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = commands.run_refused_command(capsys, "check", "gpipe", "-O", "tp=2", "-O", f"{option}=X")
-    assert f"-O {option}: {said}" in told and "not 'X'" in told
+    error = commands.run_refused_command(
+        capsys, "check", "gpipe", "-O", "tp=2", "-O", f"{option}=X"
+    )
+    assert f"-O {option}: {message}" in error and "not 'X'" in error
 
 
 def edited(program: Program, old: str, new: str) -> Program:
@@ -387,18 +400,25 @@ def edited(program: Program, old: str, new: str) -> Program:
     return from_text(text.replace(old, new))
 
 
-def test_checker_demands_sums() -> None:
+def test_checker_requires_sums() -> None:
     program = compile(schedules.one_f_one_b, PipelineShape(1, 1), tp=2, stage_segments="gf")
     for sums in ("  tp_reduce_act 1.0\n", "  tp_reduce_grad 1.0\n"):
         refused(
-            lambda s=sums: check(edited(program, s, "")), CompletenessError, "missing", sums.strip()
+            lambda s=sums: check(edited(program, s, "")),
+            CompletenessError,
+            "missing",
+            sums.strip(),
         )
         refused(lambda s=sums: check(edited(program, s, 2 * s)), CompletenessError, "twice")
-    late = edited(program, "  tp_reduce_act 1.0\n  F 1.0\n", "  F 1.0\n  tp_reduce_act 1.0\n")
-    refused(lambda: check(late), OrderError, "F 1.0", "tp_reduce_act 1.0")
-    other = edited(program, "  tp_reduce_act 1.0\n", "  tp_reduce_act 1.0\n  tp_reduce_act 2.0\n")
+    wrong_order = edited(
+        program, "  tp_reduce_act 1.0\n  F 1.0\n", "  F 1.0\n  tp_reduce_act 1.0\n"
+    )
+    refused(lambda: check(wrong_order), OrderError, "F 1.0", "tp_reduce_act 1.0")
+    with_extra_sum = edited(
+        program, "  tp_reduce_act 1.0\n", "  tp_reduce_act 1.0\n  tp_reduce_act 2.0\n"
+    )
     refused(
-        lambda: check(other),
+        lambda: check(with_extra_sum),
         CompletenessError,
         "tp_reduce_act 2.0 is not needed",
         "has no such collective",

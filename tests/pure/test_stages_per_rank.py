@@ -12,27 +12,27 @@ from schedir.schedules.schedule_algebra import EMPTY, RankSchedule, Schedule, ge
 from tests.commands import run_command
 
 
-def test_stages_per_rank_unless_told() -> None:
+def test_default_stages_per_rank() -> None:
     def mine(r: int, P: int, m: int, v: int = 3) -> RankSchedule:
         return EMPTY
 
-    wanted: dict[Schedule, int] = {
+    expected: dict[Schedule, int] = {
         one_f_one_b: 1,
         interleaved: 2,
         zb_v: 2,
         mine: 3,
         partial(mine, v=4): 4,
     }
-    assert {s: get_stages_per_rank(s) for s in wanted} == wanted
+    assert {s: get_stages_per_rank(s) for s in expected} == expected
 
 
-def test_a_schedule_for_several_stages_has_several(capsys: pytest.CaptureFixture[str]) -> None:
-    """This is the default, and every command prints the number."""
+def test_commands_print_default_stages_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """A schedule with a parameter `v` has two stages per rank by default."""
     two = "2 stages per rank"
     for name in ("simulate", "draw", "check", "explain"):
         assert two in run_command(capsys, name, "interleaved")
-        one = run_command(capsys, name, "interleaved", "--stages-per-rank=1")
-        assert two not in one.split("\n")[0]
+        single_stage = run_command(capsys, name, "interleaved", "--stages-per-rank=1")
+        assert two not in single_stage.split("\n")[0]
         assert "3 stages per rank" in run_command(capsys, name, "interleaved(v=3)")
     assert "stages_per_rank 2" in run_command(capsys, "print", "interleaved")
     assert "stages_per_rank 1" in run_command(capsys, "print", "interleaved", "--placement=0,1,2,3")
@@ -42,8 +42,8 @@ def test_a_schedule_for_several_stages_has_several(capsys: pytest.CaptureFixture
     assert [fact["stages_per_rank"] for fact in facts] == [1, 2, 2]
     assert [fact["stages"] for fact in facts] == [4, 8, 8]
     assert "1, or 2 with a parameter v" in run_command(capsys, "train", "--help")
-    both = [
-        run_command(capsys, "compare", "interleaved", *how)
-        for how in ((), ("--stages-per-rank=2",))
+    outputs = [
+        run_command(capsys, "compare", "interleaved", *options)
+        for options in ((), ("--stages-per-rank=2",))
     ]
-    assert both[0] == both[1]
+    assert outputs[0] == outputs[1]

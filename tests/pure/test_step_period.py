@@ -23,24 +23,28 @@ ZERO_BUBBLE = [
 ]
 
 
-def both(source: Any, shape: PipelineShape | None = None) -> tuple[Program, Program]:
-    one = compile(source, shape, clip_grad_norm=True)
-    return one, compile(source, shape, clip_grad_norm=True, norm_check="after_step")
+def compile_both_norm_checks(
+    source: Any, shape: PipelineShape | None = None
+) -> tuple[Program, Program]:
+    before_step = compile(source, shape, clip_grad_norm=True)
+    return before_step, compile(source, shape, clip_grad_norm=True, norm_check="after_step")
 
 
 @pytest.mark.parametrize("slow", [1.0, 1.3])
 @pytest.mark.parametrize("blocking_hosts", [False, True])
 @pytest.mark.parametrize(("schedule", "shape"), ZERO_BUBBLE)
-def test_own_span_is_a_gain_where_nobody_waits_for_the_norm(
+def test_period_without_norm_wait_is_active_span(
     schedule: Any, shape: PipelineShape, blocking_hosts: bool, slow: float
 ) -> None:
-    """A step takes the longest own span of a rank, as papers measure it, and not the whole span."""
-    each = (1.0,) * (shape.stages - 1) + (slow,)
-    at = Costs(F=each, I=each, W=each)
-    before, after = both(schedule, shape)
-    run = simulate(before, at, blocking_hosts=blocking_hosts)
-    assert compute_step_period(before, at, blocking_hosts=blocking_hosts) == pytest.approx(run.span)
-    assert compute_step_period(after, at, blocking_hosts=blocking_hosts) == pytest.approx(
+    """The period is the longest active span of a rank, as in papers, and not the span of a step."""
+    stage_costs = (1.0,) * (shape.stages - 1) + (slow,)
+    costs = Costs(F=stage_costs, I=stage_costs, W=stage_costs)
+    before, after = compile_both_norm_checks(schedule, shape)
+    run = simulate(before, costs, blocking_hosts=blocking_hosts)
+    assert compute_step_period(before, costs, blocking_hosts=blocking_hosts) == pytest.approx(
+        run.span
+    )
+    assert compute_step_period(after, costs, blocking_hosts=blocking_hosts) == pytest.approx(
         run.active_span.max()
     )
     gains = schedule is not schedules.zb_h1 or slow > 1
@@ -49,7 +53,7 @@ def test_own_span_is_a_gain_where_nobody_waits_for_the_norm(
 
 @settings(max_examples=20, deadline=None)
 @given(compute_programs(), st.builds(Costs, F=TIMES, I=TIMES, W=TIMES, send=TIMES, step=TIMES))
-def test_it_is_never_longer_without_the_wait(draft: Any, at: Costs) -> None:
+def test_period_without_norm_wait_is_never_longer(draft: Any, at: Costs) -> None:
     if draft.shape.optimizer_steps > 1 or not draft.has_backward:
         return
     for model in MODELS:
@@ -58,20 +62,22 @@ def test_it_is_never_longer_without_the_wait(draft: Any, at: Costs) -> None:
                 compute_step_period(
                     program, at, progress_model=model, blocking_hosts=blocks, steps=5
                 )
-                for program in both(draft)
+                for program in compile_both_norm_checks(draft)
             )
             assert after <= before * (1 + 1e-9) + 1e-9
 
 
-def test_a_norm_that_takes_long_is_waited_for_a_step_later() -> None:
+def test_long_norm_lengthens_period() -> None:
     """A norm adds to the period only if it takes longer than a step."""
-    _, after = both(schedules.zb_h2, PipelineShape(4, 12))
-    told = [
+    _, after = compile_both_norm_checks(schedules.zb_h2, PipelineShape(4, 12))
+    periods = [
         compute_step_period(after, Costs(reduce_norm_after_step=cost)) for cost in (0.0, 30.0, 60.0)
     ]
-    assert told[:2] == [36.0, 36.0] and told[2] == 60.0
+    assert periods[:2] == [36.0, 36.0] and periods[2] == 60.0
 
 
-def test_one_step_has_no_period() -> None:
+def test_single_step_is_refused() -> None:
     with pytest.raises(UsageError, match="steps must be at least 2, not 1"):
-        compute_step_period(both(schedules.gpipe, PipelineShape(2, 2))[0], steps=1)
+        compute_step_period(
+            compile_both_norm_checks(schedules.gpipe, PipelineShape(2, 2))[0], steps=1
+        )

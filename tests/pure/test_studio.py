@@ -63,7 +63,7 @@ def limits() -> Iterator[None]:
         yield
 
 
-def state(schedule: str = "one_f_one_b", **options: str) -> dict[str, Any]:
+def make_state(schedule: str = "one_f_one_b", **options: str) -> dict[str, Any]:
     return {"schedule": schedule, "options": DEFAULTS | options}
 
 
@@ -73,11 +73,11 @@ def ask(question: object, studio: Studio = STUDIO) -> dict[str, Any]:
     return answer
 
 
-def expand_here(of: StudioState) -> str:
-    return expand_code(of)
+def expand_in_process(state: StudioState) -> str:
+    return expand_code(state)
 
 
-WITH_CODE = Studio(expand_code=expand_here)
+WITH_CODE = Studio(expand_code=expand_in_process)
 
 
 @settings(max_examples=25, deadline=None)
@@ -90,10 +90,10 @@ WITH_CODE = Studio(expand_code=expand_here)
         [{}, {"zero": "1", "dp": "2"}, {"recompute": "all"}, {"overlap": "yes"}]
     ),
 )
-def test_an_answer_has_the_figures_of_a_simulation(
+def test_answer_matches_simulation(
     schedule: str, ranks: int, microbatches: int, cost: float, options: dict[str, str]
 ) -> None:
-    given_state = state(
+    given_state = make_state(
         schedule, ranks=str(ranks), microbatches=str(microbatches), costs=f"B={cost}", **options
     )
     answer = ask({"state": given_state})
@@ -134,7 +134,7 @@ def test_an_answer_has_the_figures_of_a_simulation(
         {"state": {}, "export": {}}, {"state": {}, "explain": [0, 10**9]},
     ],
 )  # fmt: skip
-def test_a_wrong_question_has_an_error(question: object) -> None:
+def test_wrong_request_has_error(question: object) -> None:
     assert ask(question)["error"]["fact"]
 
 
@@ -144,15 +144,15 @@ def test_a_wrong_question_has_an_error(question: object) -> None:
      ({"zero": "9"}, "zero"), ({"costs": "F=x"}, "costs"),
      ({"memory_limit": "much"}, "memory_limit"), ({"progress_model": "none"}, "progress_model")],
 )  # fmt: skip
-def test_an_error_names_its_control(options: dict[str, str], field: str) -> None:
-    assert ask({"state": state(**options)})["error"]["fields"] == [field]
+def test_error_names_its_control(options: dict[str, str], field: str) -> None:
+    assert ask({"state": make_state(**options)})["error"]["fields"] == [field]
 
 
-def test_ranks_that_wait_and_orders_that_are_illegal_are_drawn() -> None:
-    illegal = ask({"state": state() | {"code": BACKWARD_FIRST}}, WITH_CODE)["error"]
+def test_deadlock_and_illegal_order_are_drawn() -> None:
+    illegal = ask({"state": make_state() | {"code": BACKWARD_FIRST}}, WITH_CODE)["error"]
     assert illegal["kind"] == "OrderError"
     assert [site["text"] for site in illegal["sites"]] == ["B 0.0", "F 0.0"]
-    hang = ask({"state": state() | {"code": HANG}}, WITH_CODE)["error"]
+    hang = ask({"state": make_state() | {"code": HANG}}, WITH_CODE)["error"]
     assert hang["kind"] == "DeadlockError"
     assert all(error["picture"].startswith("<svg") for error in (illegal, hang))
 
@@ -165,8 +165,8 @@ def test_ranks_that_wait_and_orders_that_are_illegal_are_drawn() -> None:
     schedule=st.sampled_from(["gpipe", "one_f_one_b", "zb_h1", "zb_v", "dualpipe_v"]),
     data=st.data(),
 )
-def test_a_move_is_checked_and_can_be_undone(schedule: str, data: st.DataObject) -> None:
-    before = state(schedule, ranks="2", microbatches="4", progress_model="per_device")
+def test_move_is_checked_and_keeps_work(schedule: str, data: st.DataObject) -> None:
+    before = make_state(schedule, ranks="2", microbatches="4", progress_model="per_device")
     program = STUDIO.make_request(StudioState.from_json(before)).program
     rank = data.draw(st.integers(0, 1))
     size = len(program.streams[rank])
@@ -175,57 +175,59 @@ def test_a_move_is_checked_and_can_be_undone(schedule: str, data: st.DataObject)
     if "error" in answer:
         assert answer["error"]["fact"]
         return
-    moved = from_text(answer["state"]["program"])
-    shown = STUDIO.make_request(StudioState.from_json(answer["state"])).program
-    check(shown, "per_device")
-    assert answer["runs"][0]["digest"] == shown.digest
+    moved_program = from_text(answer["state"]["program"])
+    shown_program = STUDIO.make_request(StudioState.from_json(answer["state"])).program
+    check(shown_program, "per_device")
+    assert answer["runs"][0]["digest"] == shown_program.digest
 
-    def work(of: Any) -> list[list[int]]:
-        return [sorted((stream.words & 0xFFFFFFFFFFFF).tolist()) for stream in of.streams]
+    def list_work(program: Any) -> list[list[int]]:
+        return [sorted((stream.words & 0xFFFFFFFFFFFF).tolist()) for stream in program.streams]
 
-    assert work(extract_compute(moved)) == work(extract_compute(program))
+    assert list_work(extract_compute(moved_program)) == list_work(extract_compute(program))
 
 
-def test_a_message_moves_in_the_lowered_program() -> None:
-    program = STUDIO.make_request(StudioState.from_json(state())).program
+def test_message_moves_in_lowered_program() -> None:
+    program = STUDIO.make_request(StudioState.from_json(make_state())).program
     texts = [str(instr) for instr in program.streams[1]]
     index = texts.index("send_act 1.0")
-    answer = ask({"state": state(), "move": [1, index, index + 2]})
+    answer = ask({"state": make_state(), "move": [1, index, index + 2]})
     assert answer["source_type"] == "lowered"
-    moved = from_text(answer["state"]["program"]).streams[1]
-    assert [str(instr) for instr in moved][index + 1] == "send_act 1.0"
-    refused = ask({"state": state(), "move": [1, texts.index("recv_act 1.0"), len(texts)]})
-    assert refused["error"]["is_refused"] and refused["error"]["sites"]
+    moved_stream = from_text(answer["state"]["program"]).streams[1]
+    assert [str(instr) for instr in moved_stream][index + 1] == "send_act 1.0"
+    refusal = ask({"state": make_state(), "move": [1, texts.index("recv_act 1.0"), len(texts)]})
+    assert refusal["error"]["is_refused"] and refusal["error"]["sites"]
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_v", "interleaved(group=4)", "dualpipe_v"])
-def test_exports_give_the_same_program(schedule: str) -> None:
-    given_state = state(schedule, costs="F=1,B=2:3:2:3:2:3:2:3" if "v" in schedule[3:] else "B=2")
+def test_exports_reproduce_program(schedule: str) -> None:
+    given_state = make_state(
+        schedule, costs="F=1,B=2:3:2:3:2:3:2:3" if "v" in schedule[3:] else "B=2"
+    )
     program = STUDIO.make_request(StudioState.from_json(given_state)).program
     texts = {
         name: ask({"state": given_state, "export": name})["text"]
         for name in ("sched", "python", "call")
     }
     assert from_text(texts["sched"]) == program
-    names: dict[str, Any] = {}
-    exec(texts["python"], names)
-    function = names[program.name]
+    exported_names: dict[str, Any] = {}
+    exec(texts["python"], exported_names)
+    function = exported_names[program.name]
     shape = program.shape
-    again = compile(
+    recompiled = compile(
         function,
         ranks=shape.ranks,
         microbatches=shape.microbatches,
         stages_per_rank=shape.stages_per_rank,
         placement=shape.placement,
     )
-    assert extract_compute(again) == extract_compute(program)
+    assert extract_compute(recompiled) == extract_compute(program)
     called: dict[str, Any] = {"print": lambda *_: None}
     exec(texts["call"], called)
     assert called["timeline"].span == pytest.approx(ask({"state": given_state})["runs"][0]["span"])
 
 
-def test_the_csv_of_torch_and_the_call_of_an_edited_program() -> None:
-    edited = ask({"state": state(), "move": [0, 0, 4]})["state"]
+def test_edited_program_exports_csv_and_call() -> None:
+    edited = ask({"state": make_state(), "move": [0, 0, 4]})["state"]
     program = STUDIO.make_request(StudioState.from_json(edited)).program
     assert ask({"state": edited, "export": "csv"})["text"] == torch_csv.to_csv(program)
     called: dict[str, Any] = {"print": lambda *_: None}
@@ -233,23 +235,25 @@ def test_the_csv_of_torch_and_the_call_of_an_edited_program() -> None:
     assert called["program"].digest == program.digest
 
 
-def test_a_gap_has_costs_that_shorten_it() -> None:
-    answer = ask({"state": state(), "explain": [0, 8]})
-    assert all(each["new_gap"] < each["old_gap"] for each in answer["gap_costs"])
-    assert "B of stage 3" in [each["cost"] for each in answer["gap_costs"]]
-    changed = {each["state"]["schedule"]: each for each in answer["changes"] if each["state"]}
-    assert {"zb_v", "one_f_one_b"} <= changed.keys()
-    for each in changed.values():
-        shown = ask({"state": each["state"]})["runs"][0]
-        assert f"span {shown['span']:.4g}" in each["effect"]
-    assert changed["zb_v"]["state"]["options"]["costs"] == "F=0.5,B=1,send=0.1"
-    assert changed["zb_v"]["state"]["options"]["sizes"] == "saved=0.5GB"
+def test_gap_lists_costs_that_shorten_it() -> None:
+    answer = ask({"state": make_state(), "explain": [0, 8]})
+    assert all(gap_cost["new_gap"] < gap_cost["old_gap"] for gap_cost in answer["gap_costs"])
+    assert "B of stage 3" in [gap_cost["cost"] for gap_cost in answer["gap_costs"]]
+    change_by_schedule = {
+        change["state"]["schedule"]: change for change in answer["changes"] if change["state"]
+    }
+    assert {"zb_v", "one_f_one_b"} <= change_by_schedule.keys()
+    for change in change_by_schedule.values():
+        shown_run = ask({"state": change["state"]})["runs"][0]
+        assert f"span {shown_run['span']:.4g}" in change["effect"]
+    assert change_by_schedule["zb_v"]["state"]["options"]["costs"] == "F=0.5,B=1,send=0.1"
+    assert change_by_schedule["zb_v"]["state"]["options"]["sizes"] == "saved=0.5GB"
 
 
 # ---------------------------------------------------------------- states and sources
 
 
-def test_a_state_is_a_command() -> None:
+def test_state_formats_as_command() -> None:
     options = {"ranks": "4", "placement": "vee", "costs": "F=1:2", "zero": "1", "overlap": "yes"}
     words = shlex.split(format_command(StudioState("zb_v", options=options), "zb_v"))
     assert words[:3] == ["schedir", "draw", "zb_v"] and read_options(words[3:]) == options
@@ -260,8 +264,8 @@ def test_a_state_is_a_command() -> None:
     assert make_request(args, args.source).specified["zero"] == 1
 
 
-def test_a_command_names_the_exported_file_and_the_function() -> None:
-    edited = ask({"state": state(schedule="interleaved"), "move": [0, 0, 4]})
+def test_command_names_exported_file_and_function() -> None:
+    edited = ask({"state": make_state(schedule="interleaved"), "move": [0, 0, 4]})
     file = ask({"state": edited["state"], "export": "sched"})["file"]
     assert file == "interleaved.sched"
     assert edited["command"].split()[:4] == ["schedir", "draw", file, "--costs"]
@@ -269,32 +273,32 @@ def test_a_command_names_the_exported_file_and_the_function() -> None:
         (CODE, "mine"), (f"{CODE}\nalias = mine\n", "alias"),
         ("from schedir import B, F\nbrief = lambda r, p, m: m * (F + B)", "brief"),
     ):  # fmt: skip
-        answer = ask({"state": state() | {"code": code}}, WITH_CODE)
+        answer = ask({"state": make_state() | {"code": code}}, WITH_CODE)
         assert answer["command"].startswith(f"schedir draw {name}.py:{name} --ranks 4")
 
 
-def test_a_run_is_shown_with_its_prediction(tmp_path: Any) -> None:
+def test_run_is_shown_with_prediction(tmp_path: Any) -> None:
     run = simulate(compile("one_f_one_b", ranks=2, microbatches=4))
     spans = run.spans.copy()
     spans["start"], spans["end"] = spans["start"] * 2e-3, spans["end"] * 2e-3
     save_timeline(type(run)(run.program, spans, "measured", "s"), tmp_path / "x.timeline")
     studio = Studio(Source(str(tmp_path / "x.timeline")))
     answer = ask({"state": {"run": True}}, studio)
-    assert [each["label"] for each in answer["runs"]] == ["predicted", "measured"]
+    assert [run_data["label"] for run_data in answer["runs"]] == ["predicted", "measured"]
     assert answer["source_type"] == "run" and answer["recognition"] == "this is one_f_one_b"
     assert "error" in ask({"state": {"run": True}, "export": "call"}, studio)
 
 
 def test_two_schedules_are_compared_per_rank() -> None:
-    answer = ask({"state": state(costs="F=1,B=2") | {"other": "zb_v"}})
-    one, other = answer["runs"]
-    assert [one["label"], other["label"]] == ["one_f_one_b", "zb_v"]
-    busy = [run["span"] * (1 - run["bubble"]) for run in (one, other)]
+    answer = ask({"state": make_state(costs="F=1,B=2") | {"other": "zb_v"}})
+    this_run, other_run = answer["runs"]
+    assert [this_run["label"], other_run["label"]] == ["one_f_one_b", "zb_v"]
+    busy = [run["span"] * (1 - run["bubble"]) for run in (this_run, other_run)]
     assert busy[0] == pytest.approx(busy[1])  # both runs have the work of the same model
     assert answer["comparison"].startswith("Compared with zb_v: span +")
-    moved = ask({"state": state() | {"other": "zb_h1"}, "move": [0, 0, 4]})
-    assert len(moved["runs"]) == 2 and moved["state"]["other"] == "zb_h1"
-    odd = state("one_f_one_b", ranks="3") | {"other": "chimera"}
+    moved_answer = ask({"state": make_state() | {"other": "zb_h1"}, "move": [0, 0, 4]})
+    assert len(moved_answer["runs"]) == 2 and moved_answer["state"]["other"] == "zb_h1"
+    odd = make_state("one_f_one_b", ranks="3") | {"other": "chimera"}
     assert ask({"state": odd})["error"]["fields"] == ["other"]
 
 
@@ -313,14 +317,18 @@ SOLUTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CHALLENGES)
-def test_a_challenge_begins_unsolved_has_a_solution_and_a_proof(name: str) -> None:
+def test_challenge_has_solution_and_proof(name: str) -> None:
     challenge = CHALLENGES[name]
-    first = challenge.make_state(name)
-    before = ask({"state": first}, WITH_CODE)
+    first_state = challenge.make_state(name)
+    before = ask({"state": first_state}, WITH_CODE)
     assert "error" in before or not before["challenge"]["is_solved"]
     solution = SOLUTIONS[name]
-    options = first["options"] | {k: v for k, v in solution.items() if k not in first}
-    solved = {**first, **{k: v for k, v in solution.items() if k in first}, "options": options}
+    options = first_state["options"] | {k: v for k, v in solution.items() if k not in first_state}
+    solved = {
+        **first_state,
+        **{k: v for k, v in solution.items() if k in first_state},
+        "options": options,
+    }
     after = ask({"state": solved}, WITH_CODE)
     assert after["challenge"]["is_solved"], after["challenge"]
     assert ("optimal" in after["challenge"]["text"]) is (challenge.goal == challenge.bound)
@@ -349,64 +357,69 @@ def test_a_challenge_begins_unsolved_has_a_solution_and_a_proof(name: str) -> No
      ("def f(r, p, m):\n    x = 1\n    return x / 0", 3), ("def f(a):\n    return a", 0),
      ("def f(r, p, m):\n    return 3", 0)],
 )  # fmt: skip
-def test_an_error_of_code_has_its_line(code: str, line: int) -> None:
+def test_code_error_has_line(code: str, line: int) -> None:
     with pytest.raises(CodeError) as caught:
         expand_code(StudioState(code=code, options=DEFAULTS))
     assert caught.value.line == line and caught.value.fact
 
 
-def test_code_gives_the_program_of_its_function() -> None:
+def test_code_compiles_its_function() -> None:
     text = expand_code(StudioState(code=CODE, options=DEFAULTS))
     assert from_text(text).name == "mine"
     program = compile(from_text(text))
     assert program.streams == compile("one_f_one_b", ranks=4, microbatches=8).streams
     two = CODE + "\n\ndef other(r, p, m):\n    return m * (F + B)\n"
     assert from_text(expand_code(StudioState(code=two, options=DEFAULTS))).name == "other"
-    named = StudioState(code=two, function="mine", options=DEFAULTS)
-    assert expand_code(named) == text
+    state_with_function = StudioState(code=two, function="mine", options=DEFAULTS)
+    assert expand_code(state_with_function) == text
 
 
-def test_code_runs_again_only_if_the_question_allows_it() -> None:
+def test_code_runs_again_only_if_request_allows() -> None:
     runs: list[str] = []
 
-    def expand(of: StudioState) -> str:
-        runs.append(of.code)
-        return expand_code(of)
+    def expand(state: StudioState) -> str:
+        runs.append(state.code)
+        return expand_code(state)
 
-    studio, changed = Studio(expand_code=expand), state() | {"code": f"# changed\n{CODE}"}
-    first = state() | {"code": CODE}
-    assert ask({"state": first, "run_code": False}, studio)["error"]["hint"] == "press Run"
-    for each in (first, changed, first | {"options": first["options"] | {"costs": "F=2"}}):
-        assert "error" not in ask({"state": each}, studio)
-    assert runs == [CODE, changed["code"]]
-    for each in (first, changed):
-        assert "error" not in ask({"state": each, "run_code": False}, studio)
-    assert "error" not in ask({"state": state(ranks="3") | {"code": CODE}}, studio)
+    studio, changed_code = Studio(expand_code=expand), make_state() | {"code": f"# changed\n{CODE}"}
+    first_state = make_state() | {"code": CODE}
+    assert ask({"state": first_state, "run_code": False}, studio)["error"]["hint"] == "press Run"
+    for code_state in (
+        first_state,
+        changed_code,
+        first_state | {"options": first_state["options"] | {"costs": "F=2"}},
+    ):
+        assert "error" not in ask({"state": code_state}, studio)
+    assert runs == [CODE, changed_code["code"]]
+    for code_state in (first_state, changed_code):
+        assert "error" not in ask({"state": code_state, "run_code": False}, studio)
+    assert "error" not in ask({"state": make_state(ranks="3") | {"code": CODE}}, studio)
     assert len(runs) == 3
 
 
 def test_code_runs_within_limits() -> None:
     runner = CodeRunner(1000, max_seconds=20)
 
-    def fails(code: str) -> CodeError:
+    def get_code_error(code: str) -> CodeError:
         with pytest.raises(CodeError) as caught:
             runner.expand(StudioState(code=code, options=DEFAULTS))
         return caught.value
 
     try:
         assert "mine" in runner.expand(StudioState(code=CODE, options=DEFAULTS))
-        large = "def f(r, p, m):\n    return bytearray(2 * 10**9)"
-        assert "MemoryError" in fails(large).fact and fails(large).line == 2
-        assert "exit status 7" in fails("import os\nos._exit(7)").fact
-        assert fails("from schedir import F\ndef f(r, p, m):\n    return 10**6 * F").fact
+        large_code = "def f(r, p, m):\n    return bytearray(2 * 10**9)"
+        assert "MemoryError" in get_code_error(large_code).fact
+        assert get_code_error(large_code).line == 2
+        assert "exit status 7" in get_code_error("import os\nos._exit(7)").fact
+        assert get_code_error("from schedir import F\ndef f(r, p, m):\n    return 10**6 * F").fact
         runner._max_seconds = 0.2
-        assert "0.2 s" in fails("while True:\n    pass").fact
+        assert "0.2 s" in get_code_error("while True:\n    pass").fact
     finally:
         runner.close()
     assert all(process.poll() is not None for process in runner._processes)
 
 
-def test_code_that_runs_when_the_studio_stops_has_an_error() -> None:
+def test_running_code_fails_when_studio_stops() -> None:
     runner = CodeRunner(1000, max_seconds=20)
     stop = Timer(1, runner.close)
     stop.start()
@@ -431,94 +444,98 @@ def server() -> Iterator[StudioServer]:
     thread.join()
 
 
-def request(
+def send_request(
     server: StudioServer, method: str, path: str, body: bytes = b"", **headers: str
 ) -> tuple[int, str]:
     connection = HTTPConnection("127.0.0.1", server.server_port, timeout=20)
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    connection.request(method, path, body or None, named)
+    header_values = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body or None, header_values)
     response = connection.getresponse()
     text = response.read().decode()
     connection.close()
     return response.status, text
 
 
-def test_only_requests_of_the_page_are_answered(server: StudioServer) -> None:
-    page, body = f"/?token={server.token}", json.dumps({"state": state()}).encode()
+def test_foreign_requests_are_refused(server: StudioServer) -> None:
+    page, body = f"/?token={server.token}", json.dumps({"state": make_state()}).encode()
     token = {TOKEN_HEADER.replace("-", "_"): server.token}
-    own = f"http://127.0.0.1:{server.server_port}"
+    page_origin = f"http://127.0.0.1:{server.server_port}"
     assert server.server_address[0] == "127.0.0.1"
-    assert request(server, "GET", page)[0] == 200
-    assert request(server, "POST", "/", body, **token)[0] == 200
-    assert request(server, "POST", "/", body, Origin=own, **token)[0] == 200
-    assert request(server, "POST", "/", b"{", **token)[0] == 400
-    assert request(server, "GET", f"/other{page[1:]}")[0] == 404
+    assert send_request(server, "GET", page)[0] == 200
+    assert send_request(server, "POST", "/", body, **token)[0] == 200
+    assert send_request(server, "POST", "/", body, Origin=page_origin, **token)[0] == 200
+    assert send_request(server, "POST", "/", b"{", **token)[0] == 400
+    assert send_request(server, "GET", f"/other{page[1:]}")[0] == 404
     refused = [
-        request(server, "GET", "/"),
-        request(server, "GET", f"{page}x"),
-        request(server, "POST", "/", body),
-        request(server, "POST", "/", body, X_Studio_Token="é"),
-        request(server, "POST", "/", body, Origin="http://example.org", **token),
-        request(server, "POST", "/", body, Origin="null", **token),
-        request(server, "GET", page, Host="example.org"),
-        request(server, "GET", page, Host=f"example.org:{server.server_port}"),
+        send_request(server, "GET", "/"),
+        send_request(server, "GET", f"{page}x"),
+        send_request(server, "POST", "/", body),
+        send_request(server, "POST", "/", body, X_Studio_Token="é"),
+        send_request(server, "POST", "/", body, Origin="http://example.org", **token),
+        send_request(server, "POST", "/", body, Origin="null", **token),
+        send_request(server, "GET", page, Host="example.org"),
+        send_request(server, "GET", page, Host=f"example.org:{server.server_port}"),
     ]
     assert [status for status, _ in refused] == [403] * len(refused)
     assert not any("one_f_one_b" in text for _, text in refused)
-    assert request(server, "POST", "/", b"x", Content_Length="99999999999")[0] == 413
-    assert request(server, "POST", "/", b"x", Content_Length="-5")[0] == 413
+    assert send_request(server, "POST", "/", b"x", Content_Length="99999999999")[0] == 413
+    assert send_request(server, "POST", "/", b"x", Content_Length="-5")[0] == 413
 
 
-def test_a_mistake_on_the_command_line_is_one_error(
+def test_command_line_mistake_is_one_error(
     server: StudioServer, tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(CODE)
     (tmp_path / "bad.sched").write_text("abc")
-    for words in (
+    for arguments in (
         ["none.sched"], ["none.timeline"], ["none.py:f"], ["no_schedule"], ["--relower"],
         ["--port", str(server.server_port)], ["--port", "-1"], ["--port", "99999"],
         ["--no-code", f"{tmp_path}/mine.py:mine"], ["--ranks", "x"], [f"{tmp_path}/bad.sched"],
         [f"{tmp_path}/mine.py:nope"],
     ):  # fmt: skip
-        assert main(["studio", "--no-browser", *words]) == 2
-        shown = capsys.readouterr()
-        assert "Error" in shown.err and "Traceback" not in shown.err and not shown.out
+        assert main(["studio", "--no-browser", *arguments]) == 2
+        output = capsys.readouterr()
+        assert "Error" in output.err and "Traceback" not in output.err and not output.out
 
 
-def test_an_exported_page_has_the_schedules_of_the_shape(tmp_path: Any) -> None:
-    first = StudioState("zb_h1", options=DEFAULTS | {"ranks": "3"})
-    line = export_page(STUDIO, first, str(tmp_path / "site"))
+def test_exported_page_has_schedules_of_shape(tmp_path: Any) -> None:
+    first_state = StudioState("zb_h1", options=DEFAULTS | {"ranks": "3"})
+    line = export_page(STUDIO, first_state, str(tmp_path / "site"))
     page = (tmp_path / "site" / "index.html").read_text()
     assert line.startswith("wrote ") and "connect-src" not in page
     data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
     assert data is not None
     answers = json.loads(data.group(1))["precomputed_answers"]
+    # Chimera needs an even number of ranks.
     assert {
         "zb_h1",
         "gpipe",
         "zb_v",
-    } <= answers.keys() and "chimera" not in answers  # chimera needs an even number
-    for wrong in (StudioState("chimera", options=first.options), StudioState(code="x = 1")):
+    } <= answers.keys() and "chimera" not in answers
+    for wrong_state in (
+        StudioState("chimera", options=first_state.options),
+        StudioState(code="x = 1"),
+    ):
         with pytest.raises(UsageError):
-            export_page(STUDIO, wrong, str(tmp_path))
+            export_page(STUDIO, wrong_state, str(tmp_path))
     # The export replaces a page that schedir wrote.
-    assert export_page(STUDIO, first, str(tmp_path / "site")) == line
+    assert export_page(STUDIO, first_state, str(tmp_path / "site")) == line
     (tmp_path / "index.html").write_text("<title>mine</title>")
     with pytest.raises(UsageError, match="did not write it"):
-        export_page(STUDIO, first, str(tmp_path))
+        export_page(STUDIO, first_state, str(tmp_path))
     assert (tmp_path / "index.html").read_text() == "<title>mine</title>"
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError):
-        export_page(STUDIO, first, str(tmp_path / "file"))
+        export_page(STUDIO, first_state, str(tmp_path / "file"))
 
 
-def test_names_are_text_in_the_page() -> None:
+def test_names_are_escaped_in_page() -> None:
     name = "</script><img src=x onerror=alert(1)>"
     program = from_text(to_text(compile("gpipe", ranks=2, microbatches=2)))
-    named = type(program)(name, program.shape, program.streams)
+    hostile_program = type(program)(name, program.shape, program.streams)
     hostile = {"schedule": name, "options": {"costs": name, name: name}}
     built = StudioServer(STUDIO, hostile)
     text = built.build_page()
     built.server_close()
     assert name not in text
-    assert np.array_equal(named.streams[0].words, program.streams[0].words)
+    assert np.array_equal(hostile_program.streams[0].words, program.streams[0].words)

@@ -70,7 +70,7 @@ BY_IDENTITY = [
 ]  # fmt: skip
 
 
-def test_lines_that_compare_tensors_by_value(
+def test_mypy_reports_tensor_comparisons_by_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = [*BY_VALUE, *BY_IDENTITY]

@@ -25,7 +25,7 @@ from schedir.verify.check import check
 
 
 @given(compute_programs(), st.booleans(), st.booleans(), st.data())
-def test_what_prints_parses(
+def test_printed_program_parses(
     draft: Program, lowered: bool, grouped: bool, data: st.DataObject
 ) -> None:
     program = replace(
@@ -34,39 +34,41 @@ def test_what_prints_parses(
     program = lower(program) if lowered else program
     program = group_opposite_transfers(program) if grouped else program
     for folded in (True, False):
-        again = from_text(to_text(program, folded))
-        assert again == program
-        assert again.digest == program.digest
+        parsed = from_text(to_text(program, folded))
+        assert parsed == program
+        assert parsed.digest == program.digest
 
 
 @given(st.lists(st.integers(0, 2**57 - 1), max_size=40), st.integers(1, 3))
-def test_any_words_survive(words: list[int], period: int) -> None:
-    """This holds for all instructions of the grammar in any order, and not only right programs."""
+def test_random_instructions_round_trip(words: list[int], period: int) -> None:
+    """Use all instructions of the grammar in any order, also of programs that are not legal."""
     from schedir.ir.isa.instructions import INSTRUCTIONS, Scope
 
-    kept: list[int] = []
+    instruction_words: list[int] = []
     for word in words * period:
         op, stage, mb = (word >> 48 & 0xFF) % 16, word >> 32 & 0xFFFF, word & 0xFFFF
         per = INSTRUCTIONS[op].scope
         stage, mb = (0 if per is Scope.RANK else stage), (mb if per is Scope.MICROBATCH else 0)
-        kept.append(op << 48 | stage << 32 | mb | (word & 1 << 56 if kept else 0))
-    program = Program("any", PipelineShape(1, 1), (Stream(np.array(kept, np.int64)),))
+        instruction_words.append(
+            op << 48 | stage << 32 | mb | (word & 1 << 56 if instruction_words else 0)
+        )
+    program = Program("any", PipelineShape(1, 1), (Stream(np.array(instruction_words, np.int64)),))
     for folded in (True, False):
         assert from_text(to_text(program, folded)) == program
 
 
-def test_text_grows_with_the_idea() -> None:
-    def lines(m: int) -> int:
+def test_text_length_does_not_grow_with_microbatches() -> None:
+    def count_lines(m: int) -> int:
         return to_text(compile(one_f_one_b, PipelineShape(4, m))).count("\n")
 
-    assert lines(4000) == lines(40)
+    assert count_lines(4000) == count_lines(40)
     program = compile(interleaved, PipelineShape(4, 64, 2))
     assert to_text(program).count("\n") == to_text(
         compile(interleaved, PipelineShape(4, 640, 2))
     ).count("\n")
 
 
-def test_comments_blank_lines_and_steps() -> None:
+def test_text_accepts_comments_blank_lines_and_steps() -> None:
     program = from_text(
         "schedir 1  # format\nprogram mine\nranks 1\nmicrobatches 4   placement loop\n\n"
         "rank 0\n  2 x  F 0.0+2; F 0.1+2   # pairs\n  # nothing\n  4 x B 0.3-\n"
@@ -122,34 +124,34 @@ HEAD = "schedir 1\nprogram x\nranks 1  microbatches 2\n"
         (HEAD + "rank 0\nF 0.0\n", 5, 1),
     ],
 )
-def test_parse_errors_say_where(text: str, line: int, column: int) -> None:
+def test_parse_errors_have_line_and_column(text: str, line: int, column: int) -> None:
     with pytest.raises(ParseError) as caught:
         from_text(text)
     assert (caught.value.line, caught.value.column) == (line, column)
 
 
 @given(st.data())
-def test_mangled_text_is_refused_or_a_program(data: st.DataObject) -> None:
+def test_mangled_text_is_refused_or_parsed(data: st.DataObject) -> None:
     text = to_text(compile(one_f_one_b, PipelineShape(2, 4), tied_weights=True))
-    at = data.draw(st.integers(0, len(text)))
-    cut = data.draw(st.integers(0, 4))
+    position = data.draw(st.integers(0, len(text)))
+    removed = data.draw(st.integers(0, 4))
     junk = data.draw(st.text("0123456789.;&x+- \nFBWIrankstep#é\t", max_size=4))
     try:
-        program = from_text(text[:at] + junk + text[at + cut :])
+        program = from_text(text[:position] + junk + text[position + removed :])
     except SchedirError:
         return
     assert from_text(to_text(program)) == program
 
 
 @pytest.mark.parametrize("value", ["-1", "0", "99999999", "9" * 20, "9" * 5000])
-def test_numbers_out_of_range_are_whole_numbers(value: str) -> None:
+def test_out_of_range_numbers_have_range_error(value: str) -> None:
     with pytest.raises(ParseError) as caught:
         from_text(f"schedir 1\nprogram x\nranks {value}  microbatches 2\n")
     assert "must be an integer" not in caught.value.fact and len(caught.value.fact) < 80
 
 
 @given(st.text(st.characters(), max_size=8))
-def test_any_name_survives_or_is_refused(name: str) -> None:
+def test_program_name_round_trips_or_is_refused(name: str) -> None:
     try:
         program = Program(name, PipelineShape(1, 1), (Stream(np.zeros(1, np.int64)),))
     except ShapeError:
@@ -158,51 +160,52 @@ def test_any_name_survives_or_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", " x", "x ", "a#b", "a\nb", "a\x85b", "a\u2028b", "\ud800", 3])
-def test_names_that_no_text_can_have(bad: Any) -> None:
+def test_impossible_program_name_is_refused(bad: Any) -> None:
     with pytest.raises(ShapeError):
         Program(bad, PipelineShape(1, 1), ())
 
 
-def test_a_byte_order_mark_is_read_over() -> None:
+def test_byte_order_mark_is_ignored() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4))
     assert from_text("\ufeff" + to_text(program)) == program
 
 
-def test_digest_is_of_what_runs() -> None:
+def test_digest_depends_on_program_but_not_name() -> None:
     shape = PipelineShape(2, 4)
-    one = compile(one_f_one_b, shape)
-    assert one.digest == replace(one, name="other").digest
+    program = compile(one_f_one_b, shape)
+    assert program.digest == replace(program, name="other").digest
     others = [
         compile(gpipe, shape),
         compile(one_f_one_b, shape, tp=2),
         compile(one_f_one_b, shape, dp=2),
         compile(one_f_one_b, PipelineShape(2, 5)),
         compile(partial(interleaved, v=1), shape),
-        group_opposite_transfers(one),
+        group_opposite_transfers(program),
     ]
-    assert len({one.digest, *(o.digest for o in others)}) == 1 + len(others)
+    assert len({program.digest, *(o.digest for o in others)}) == 1 + len(others)
 
 
-def test_a_program_with_a_stream_too_many_is_shown() -> None:
-    """Its author can then see what `check` refuses."""
+def test_program_with_extra_stream_prints() -> None:
+    """The author of the program can then see what `check` refuses."""
     program = compile(one_f_one_b, PipelineShape(2, 4), buffer_sharing="minimal")
-    more = replace(program, streams=(*program.streams, program.streams[1]))
-    assert "rank 2\n" in to_text(more) and "rank 2  act_in" not in to_text(more)
+    with_extra_stream = replace(program, streams=(*program.streams, program.streams[1]))
+    assert "rank 2\n" in to_text(with_extra_stream)
+    assert "rank 2  act_in" not in to_text(with_extra_stream)
     with pytest.raises(CompletenessError, match="3 Streams for 2 ranks"):
-        check(more)
+        check(with_extra_stream)
 
 
-def test_names_of_before_are_read() -> None:
+def test_renamed_header_keys_are_read() -> None:
     """Renamed keys and values of the header are read, and no new key is also an old one."""
     shape = PipelineShape(2, 8, optimizer_steps=2, weight_delay=1)
     program = compile(one_f_one_b, shape, tp=2, sequence_parallel=True, tied_weights=True)
     sharded = compile(
         one_f_one_b, PipelineShape(2, 4), dp=2, zero=2, reduce_scatter_at="each_backward"
     )
-    for one in (program, sharded):
-        old = to_text(one)
-        for before, now in RENAMED_FIELDS.items():
-            old = re.sub(rf"\b{now} (?=[^;\n]*\n)", f"{before} ", old)
+    for original in (program, sharded):
+        old = to_text(original)
+        for before, new_name in RENAMED_FIELDS.items():
+            old = re.sub(rf"\b{new_name} (?=[^;\n]*\n)", f"{before} ", old)
         old = old.replace("each_backward", "turn")
-        assert old != to_text(one) and from_text(old) == one
+        assert old != to_text(original) and from_text(old) == original
     assert {f.name for f in HEADER_FIELDS}.isdisjoint(RENAMED_FIELDS)

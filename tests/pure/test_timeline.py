@@ -21,7 +21,7 @@ from schedir.testing import compute_programs
 from tests.strategies import costs
 
 
-def no_gap(timeline: Timeline, path: np.ndarray) -> None:
+def assert_no_gap(timeline: Timeline, path: np.ndarray) -> None:
     """Assert that the path starts at 0, and that each node starts when the previous one ends."""
     spans = timeline.spans[path]
     assert spans["start"][0] == 0
@@ -29,28 +29,28 @@ def no_gap(timeline: Timeline, path: np.ndarray) -> None:
 
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS))
-def test_the_critical_path_explains_every_start(
+def test_critical_path_has_no_gap(
     draft: Program, data: st.DataObject, progress_model: ProgressModel
 ) -> None:
     program = lower(draft)
     timeline = simulate(program, data.draw(costs(draft.shape)), progress_model=progress_model)
-    no_gap(timeline, timeline.critical_path)
+    assert_no_gap(timeline, timeline.critical_path)
     assert timeline.spans["end"][timeline.critical_path[-1]] == timeline.span
     position = data.draw(st.integers(0, len(timeline) - 1))
     path = timeline.critical_path_to(position)
-    no_gap(timeline, path)
+    assert_no_gap(timeline, path)
     assert path[-1] == position
 
 
 @given(compute_programs(ranks=3, microbatches=3), st.data())
-def test_paths_through_groups_end(draft: Program, data: st.DataObject) -> None:
+def test_critical_path_through_groups_is_monotonic(draft: Program, data: st.DataObject) -> None:
     timeline = simulate(group_opposite_transfers(lower(draft)), data.draw(costs(draft.shape)))
     path = timeline.critical_path
     assert timeline.spans["start"][path[0]] == 0
     assert (timeline.spans["start"][path[1:]] >= timeline.spans["end"][path[:-1]]).all()
 
 
-def waits_for(graph: Graph, position: int) -> list[int]:
+def list_awaited(graph: Graph, position: int) -> list[int]:
     """Return all instructions that must end before one starts, also for its partners."""
     enter = graph.entry_exit_nodes[0]
     meets = np.flatnonzero(graph.node == graph.node[position])
@@ -60,7 +60,7 @@ def waits_for(graph: Graph, position: int) -> list[int]:
 
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), st.booleans())
-def test_what_ended_last_is_told_of_every_instruction(
+def test_critical_predecessor_ends_last(
     draft: Program, data: st.DataObject, progress_model: ProgressModel, grouped: bool
 ) -> None:
     program = group_opposite_transfers(lower(draft)) if grouped else lower(draft)
@@ -71,23 +71,23 @@ def test_what_ended_last_is_told_of_every_instruction(
     )
     end = timeline.spans["end"]
     for position, latest in enumerate(timeline.critical_predecessor.tolist()):
-        before = waits_for(timeline.graph, position)
+        before = list_awaited(timeline.graph, position)
         assert latest == max(before, key=lambda k: (end[k], -k), default=-1)
 
 
-def test_1f1b_is_decided_by_its_fill_its_last_rank_and_its_drain() -> None:
+def test_critical_path_of_1f1b_sums_to_span() -> None:
     timeline = simulate(compile(one_f_one_b, PipelineShape(3, 4)), Costs(F=1, B=2))
-    said = [
+    path_start = [
         timeline.instruction_at(int(s["rank"]), 0)[0]
         for s in timeline.spans[timeline.critical_path][:1]
     ]
-    assert [str(i) for i in said] == ["F 0.0"]
+    assert [str(i) for i in path_start] == ["F 0.0"]
     work = timeline.spans[timeline.critical_path]
     work = work[work["end"] > work["start"]]
     assert (work["end"] - work["start"]).sum() == timeline.span
 
 
-def test_spans_follow_the_program() -> None:
+def test_spans_have_program_order() -> None:
     program = compile(gpipe, PipelineShape(2, 3), tp=2)
     timeline = simulate(program, Costs(send=0.5))
     assert len(timeline.spans) == len(program)
@@ -97,7 +97,7 @@ def test_spans_follow_the_program() -> None:
     assert timeline.spans.dtype.itemsize <= 32
 
 
-def test_in_flight_is_a_step_curve() -> None:
+def test_in_flight_curve_of_1f1b() -> None:
     timeline = simulate(compile(one_f_one_b, PipelineShape(2, 3)), Costs(F=1, B=2))
     times, counts = timeline.count_in_flight(0)
     assert counts.tolist() == [1, 2, 1, 2, 1, 0]
@@ -105,7 +105,7 @@ def test_in_flight_is_a_step_curve() -> None:
     assert counts.max() == timeline.peak_in_flight[0] == timeline.peak_memory[0]
 
 
-def test_a_pair_run_together_is_busy_once() -> None:
+def test_overlapped_pair_counts_as_busy_once() -> None:
     program = compile(lambda r, P, m: F + (m - 1) * overlapped_pair(F, B) + B, PipelineShape(1, 3))
     timeline = simulate(program, Costs(F=1, B=2, FB=2))
     assert timeline.span == timeline.busy[0] == 1 + 2 * 2 + 2

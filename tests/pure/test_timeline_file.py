@@ -38,12 +38,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> object:
         yield
 
 
-def timeline() -> Timeline:
+def simulate_1f1b() -> Timeline:
     program = schedir.compile(one_f_one_b, PipelineShape(3, 4), tp=2, clip_grad_norm=True)
     return schedir.simulate(program, Costs(F=1, B=2, send=0.1, step=3))
 
 
-def same(a: Timeline, b: Timeline) -> bool:
+def equal_timelines(a: Timeline, b: Timeline) -> bool:
     facts = [
         (t.program, t.kind, t.unit, t.progress_model, t.clock_error, t.sizes, t.blocking_hosts)
         for t in (a, b)
@@ -52,87 +52,86 @@ def same(a: Timeline, b: Timeline) -> bool:
 
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), st.booleans())
-def test_what_is_saved_comes_back(
+def test_timeline_round_trips(
     draft: Program, data: st.DataObject, progress_model: ProgressModel, grouped: bool
 ) -> None:
     program = lower(draft)
     if grouped:
         program, progress_model = group_opposite_transfers(program), "per_edge"
     saved = schedir.simulate(program, data.draw(costs(draft.shape)), progress_model=progress_model)
-    assert (
-        not saved.causality_violations.amount.any()
-    )  # in a simulated Timeline no effect is before its cause
+    # In a simulated Timeline no effect is before its cause.
+    assert not saved.causality_violations.amount.any()
     shift = data.draw(st.floats(-1e6, 1e6))
     saved.spans["start"] += shift
     saved.spans["end"] += shift
-    each = data.draw(st.none() | st.floats(0, 1e12) | st.just((7.5,) * draft.shape.stages))
-    sizes = each and Sizes(activation=1.5, saved=each, model_states=0.1)
+    saved_size = data.draw(st.none() | st.floats(0, 1e12) | st.just((7.5,) * draft.shape.stages))
+    sizes = saved_size and Sizes(activation=1.5, saved=saved_size, model_states=0.1)
     saved = replace(saved, kind="measured", unit="s", clock_error=0.25, sizes=sizes or None)
     save_timeline(saved, FILE)
-    found = load_timeline(FILE)
-    assert same(found, saved) and not found.causality_warning
+    loaded = load_timeline(FILE)
+    assert equal_timelines(loaded, saved) and not loaded.causality_warning
 
 
-def test_a_pair_run_together_comes_back() -> None:
+def test_overlapped_pair_round_trips() -> None:
     saved = schedir.simulate(
         schedir.compile(dualpipe_v, PipelineShape(4, 10, 2, "vee")), Costs(FB=1.5)
     )
     save_timeline(saved, FILE)
-    assert same(load_timeline(FILE), saved)
+    assert equal_timelines(load_timeline(FILE), saved)
 
 
-def test_hosts_that_wait_themselves_are_kept() -> None:
+def test_blocking_hosts_round_trip() -> None:
     saved = schedir.simulate(
-        timeline().program, Costs(send=1.0), progress_model="per_edge", blocking_hosts=True
+        simulate_1f1b().program, Costs(send=1.0), progress_model="per_edge", blocking_hosts=True
     )
     assert saved.blocking_hosts and saved.graph.blocking_hosts
     save_timeline(saved, FILE)
-    assert same(load_timeline(FILE), saved)
-    forge(header_json=header())  # a file from before this field existed
+    assert equal_timelines(load_timeline(FILE), saved)
+    forge(header_json=make_header())  # a file from before this field existed
     assert not load_timeline(FILE).blocking_hosts
 
 
-def test_the_same_timeline_is_the_same_bytes() -> None:
-    save_timeline(timeline(), FILE)
-    first = FILE.read_bytes()
-    save_timeline(timeline(), FILE)
-    assert FILE.read_bytes() == first
-    assert len(first) < 40 * len(timeline())
+def test_equal_timelines_have_equal_bytes() -> None:
+    save_timeline(simulate_1f1b(), FILE)
+    first_bytes = FILE.read_bytes()
+    save_timeline(simulate_1f1b(), FILE)
+    assert FILE.read_bytes() == first_bytes
+    assert len(first_bytes) < 40 * len(simulate_1f1b())
 
 
-def test_others_read_it_without_schedir() -> None:
+def test_numpy_reads_file_without_schedir() -> None:
     """NumPy alone reads a file as `docs/reference/file-formats.md` says."""
-    save_timeline(timeline(), FILE)
+    save_timeline(simulate_1f1b(), FILE)
     with np.load(FILE) as file:
-        assert (file["end"] == timeline().spans["end"]).all()
-        assert schedir.from_text(file["program.sched"].decode()) == timeline().program
+        assert (file["end"] == simulate_1f1b().spans["end"]).all()
+        assert schedir.from_text(file["program.sched"].decode()) == simulate_1f1b().program
         assert json.loads(file["header.json"])["kind"] == "predicted"
 
 
 @given(st.data())
-def test_a_changed_file_is_refused_or_means_the_same(data: st.DataObject) -> None:
-    save_timeline(timeline(), FILE)
+def test_damaged_file_is_refused_or_equal(data: st.DataObject) -> None:
+    save_timeline(simulate_1f1b(), FILE)
     content = bytearray(FILE.read_bytes())
-    at = data.draw(st.integers(0, len(content) - 1))
-    how = data.draw(st.sampled_from(["cut", "flip", "drop", "double"]))
-    if how == "cut":
-        del content[at:]
-    elif how == "flip":
-        content[at] ^= data.draw(st.integers(1, 255))
-    elif how == "drop":
-        del content[at : at + data.draw(st.integers(1, 64))]
+    position = data.draw(st.integers(0, len(content) - 1))
+    damage = data.draw(st.sampled_from(["cut", "flip", "drop", "double"]))
+    if damage == "cut":
+        del content[position:]
+    elif damage == "flip":
+        content[position] ^= data.draw(st.integers(1, 255))
+    elif damage == "drop":
+        del content[position : position + data.draw(st.integers(1, 64))]
     else:
-        content[at:at] = content[: data.draw(st.integers(1, 64))]
+        content[position:position] = content[: data.draw(st.integers(1, 64))]
     FILE.write_bytes(content)
     try:
-        found = load_timeline(FILE)
+        loaded = load_timeline(FILE)
     except SchedirError as error:
         assert str(FILE) in "".join([str(error), *getattr(error, "__notes__", [])])
     else:
-        assert same(found, timeline())
+        assert equal_timelines(loaded, simulate_1f1b())
 
 
-def npy(values: object, dtype: str = "<f8") -> bytes:
+def encode_npy(values: object, dtype: str = "<f8") -> bytes:
     file = BytesIO()
     np.save(file, np.array(values, dtype))
     return file.getvalue()
@@ -140,7 +139,7 @@ def npy(values: object, dtype: str = "<f8") -> bytes:
 
 def forge(**members: bytes) -> None:
     """Write a Timeline file with changed members, whose CRCs and sizes are right."""
-    save_timeline(timeline(), FILE)
+    save_timeline(simulate_1f1b(), FILE)
     with ZipFile(FILE) as archive:
         content = {name: archive.read(name) for name in archive.namelist()}
     content |= {name.replace("_", "."): value for name, value in members.items()}
@@ -149,48 +148,56 @@ def forge(**members: bytes) -> None:
             archive.writestr(name, value)
 
 
-def header(**changes: object) -> bytes:
+def make_header(**changes: object) -> bytes:
     facts = {
-        "schedir_timeline": 1, "instructions": len(timeline()), "kind": "predicted", "unit": "",
-        "digest": timeline().program.digest, "progress_model": "per_device",
+        "schedir_timeline": 1,
+        "instructions": len(simulate_1f1b()),
+        "kind": "predicted",
+        "unit": "",
+        "digest": simulate_1f1b().program.digest,
+        "progress_model": "per_device",
         "blocking_hosts": False,
         "clock_error": 0.0,
-    }  # fmt: skip
+    }
     return json.dumps(facts | changes).encode()
 
 
-def test_files_with_the_names_of_before_are_read() -> None:
-    """Such a file uses old names in its header and its program."""
-    new = timeline()
+def test_file_with_renamed_keys_is_read() -> None:
+    """The header and the program of the file have old names."""
+    new = simulate_1f1b()
     text = to_text(new.program).replace("tied_weights", "tied").replace("clip_grad_norm", "clip")
-    old = json.loads(header())
+    old = json.loads(make_header())
     old |= {"model": "device", "blocks": False, "digest": "of other names"}
     del old["progress_model"], old["blocking_hosts"]
     forge(header_json=json.dumps(old).encode(), program_sched=text.encode())
-    found = load_timeline(FILE)
-    assert found.program == new.program and found.progress_model == "per_device"
-    assert not found.blocking_hosts
+    loaded = load_timeline(FILE)
+    assert loaded.program == new.program and loaded.progress_model == "per_device"
+    assert not loaded.blocking_hosts
 
 
-def test_two_names_of_one_field_are_refused() -> None:
-    """Otherwise one value would be ignored, or a digest would not be compared."""
-    forge(header_json=header(model="per_edge"))
+def test_old_and_new_name_together_are_refused() -> None:
+    """If both were read, one value would be ignored."""
+    forge(header_json=make_header(model="per_edge"))
     with pytest.raises(TraceError, match="both progress_model and model"):
         load_timeline(FILE)
     sizes = {"deferred_wgrad": 2.0, "tape": 5.0}
-    forge(header_json=header(sizes=sizes))
+    forge(header_json=make_header(sizes=sizes))
     with pytest.raises(TraceError, match="one size under two names"):
         load_timeline(FILE)
 
 
-END = timeline().spans["end"]
-EARLY = timeline().spans["rank"] == 1  # as if this rank's clock were late
-BEFORE, AFTER = (timeline().spans[name] - 4.0 * EARLY for name in ("start", "end"))
-HUGE = npy(END).replace(b"(%d,)" % len(END), b"(%d,)" % 10**12)
+END = simulate_1f1b().spans["end"]
+IS_LATE_RANK = simulate_1f1b().spans["rank"] == 1  # as if this rank's clock were late
+EARLY_STARTS, EARLY_ENDS = (
+    simulate_1f1b().spans[name] - 4.0 * IS_LATE_RANK for name in ("start", "end")
+)
+HUGE = encode_npy(END).replace(b"(%d,)" % len(END), b"(%d,)" % 10**12)
 NAN = np.where(np.arange(len(END)) == 5, np.nan, END)
-PROGRAM = schedir.to_text(timeline().program)
-OTHER = schedir.to_text(schedir.compile(one_f_one_b, PipelineShape(3, 4)))
-UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  99999999 x F 0.0\n"
+PROGRAM = schedir.to_text(simulate_1f1b().program)
+OTHER_PROGRAM = schedir.to_text(schedir.compile(one_f_one_b, PipelineShape(3, 4)))
+UNFOLDING_PROGRAM = (
+    "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  99999999 x F 0.0\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -198,40 +205,43 @@ UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  9999999
     [
         (lambda: forge(header_json=b"[" * 60_000), "not a Timeline file"),
         (lambda: forge(header_json=b"[]"), "schedir_timeline = 1"),
-        (lambda: forge(header_json=header(schedir_timeline=2)), "schedir_timeline = 1"),
-        (lambda: forge(header_json=header(instructions=10**15)), "instructions"),
-        (lambda: forge(header_json=header(instructions=True)), "instructions"),
-        (lambda: forge(header_json=header(kind="seen")), "kind: 'seen'"),
-        (lambda: forge(header_json=header(unit="x" * 50_000)), "unit"),
-        (lambda: forge(header_json=header(unit="parsecs")), r"unit: 'parsecs'\n.*'' and 's'"),
-        (lambda: forge(start_npy=npy(BEFORE), end_npy=npy(AFTER)), "starts or ends too early"),
-        (lambda: forge(header_json=header(progress_model="gloo")), "model: 'gloo'"),
-        (lambda: forge(header_json=header(progress_model=[])), "model"),
-        (lambda: forge(header_json=header(blocking_hosts=1)), "blocking_hosts: 1"),
-        (lambda: forge(header_json=header(clock_error=float("nan"))), "clock_error: nan"),
-        (lambda: forge(header_json=header(digest="0")), "digest"),
-        (lambda: forge(header_json=header(sizes=[1])), "sizes must be an object with"),
-        (lambda: forge(header_json=header(sizes={"save": 1})), "sizes must be an object with"),
-        (lambda: forge(header_json=header(sizes={"saved": "1GB"})), "size saved"),
-        (lambda: forge(header_json=header(sizes={"saved": [1.0]})), "size saved"),
+        (lambda: forge(header_json=make_header(schedir_timeline=2)), "schedir_timeline = 1"),
+        (lambda: forge(header_json=make_header(instructions=10**15)), "instructions"),
+        (lambda: forge(header_json=make_header(instructions=True)), "instructions"),
+        (lambda: forge(header_json=make_header(kind="seen")), "kind: 'seen'"),
+        (lambda: forge(header_json=make_header(unit="x" * 50_000)), "unit"),
+        (lambda: forge(header_json=make_header(unit="parsecs")), r"unit: 'parsecs'\n.*'' and 's'"),
+        (
+            lambda: forge(start_npy=encode_npy(EARLY_STARTS), end_npy=encode_npy(EARLY_ENDS)),
+            "starts or ends too early",
+        ),
+        (lambda: forge(header_json=make_header(progress_model="gloo")), "model: 'gloo'"),
+        (lambda: forge(header_json=make_header(progress_model=[])), "model"),
+        (lambda: forge(header_json=make_header(blocking_hosts=1)), "blocking_hosts: 1"),
+        (lambda: forge(header_json=make_header(clock_error=float("nan"))), "clock_error: nan"),
+        (lambda: forge(header_json=make_header(digest="0")), "digest"),
+        (lambda: forge(header_json=make_header(sizes=[1])), "sizes must be an object with"),
+        (lambda: forge(header_json=make_header(sizes={"save": 1})), "sizes must be an object with"),
+        (lambda: forge(header_json=make_header(sizes={"saved": "1GB"})), "size saved"),
+        (lambda: forge(header_json=make_header(sizes={"saved": [1.0]})), "size saved"),
         (lambda: forge(header_json=b" " * 10**8), "100000000 bytes"),
         (lambda: forge(program_sched=b" " * 10**8), "100000000 bytes"),
         (lambda: forge(start_npy=bytes(10**8)), "100000000 bytes"),
-        (lambda: forge(program_sched=OTHER.encode()), "instructions, but the program has"),
-        (lambda: forge(program_sched=UNFOLDS.encode()),
+        (lambda: forge(program_sched=OTHER_PROGRAM.encode()), "instructions, but the program has"),
+        (lambda: forge(program_sched=UNFOLDING_PROGRAM.encode()),
          r"more instructions than the limit of \d+"),
         (lambda: forge(program_sched=b"\xff"), "not a Timeline file"),
-        (lambda: forge(end_npy=npy(END[:-1])), "shape"),
-        (lambda: forge(end_npy=npy([*END, 1.0])), "shape"),
-        (lambda: forge(end_npy=npy(END, "<f4")), "float32"),
-        (lambda: forge(end_npy=npy(END, "<i8")), "int64"),
-        (lambda: forge(end_npy=npy(END, "O")), "bytes|object"),
+        (lambda: forge(end_npy=encode_npy(END[:-1])), "shape"),
+        (lambda: forge(end_npy=encode_npy([*END, 1.0])), "shape"),
+        (lambda: forge(end_npy=encode_npy(END, "<f4")), "float32"),
+        (lambda: forge(end_npy=encode_npy(END, "<i8")), "int64"),
+        (lambda: forge(end_npy=encode_npy(END, "O")), "bytes|object"),
         (lambda: forge(end_npy=HUGE), "shape"),
-        (lambda: forge(end_npy=npy(END)[:-8]), "finite time for each"),
-        (lambda: forge(end_npy=npy(NAN)), "finite"),
-        (lambda: forge(end_npy=npy(END + np.inf)), "finite"),
-        (lambda: forge(end_npy=npy(END - 100)), "before its start"),
-        (lambda: forge(end_npy=npy(END + 0.5)), "before its rank's last compute ends"),
+        (lambda: forge(end_npy=encode_npy(END)[:-8]), "finite time for each"),
+        (lambda: forge(end_npy=encode_npy(NAN)), "finite"),
+        (lambda: forge(end_npy=encode_npy(END + np.inf)), "finite"),
+        (lambda: forge(end_npy=encode_npy(END - 100)), "before its start"),
+        (lambda: forge(end_npy=encode_npy(END + 0.5)), "before its rank's last compute ends"),
         (lambda: forge(extra=b""), "must contain exactly"),
     ],
 )  # fmt: skip
@@ -249,7 +259,7 @@ def test_forged_files_are_refused(forged: Callable[[], None], says: str) -> None
     assert re.search(says, str(refusal.value)), refusal.value
 
 
-def test_a_size_that_lies_unfolds_no_bomb() -> None:
+def test_forged_size_does_not_allocate_memory() -> None:
     forge(start_npy=bytes(10**8))
     content = FILE.read_bytes()
     for size in ((10**8).to_bytes(4, "little"),):
@@ -262,23 +272,23 @@ def test_a_size_that_lies_unfolds_no_bomb() -> None:
     tracemalloc.stop()
 
 
-def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.timeline"
-    save_timeline(timeline(), path)
+    save_timeline(simulate_1f1b(), path)
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(TraceError, match="hint: the file is cut off or damaged"):
         load_timeline(path)
 
 
 @pytest.mark.parametrize("content", [b'{"traceEvents": []}', b"[1]", b"\x1f\x8b\x08trace"])
-def test_a_trace_is_recognized(content: bytes, tmp_path: Path) -> None:
+def test_trace_has_import_hint(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "run.timeline"
     path.write_bytes(content)
     with pytest.raises(TraceError, match=r"import FOLDER -o run\.timeline reads torch"):
         load_timeline(path)
 
 
-def test_other_packings_are_refused() -> None:
+def test_other_compression_is_refused() -> None:
     with ZipFile(FILE, "w", ZIP_BZIP2) as archive:
         for name in ("header.json", "program.sched", "start.npy", "end.npy"):
             archive.writestr(name, bytes(1000))
@@ -286,36 +296,39 @@ def test_other_packings_are_refused() -> None:
         load_timeline(FILE)
 
 
-def test_a_program_that_cannot_finish_is_refused() -> None:
-    words = PROGRAM.replace("F 0.0", "F 0.1")
-    forge(program_sched=words.encode(), header_json=header(digest=schedir.from_text(words).digest))
+def test_illegal_program_in_file_is_refused() -> None:
+    text = PROGRAM.replace("F 0.0", "F 0.1")
+    forge(
+        program_sched=text.encode(),
+        header_json=make_header(digest=schedir.from_text(text).digest),
+    )
     with pytest.raises(SchedirError, match=r"F 0\.|0\.0"):
         load_timeline(FILE)
 
 
 @pytest.mark.parametrize("path", ["not-there.timeline", "."])
-def test_files_that_cannot_be_read(path: str) -> None:
+def test_unreadable_file_is_refused(path: str) -> None:
     with pytest.raises(UsageError, match="cannot read"):
         load_timeline(path)
 
 
-def test_nothing_is_written_half(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
     FILE.write_text("before")
 
-    def fails(*_: object) -> str:
+    def raise_error(*_: object) -> str:
         raise RuntimeError
 
-    monkeypatch.setattr("schedir.io.timeline_file.ZipFile.writestr", fails)
+    monkeypatch.setattr("schedir.io.timeline_file.ZipFile.writestr", raise_error)
     with pytest.raises(RuntimeError):
-        save_timeline(timeline(), FILE)
+        save_timeline(simulate_1f1b(), FILE)
     assert FILE.read_text() == "before"
     assert not [*Path().glob(".*")]
     with pytest.raises(UsageError, match="cannot write"):
-        save_timeline(timeline(), "no/such/folder/x.timeline")
+        save_timeline(simulate_1f1b(), "no/such/folder/x.timeline")
 
 
-def test_commands_take_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
-    save_timeline(replace(timeline(), kind="measured", unit="s"), FILE)
+def test_commands_accept_timeline(capsys: pytest.CaptureFixture[str]) -> None:
+    save_timeline(replace(simulate_1f1b(), kind="measured", unit="s"), FILE)
     assert "one_f_one_b, measured" in run_command(capsys, "simulate", str(FILE))
     assert run_command(capsys, "simulate", str(FILE), "--ranks=3")
     said_of = run_command(
@@ -332,25 +345,27 @@ def test_commands_take_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not a Timeline file" in run_refused_command(capsys, "draw", str(FILE), "-o", "x.svg")
 
 
-def test_effects_before_causes_are_told_by_every_view(
+def test_causality_violations_appear_in_every_view(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    right = schedir.simulate(schedir.compile(one_f_one_b, PipelineShape(3, 4)), Costs(send=0.1))
-    spans, late = right.spans.copy(), right.spans["rank"] == 1
-    spans["start"], spans["end"] = ((spans[at] - 4 * late) * 1e-3 for at in ("start", "end"))
-    wrong = replace(right, spans=spans, kind="measured", unit="s")
+    predicted = schedir.simulate(schedir.compile(one_f_one_b, PipelineShape(3, 4)), Costs(send=0.1))
+    spans, is_late = predicted.spans.copy(), predicted.spans["rank"] == 1
+    spans["start"], spans["end"] = (
+        (spans[field] - 4 * is_late) * 1e-3 for field in ("start", "end")
+    )
+    shifted = replace(predicted, spans=spans, kind="measured", unit="s")
     # A message sent at 1 ms arrives at 1.1 ms, which the wrong clock shows 4 ms earlier.
     says = "effects up to 0.0039 s before causes"
-    assert wrong.causality_warning == says and says in repr(wrong) and says in wrong.caption
-    instr = wrong.graph.index.locate(int(wrong.causality_violations.amount.argmax()))[2]
-    cause = wrong.graph.index.locate(
-        int(wrong.causality_violations.cause[wrong.causality_violations.amount.argmax()])
+    assert shifted.causality_warning == says and says in repr(shifted) and says in shifted.caption
+    instr = shifted.graph.index.locate(int(shifted.causality_violations.amount.argmax()))[2]
+    cause = shifted.graph.index.locate(
+        int(shifted.causality_violations.cause[shifted.causality_violations.amount.argmax()])
     )[2]
     assert (str(instr), str(cause)) == ("recv_act 1.3", "send_act 0.3")
     # Clocks whose error may be that large prove no violation.
-    assert not replace(wrong, clock_error=0.0039001).causality_warning
-    assert replace(wrong, clock_error=0.0038).causality_warning
-    save_timeline(wrong, FILE)
+    assert not replace(shifted, clock_error=0.0039001).causality_warning
+    assert replace(shifted, clock_error=0.0038).causality_warning
+    save_timeline(shifted, FILE)
     for command in ("simulate", "explain", "draw"):
         assert says in run_command(capsys, command, str(FILE))
     assert says in run_command(capsys, "compare", str(FILE), str(FILE))
@@ -368,11 +383,11 @@ def test_effects_before_causes_are_told_by_every_view(
     assert says in Path("x.svg").read_text()
     run_command(capsys, "export", str(FILE), "--to=perfetto", "-o", "x.json")
     assert says in Path("x.json").read_text()
-    assert says in wrong._repr_html_()
+    assert says in shifted._repr_html_()
     assert main(["calibrate", str(FILE)]) == 0
     assert says in capsys.readouterr().err  # standard output contains only the costs
 
 
-def test_a_timeline_is_in_a_unit_that_is_known() -> None:
+def test_unknown_unit_is_refused() -> None:
     with pytest.raises(UsageError, match="'parsecs'"):
-        replace(timeline(), unit="parsecs")
+        replace(simulate_1f1b(), unit="parsecs")

@@ -20,12 +20,12 @@ from schedir.errors import UsageError
 from tests.tokens import END, decode, train
 
 TEXT = b"the quick brown fox jumps over the lazy dog; z\xc3\xa4h, it's 42 times\n" * 20
-MADE = train([TEXT.decode()], 300)
+TRAINED = train([TEXT.decode()], 300)
 
 
 @cache
-def bpe() -> BPE:
-    return BPE(MADE, "trained")
+def load_trained_bpe() -> BPE:
+    return BPE(TRAINED, "trained")
 
 
 @given(st.binary() | st.text().map(str.encode) | st.lists(st.sampled_from(
@@ -34,66 +34,66 @@ def bpe() -> BPE:
 @example(b"")
 @example(END.encode())
 @example(b" \xc3\xa4\xff\xff ")
-def test_what_is_encoded_comes_back(text: bytes) -> None:
-    ids = bpe().encode(text)
-    assert decode(MADE, ids.tolist()) == text and bpe().end_token not in ids
-    assert all(0 <= i < bpe().vocab_size for i in ids)
+def test_encoded_text_round_trips(text: bytes) -> None:
+    ids = load_trained_bpe().encode(text)
+    assert decode(TRAINED, ids.tolist()) == text and load_trained_bpe().end_token not in ids
+    assert all(0 <= i < load_trained_bpe().vocab_size for i in ids)
 
 
-def test_words_of_the_text_are_tokens() -> None:
-    ids = bpe().encode(b"the quick brown fox")
-    assert len(ids) < 8 and bpe().vocab_size <= 300
+def test_frequent_words_are_tokens() -> None:
+    ids = load_trained_bpe().encode(b"the quick brown fox")
+    assert len(ids) < 8 and load_trained_bpe().vocab_size <= 300
 
 
-def test_long_texts_are_cut_where_the_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_text_is_split_without_changing_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     text = TEXT + b"no end of a line " * 30 + "ää".encode() * 80 + b"\n\n  x\xff" * 9
-    whole = bpe().encode(TEXT)
+    unsplit = load_trained_bpe().encode(TEXT)
     monkeypatch.setattr(module, "MAX_TEXT_BYTES", 100)
-    assert bpe().encode(TEXT).tolist() == whole.tolist()
-    assert decode(MADE, bpe().encode(text).tolist()) == text
+    assert load_trained_bpe().encode(TEXT).tolist() == unsplit.tolist()
+    assert decode(TRAINED, load_trained_bpe().encode(text).tolist()) == text
     assert max(map(len, module._split_long_text(text))) <= 100
 
 
-def foreign(**change: Any) -> str:
-    return json.dumps(json.loads(MADE) | change)
+def modify(**changes: Any) -> str:
+    return json.dumps(json.loads(TRAINED) | changes)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "cannot be used"),
         ("{}", "cannot be used"),
         ("[1]", "cannot be used"),
-        (foreign(pre_tokenizer=None), "must be a byte-level BPE"),
-        (foreign(pre_tokenizer={"type": "Whitespace"}), "must be a byte-level BPE"),
-        (foreign(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}), "is WordLevel"),
-        (foreign(model={"type": "BPE", "vocab": {"a": 0}, "merges": []}), "no token for 255"),
-        (foreign(model=json.loads(MADE)["model"] | {"dropout": 0.5}), "tokens are random"),
+        (modify(pre_tokenizer=None), "must be a byte-level BPE"),
+        (modify(pre_tokenizer={"type": "Whitespace"}), "must be a byte-level BPE"),
+        (modify(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}), "is WordLevel"),
+        (modify(model={"type": "BPE", "vocab": {"a": 0}, "merges": []}), "no token for 255"),
+        (modify(model=json.loads(TRAINED)["model"] | {"dropout": 0.5}), "tokens are random"),
         (
-            foreign(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True,
+            modify(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True,
                                    "trim_offsets": True, "use_regex": True}),
             "a space before",
         ),
     ],
 )  # fmt: skip
-def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_unsupported_tokenizer_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(text)
     with pytest.raises(UsageError) as caught:
         load_tokenizer(str(path), None)
-    assert str(path) in caught.value.fact and said in caught.value.fact
+    assert str(path) in caught.value.fact and message in caught.value.fact
     assert caught.value.fields == ("tokenizer",)
 
 
-def test_the_tokenizer_of_a_file(tmp_path: Path) -> None:
+def test_tokenizer_is_loaded_from_file(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
-    told = json.loads(MADE)
+    content = json.loads(TRAINED)
     # Settings of the file that truncate or pad documents have no effect.
-    told["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst",
+    content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst",
                           "stride": 0}  # fmt: skip
-    path.write_text(json.dumps(told))
-    found = load_tokenizer(str(path), None)
-    assert len(found.encode(TEXT)) > 2 and found.end_token == 0
+    path.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(path), None)
+    assert len(tokenizer.encode(TEXT)) > 2 and tokenizer.end_token == 0
     with pytest.raises(UsageError, match=r"no token <s> for the end of a document"):
         load_tokenizer(str(path), "<s>")
     with pytest.raises(UsageError, match="cannot read"):
@@ -103,35 +103,35 @@ def test_the_tokenizer_of_a_file(tmp_path: Path) -> None:
         load_tokenizer(str(path), None)
 
 
-def test_a_missing_library_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_has_install_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tokenizer.json"
-    path.write_text(MADE)
+    path.write_text(TRAINED)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UsageError) as caught:
         get_tokenizer(str(path), 300)
     assert caught.value.hint == "pip install 'schedir[tokenizers]'"
 
 
-def test_text_is_encoded_with_an_end_behind_each_file(tmp_path: Path) -> None:
+def test_each_file_ends_with_end_token(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
-    path.write_text(MADE)
+    path.write_text(TRAINED)
     with pytest.raises(UsageError) as caught:
         get_tokenizer(str(path), 270)
-    assert caught.value.hint == f"model.vocab = {bpe().vocab_size}"
+    assert caught.value.hint == f"model.vocab = {load_trained_bpe().vocab_size}"
     tokenizer = get_tokenizer(str(path), 300)
     for name, text in (("a.txt", TEXT), ("b.txt", b""), ("c.txt", b"the fox")):
         (tmp_path / name).write_bytes(text)
-    tokens, ends = read_documents(str(tmp_path / "*.txt"), tokenizer, 300)
-    assert tokens.dtype == np.uint16 and ends is not None and len(ends) == 2
-    assert decode(MADE, tokens[: ends[0]].tolist()) == TEXT
-    assert decode(MADE, tokens[ends[0] :].tolist()) == b"the fox"
-    assert [tokens[end - 1] for end in ends] == [0, 0] and ends[1] == len(tokens)
+    tokens, document_ends = read_documents(str(tmp_path / "*.txt"), tokenizer, 300)
+    assert tokens.dtype == np.uint16 and document_ends is not None and len(document_ends) == 2
+    assert decode(TRAINED, tokens[: document_ends[0]].tolist()) == TEXT
+    assert decode(TRAINED, tokens[document_ends[0] :].tolist()) == b"the fox"
+    assert [tokens[end - 1] for end in document_ends] == [0, 0] and document_ends[1] == len(tokens)
     (tmp_path / "a.bin").write_bytes(b"ab")
     with pytest.raises(UsageError, match="contains tokens"):
         read_documents(str(tmp_path / "a.bin"), tokenizer, 300)
 
 
-def test_the_tokenizer_that_was_trained_here_is_refused_with_a_hint() -> None:
+def test_old_bpe_tokenizer_name_has_hint() -> None:
     with pytest.raises(UsageError, match="unknown tokenizer 'bpe'") as caught:
         get_tokenizer("bpe", 300)
     assert caught.value.hint.startswith("give the path of a tokenizer.json")

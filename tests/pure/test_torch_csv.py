@@ -40,7 +40,7 @@ from tests.commands import run_command, run_refused_command
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-def compute(program: Program) -> list[list[int]]:
+def list_compute_words(program: Program) -> list[list[int]]:
     return [s.words[np.isin(s.op, COMPUTE_OPS)].tolist() for s in program.streams]
 
 
@@ -48,17 +48,17 @@ def compute(program: Program) -> list[list[int]]:
     compute_programs().filter(lambda d: d.shape.placement_rows == 1),
     st.sampled_from(torch_csv.CSV_FORMATS),
 )
-def test_what_is_exported_imports(draft: Program, form: str) -> None:
+def test_exported_csv_imports(draft: Program, form: str) -> None:
     assume(draft.shape.placement_rows == 1)
     lowered = lower(draft)
-    again = torch_csv.from_csv(torch_csv.to_csv(lowered, form), draft.name)
-    if again.is_draft:
-        assert again.digest == draft.digest
-        assert torch_csv.to_csv(again) == torch_csv.to_csv(draft)
-        again = lower(again)
+    imported = torch_csv.from_csv(torch_csv.to_csv(lowered, form), draft.name)
+    if imported.is_draft:
+        assert imported.digest == draft.digest
+        assert torch_csv.to_csv(imported) == torch_csv.to_csv(draft)
+        imported = lower(imported)
     else:
-        again = finish_lowering(again)
-    assert again.digest == lowered.digest
+        imported = finish_lowering(imported)
+    assert imported.digest == lowered.digest
 
 
 @given(
@@ -66,25 +66,28 @@ def test_what_is_exported_imports(draft: Program, form: str) -> None:
     st.integers(1, 3),
     st.integers(1, 4),
 )
-def test_what_is_in_parts_is_exported_and_imports(draft: Program, zero: int, active: int) -> None:
+def test_sharded_program_exports_and_imports(draft: Program, zero: int, active: int) -> None:
     """With zero=3, an import gathers no more often than the export, and its export is the same."""
-    most: dict[str, Any] = (
+    options: dict[str, Any] = (
         {"unsharded_stages": min(active, max(map(len, draft.shape.stages_on_rank)))}
         if zero == 3
         else {}
     )
-    lowered = compile(draft, dp=2, zero=zero, **most)
+    lowered = compile(draft, dp=2, zero=zero, **options)
     text = torch_csv.to_csv(lowered, "torch-2.13")
-    again = check(finish_lowering(replace(torch_csv.from_csv(text, draft.name, zero=zero), dp=2)))
+    imported = check(
+        finish_lowering(replace(torch_csv.from_csv(text, draft.name, zero=zero), dp=2))
+    )
     if zero < 3:
-        assert again.streams == lowered.streams and "SHARD" not in text
-    assert compute(again) == compute(lowered) and torch_csv.to_csv(again, "torch-2.13") == text
-    before, after = count_unshards(lowered), count_unshards(again)
+        assert imported.streams == lowered.streams and "SHARD" not in text
+    assert list_compute_words(imported) == list_compute_words(lowered)
+    assert torch_csv.to_csv(imported, "torch-2.13") == text
+    before, after = count_unshards(lowered), count_unshards(imported)
     assert all(a <= b for a, b in zip(after.max_unsharded, before.max_unsharded, strict=True))
     assert after.reductions == before.reductions
 
 
-def test_torchs_own_shards_are_kept_where_they_are_asked_for() -> None:
+def test_torch_unshards_are_kept_with_zero_3() -> None:
     text = (GOLDEN / "torch_interleaved_1f1b.csv").read_text()
     program = check(finish_lowering(torch_csv.from_csv(text, zero=3)))
     assert (
@@ -96,7 +99,7 @@ def test_torchs_own_shards_are_kept_where_they_are_asked_for() -> None:
     assert "SHARD" not in torch_csv.to_csv(finish_lowering(torch_csv.from_csv(text)), "torch-2.13")
 
 
-def test_turns_are_not_exported() -> None:
+def test_repeated_reductions_are_not_exported() -> None:
     program = compile(
         interleaved, PipelineShape(2, 4, 2), dp=2, zero=2, reduce_scatter_at="each_backward"
     )
@@ -107,7 +110,7 @@ def test_turns_are_not_exported() -> None:
         torch_csv.to_csv(program, "torch-2.13")
 
 
-def test_an_import_says_what_it_reads_over(
+def test_import_reports_skipped_actions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -119,17 +122,18 @@ def test_an_import_says_what_it_reads_over(
 
 
 @pytest.mark.parametrize("form", torch_csv.CSV_FORMATS)
-def test_cells_that_run_as_one(form: str) -> None:
+def test_overlapped_pairs_round_trip(form: str) -> None:
     program = compile(dualpipe_v, PipelineShape(3, 7, placement="vee"))
     text = torch_csv.to_csv(program, form)
     assert text.count(")OVERLAP_F_B") == sum(int(s.joined.sum()) for s in program.streams) > 0
-    again = torch_csv.from_csv(text)
-    assert again.shape == program.shape and compute(again) == compute(program)
-    again = lower(again) if again.is_draft else finish_lowering(again)
-    assert again.streams == program.streams
+    imported = torch_csv.from_csv(text)
+    assert imported.shape == program.shape
+    assert list_compute_words(imported) == list_compute_words(program)
+    imported = lower(imported) if imported.is_draft else finish_lowering(imported)
+    assert imported.streams == program.streams
 
 
-def test_the_forms_are_torchs() -> None:
+def test_csv_formats_match_torch() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 2))
     assert torch_csv.to_csv(program) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
     assert torch_csv.to_csv(program, "torch-2.13") == (
@@ -152,13 +156,13 @@ def test_the_forms_are_torchs() -> None:
         ),
     ],
 )
-def test_the_plan_is_inferred(text: str, shape: PipelineShape) -> None:
+def test_shape_is_inferred(text: str, shape: PipelineShape) -> None:
     program = torch_csv.from_csv(text)
     assert program.shape == shape and program.is_draft
 
 
 @pytest.mark.parametrize(
-    ("text", "row", "column", "says"),
+    ("text", "row", "column", "message"),
     [
         ("", 1, 1, "0F0"),
         ("\n,,\n", 1, 1, "0F0"),
@@ -190,12 +194,14 @@ def test_the_plan_is_inferred(text: str, shape: PipelineShape) -> None:
         ("0F0;0B0\n", 1, 1, "hint: put commas between the actions"),
     ],
 )
-def test_bad_cells_are_named(text: str, row: int, column: int, says: str) -> None:
+def test_bad_cell_errors_have_row_and_column(
+    text: str, row: int, column: int, message: str
+) -> None:
     with pytest.raises(CsvCellError) as caught:
         torch_csv.from_csv(text)
     error = caught.value
     assert (error.line, error.column) == (row, column)
-    assert says in str(error) and len(str(error)) < 400
+    assert message in str(error) and len(str(error)) < 400
     assert str(error).startswith(f"row {row}, column {column}: ")
 
 
@@ -209,34 +215,34 @@ def test_bad_cells_are_named(text: str, row: int, column: int, says: str) -> Non
     ],
     ids=lambda p: p.name,
 )
-def test_a_file_that_lacks_rows_is_refused(program: Program, form: str) -> None:
+def test_missing_rows_are_refused(program: Program, form: str) -> None:
     rows = torch_csv.to_csv(program, form).splitlines(keepends=True)
     assert torch_csv.from_csv("".join(rows), ranks=3).shape == program.shape
-    for kept in (rows[:2], rows[:1], rows[:1] + rows[2:], rows[1:]):
-        cut = "".join(kept)
-        with pytest.raises(CsvCellError, match=f"for 3 ranks: rank {len(kept)} has no row"):
-            torch_csv.from_csv(cut, ranks=3)
-        if form != "torch" or program.shape.stages > 3 or kept not in (rows[:2], rows[:1]):
+    for kept_rows in (rows[:2], rows[:1], rows[:1] + rows[2:], rows[1:]):
+        text = "".join(kept_rows)
+        with pytest.raises(CsvCellError, match=f"for 3 ranks: rank {len(kept_rows)} has no row"):
+            torch_csv.from_csv(text, ranks=3)
+        if form != "torch" or program.shape.stages > 3 or kept_rows not in (rows[:2], rows[:1]):
             with pytest.raises(CsvCellError, match=r"no row has(?s:.*)missing|on rank"):
-                torch_csv.from_csv(cut)
+                torch_csv.from_csv(text)
     with pytest.raises(CsvCellError, match="3 rows for 2 ranks: row 3 has no rank"):
         torch_csv.from_csv("".join(rows), ranks=2)
 
 
 @given(st.data())
-def test_mangled_files_are_refused_or_programs(data: st.DataObject) -> None:
+def test_mangled_file_is_refused_or_parsed(data: st.DataObject) -> None:
     text = torch_csv.to_csv(compile(dualpipe_v, PipelineShape(2, 4, placement="vee")), "torch-2.13")
-    at = data.draw(st.integers(0, len(text)))
-    cut = data.draw(st.integers(0, 6))
+    position = data.draw(st.integers(0, len(text)))
+    removed = data.draw(st.integers(0, 6))
     junk = data.draw(st.text('0123456789FBIW,;()"\nSEND_Fé\0', max_size=4))
     try:
-        program = torch_csv.from_csv(text[:at] + junk + text[at + cut :])
+        program = torch_csv.from_csv(text[:position] + junk + text[position + removed :])
     except SchedirError:
         return
     assert program.shape.stages * program.shape.microbatches <= len(program)
 
 
-def test_what_torch_has_no_word_for_is_not_exported() -> None:
+def test_unsupported_instructions_are_not_exported() -> None:
     shape = PipelineShape(2, 4)
     with pytest.raises(CompletenessError):
         torch_csv.to_csv(compile(forward_only, shape))
@@ -262,7 +268,7 @@ def test_what_torch_has_no_word_for_is_not_exported() -> None:
         torch_csv.to_csv(Program("three", PipelineShape(1, 2), (Stream(three),)))
 
 
-def test_reductions_are_theirs_or_ours() -> None:
+def test_import_keeps_or_adds_reductions() -> None:
     """Without REDUCE_GRAD, torch does not scale a gradient and gives no warning."""
     program = compile(one_f_one_b, PipelineShape(2, 4))
     text = torch_csv.to_csv(program, "torch-2.13")
@@ -283,27 +289,33 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("form", torch_csv.CSV_FORMATS)
-def test_commands(capsys: pytest.CaptureFixture[str], folder: Path, form: str) -> None:
+def test_export_and_import_commands(
+    capsys: pytest.CaptureFixture[str], folder: Path, form: str
+) -> None:
     shape = ["--ranks", "4", "--microbatches", "8", "--stages-per-rank", "2"]
     out = run_command(capsys, "export", "interleaved", *shape, "--to", form, "-o", "my shape.csv")
     assert out == "wrote my shape.csv\n"
     program = compile(interleaved, PipelineShape(4, 8, 2), tp=2, clip_grad_norm=True)
-    how = ["-O", "tp=2", "-O", "clip_grad_norm", "-O", "buffer_sharing=minimal"]
-    out = run_command(capsys, "import", "my shape.csv", "-o", "x.sched", *how)
-    again = from_text((folder / "x.sched").read_text())
+    options = ["-O", "tp=2", "-O", "clip_grad_norm", "-O", "buffer_sharing=minimal"]
+    out = run_command(capsys, "import", "my shape.csv", "-o", "x.sched", *options)
+    imported = from_text((folder / "x.sched").read_text())
     assert out.startswith("wrote x.sched: 4 ranks, 8 stages, 8 microbatches, ")
-    assert again.name == "my_shape" and again.shape == program.shape and again.clip_grad_norm
-    assert len(again.slots) == 4
+    assert imported.name == "my_shape"
+    assert imported.shape == program.shape
+    assert imported.clip_grad_norm
+    assert len(imported.slots) == 4
     if form == "torch":
-        assert again.streams == program.streams
+        assert imported.streams == program.streams
     else:  # torch sends whole activations, and so do imported programs
-        assert compute(again) == compute(program)
-    back = run_command(capsys, "export", "x.sched", "--to", form, "-o", "y.csv")
-    assert back == "wrote y.csv\n"
+        assert list_compute_words(imported) == list_compute_words(program)
+    output = run_command(capsys, "export", "x.sched", "--to", form, "-o", "y.csv")
+    assert output == "wrote y.csv\n"
     assert (folder / "y.csv").read_text() == (folder / "my shape.csv").read_text()
 
 
-def test_bad_usage(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_wrong_export_and_import_arguments_are_refused(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
     (folder / "good.csv").write_text("0F0,0B0\n1F0,1B0\n")
     (folder / "sends.csv").write_text("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
     (folder / "bad.csv").write_text("0F0,0B0\n1F0,1B\n")

@@ -1,4 +1,4 @@
-"""Tests that in one total order a program ends, whatever delays a rank."""
+"""Tests that a program in one total order finishes, whatever delays a rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.mutants import any_legal, refusal
 from tests.strategies import with_slots
 
 
-def in_order(program: Program) -> Program:
+def apply_total_order(program: Program) -> Program:
     """Return a program with Streams in the order of `find_total_order`, without groups."""
     orders = find_total_order(Graph.from_program(program, "per_edge"))
     streams = []
@@ -31,7 +31,7 @@ def in_order(program: Program) -> Program:
 
 
 @pytest.mark.parametrize("slots", [False, True])
-def test_it_lives_through_anything(slots: bool) -> None:
+def test_total_order_is_legal_with_host_device_sync(slots: bool) -> None:
     groups = 0
     for seed in range(100 if ALL else 50):
         rng = random.Random(seed)
@@ -44,19 +44,19 @@ def test_it_lives_through_anything(slots: bool) -> None:
         if refusal(program, "per_edge"):
             continue
         groups += bool(program.joined.any())
-        found = in_order(program)
+        ordered = apply_total_order(program)
         for model in ("blocking_serial", "per_edge"):
-            check(found, model, host_device_sync=True)
-        for was, now in zip(program.streams, found.streams, strict=True):
-            assert [i for i in was if i.op in COMPUTE_OPS] == [
-                i for i in now if i.op in COMPUTE_OPS
+            check(ordered, model, host_device_sync=True)
+        for original, reordered in zip(program.streams, ordered.streams, strict=True):
+            assert [i for i in original if i.op in COMPUTE_OPS] == [
+                i for i in reordered if i.op in COMPUTE_OPS
             ]
     assert groups > 5
 
 
-def test_only_receives_move() -> None:
-    """This holds if there are enough slots, so memory is used as in the Streams."""
-    kept = 0
+def test_total_order_moves_only_receives() -> None:
+    """With enough slots, only receives move, so memory is used as in the Streams."""
+    num_checked = 0
     for seed in range(100 if ALL else 50):
         program = start_gathers_early(post_receives_early(any_legal(seed), "per_edge", 3), 3)
         if program.joined.any():
@@ -65,8 +65,12 @@ def test_only_receives_move() -> None:
             check(program, "per_edge", blocking_hosts=True)
         except SchedirError:
             continue
-        kept += 1
-        for was, now in zip(program.streams, in_order(program).streams, strict=True):
-            others = ([i for i in own if i.op not in RECV_OPS] for own in (was, now))
+        num_checked += 1
+        for original, reordered in zip(
+            program.streams, apply_total_order(program).streams, strict=True
+        ):
+            others = (
+                [i for i in stream if i.op not in RECV_OPS] for stream in (original, reordered)
+            )
             assert next(others) == next(others)
-    assert kept > 15
+    assert num_checked > 15

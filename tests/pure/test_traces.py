@@ -36,7 +36,7 @@ from tests.commands import run_command, run_refused_command
 UNIT = 1e-5  # seconds per unit of cost
 
 
-def run_of(program: Program, seed: int, send: float = 1.0) -> Timeline:
+def simulate_random_costs(program: Program, seed: int, send: float = 1.0) -> Timeline:
     rng = np.random.default_rng(seed)
     n = program.shape.stages
     costs = {name: tuple(rng.integers(1, 9, n).astype(float).tolist()) for name in "FBIW"}
@@ -61,45 +61,47 @@ OVERLAPPED = [
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(PROGRAMS), st.integers(0, 2**31), st.booleans(), st.integers(1, 2))
-def test_what_is_written_is_read(program: Program, seed: int, packed: bool, replicas: int) -> None:
-    runs = [run_of(program, seed + k) for k in range(2)]
+def test_written_trace_reads_as_timeline(
+    program: Program, seed: int, packed: bool, replicas: int
+) -> None:
+    runs = [simulate_random_costs(program, seed + k) for k in range(2)]
     with TemporaryDirectory() as folder:
         kineto.write(Path(folder), runs, seed, unit=UNIT, packed=packed, replicas=replicas)
-        for step, want in ((None, runs[1]), (5, runs[0]), (6, runs[1])):
-            found = read_run([folder], step=step, name=program.name)
-            same(found.timeline, want, 2e-9)
-            assert (found.timeline.clock_error, found.timeline.progress_model) == (0, "per_device")
-            assert any("replicas" in note for note in found.notes) == (replicas > 1)
+        for step, expected in ((None, runs[1]), (5, runs[0]), (6, runs[1])):
+            run = read_run([folder], step=step, name=program.name)
+            assert_same_times(run.timeline, expected, 2e-9)
+            assert (run.timeline.clock_error, run.timeline.progress_model) == (0, "per_device")
+            assert any("replicas" in note for note in run.notes) == (replicas > 1)
 
 
-def same(got: Timeline, want: Timeline, within: float) -> None:
+def assert_same_times(got: Timeline, want: Timeline, tolerance: float) -> None:
     """Assert that forwards, backwards and messages have the times of the original Timeline."""
     assert got.program == want.program
     assert (got.kind, got.unit, got.blocking_hosts) == ("measured", "s", False)
     known = want.spans["end"] > want.spans["start"]
     for name in ("start", "end"):
-        ours = got.spans[name] - got.start_time
-        theirs = (want.spans[name] - want.start_time) * UNIT
-        np.testing.assert_allclose(ours[known], theirs[known], atol=within, rtol=0)
-    np.testing.assert_allclose(got.busy, want.busy * UNIT, atol=within * len(want))
+        got_times = got.spans[name] - got.start_time
+        expected_times = (want.spans[name] - want.start_time) * UNIT
+        np.testing.assert_allclose(got_times[known], expected_times[known], atol=tolerance, rtol=0)
+    np.testing.assert_allclose(got.busy, want.busy * UNIT, atol=tolerance * len(want))
 
 
 @settings(deadline=None, max_examples=20)
 @given(st.sampled_from(OVERLAPPED), st.integers(0, 2**31), st.booleans())
-def test_batches_have_one_kernel(program: Program, seed: int, own: bool) -> None:
-    """This holds with one range per batch, and with a range per message as from our executor."""
-    want = run_of(program, seed)
+def test_batched_messages_have_one_kernel(program: Program, seed: int, own: bool) -> None:
+    """Traces have one range per batch, or one range per message as those of our executor."""
+    expected = simulate_random_costs(program, seed)
     with TemporaryDirectory() as folder:
-        kineto.write(Path(folder), [want], seed, unit=UNIT, own=own)
+        kineto.write(Path(folder), [expected], seed, unit=UNIT, own=own)
         got = read_run([folder], name=program.name).timeline
     assert got.program == program
     compute = np.isin(got.spans["op"], COMPUTE_OPS)
     for name in ("start", "end"):
-        ours = got.spans[name][compute] - got.start_time
-        theirs = (want.spans[name][compute] - want.start_time) * UNIT
-        np.testing.assert_allclose(ours, theirs, atol=2e-9, rtol=0)
+        got_times = got.spans[name][compute] - got.start_time
+        expected_times = (expected.spans[name][compute] - expected.start_time) * UNIT
+        np.testing.assert_allclose(got_times, expected_times, atol=2e-9, rtol=0)
     sent = np.isin(got.spans["op"], SEND_OPS)
-    assert (got.spans["end"][sent] >= want.spans["end"][sent] * UNIT - 2e-9).all()
+    assert (got.spans["end"][sent] >= expected.spans["end"][sent] * UNIT - 2e-9).all()
 
 
 @settings(deadline=None, max_examples=25)
@@ -109,28 +111,30 @@ def test_batches_have_one_kernel(program: Program, seed: int, own: bool) -> None
     st.lists(st.integers(-(10**9), 10**9), min_size=4, max_size=4),
 )
 def test_clocks_are_aligned(program: Program, seed: int, offsets: list[int]) -> None:
-    want = run_of(program, seed)
+    expected = simulate_random_costs(program, seed)
     hosts = [rank % 3 for rank in range(program.shape.ranks)]
     with TemporaryDirectory() as folder:
-        kineto.write(Path(folder), [want], seed, unit=UNIT, hosts=hosts, offsets=offsets)
-        found = read_run([folder], name=program.name)
-    error = found.timeline.clock_error
-    same(found.timeline, want, 2 * error + 3e-9)
-    assert 0 < error <= len(set(hosts)) * 3 * want.span * UNIT
-    assert found.timeline.causality_warning == ""
-    assert any("aligned by their messages" in note for note in found.notes)
+        kineto.write(Path(folder), [expected], seed, unit=UNIT, hosts=hosts, offsets=offsets)
+        run = read_run([folder], name=program.name)
+    error = run.timeline.clock_error
+    assert_same_times(run.timeline, expected, 2 * error + 3e-9)
+    assert 0 < error <= len(set(hosts)) * 3 * expected.span * UNIT
+    assert run.timeline.causality_warning == ""
+    assert any("aligned by their messages" in note for note in run.notes)
 
 
 @given(st.integers(2, 5), st.integers(0, 2**31))
-def test_offsets_are_within_what_is_said(hosts: int, seed: int) -> None:
+def test_clock_offsets_are_within_stated_error(hosts: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    true = rng.uniform(-1, 1, hosts)
-    ring = [(a, b) for a in range(hosts) for b in ((a + 1) % hosts, (a - 1) % hosts)] * 3
-    sender, receiver = np.array(ring).T
-    took = rng.exponential(1e-3, len(ring))
-    found = align_clocks("abcde"[:hosts], sender, receiver, took + true[receiver] - true[sender])
-    off = (found.offsets - found.offsets[0]) - (true - true[0])
-    assert np.abs(off[:, None] - off[None]).max() <= found.error + 1e-12
+    true_offsets = rng.uniform(-1, 1, hosts)
+    ring_edges = [(a, b) for a in range(hosts) for b in ((a + 1) % hosts, (a - 1) % hosts)] * 3
+    sender, receiver = np.array(ring_edges).T
+    took = rng.exponential(1e-3, len(ring_edges))
+    alignment = align_clocks(
+        "abcde"[:hosts], sender, receiver, took + true_offsets[receiver] - true_offsets[sender]
+    )
+    offset_errors = (alignment.offsets - alignment.offsets[0]) - (true_offsets - true_offsets[0])
+    assert np.abs(offset_errors[:, None] - offset_errors[None]).max() <= alignment.error + 1e-12
     with pytest.raises(TraceError, match="before it was sent"):
         align_clocks("ab", np.array([0, 1]), np.array([1, 0]), np.array([-1.0, 0.5]))
     with pytest.raises(TraceError, match="no messages go from b to a"):
@@ -144,26 +148,26 @@ def test_offsets_are_within_what_is_said(hosts: int, seed: int) -> None:
 def traces(tmp_path: Path) -> Path:
     """Write the traces of one step of 1F1B on two ranks, and return their folder."""
     program = compile(schedules.one_f_one_b, PipelineShape(2, 3))
-    kineto.write(tmp_path, [run_of(program, 1)], 1, unit=UNIT)
+    kineto.write(tmp_path, [simulate_random_costs(program, 1)], 1, unit=UNIT)
     return tmp_path
 
 
-def edited(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+def edit_trace(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     content = json.loads(path.read_text())
     edit(content)
     path.write_text(json.dumps(content))
 
 
-def of_rank(folder: Path, rank: int) -> Path:
+def find_trace(folder: Path, rank: int) -> Path:
     (path,) = folder.glob(f"*{rank}.json")
     return path
 
 
-def ranges_of(content: dict[str, Any]) -> list[dict[str, Any]]:
+def list_ranges(content: dict[str, Any]) -> list[dict[str, Any]]:
     return [e for e in content["traceEvents"] if e["cat"] == "user_annotation"]
 
 
-def without(*prefixes: str) -> Callable[[dict[str, Any]], object]:
+def remove_events(*prefixes: str) -> Callable[[dict[str, Any]], object]:
     def edit(content: dict[str, Any]) -> None:
         content["traceEvents"] = [
             e for e in content["traceEvents"] if not e["name"].startswith(prefixes)
@@ -172,7 +176,7 @@ def without(*prefixes: str) -> Callable[[dict[str, Any]], object]:
     return edit
 
 
-def renamed(old: str, new: str) -> Callable[[dict[str, Any]], object]:
+def rename_events(old: str, new: str) -> Callable[[dict[str, Any]], object]:
     def edit(content: dict[str, Any]) -> None:
         for event in content["traceEvents"]:
             event["name"] = new if event["name"] == old else event["name"]
@@ -181,107 +185,109 @@ def renamed(old: str, new: str) -> Callable[[dict[str, Any]], object]:
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no_marks": (without("PP:"), "has a range of an instruction"),
-    "unknown_mark": (renamed("PP:0F1", "PP:0G1"), "does not name an instruction"),
+    "no_marks": (remove_events("PP:"), "has a range of an instruction"),
+    "unknown_mark": (rename_events("PP:0F1", "PP:0G1"), "does not name an instruction"),
     "no_kernels": (
-        lambda c: c.update(traceEvents=ranges_of(c)),
+        lambda c: c.update(traceEvents=list_ranges(c)),
         "is from a run over NCCL, but has no kernels",
     ),
     "no_events": (lambda c: c.pop("traceEvents"), "not a trace of torch.profiler"),
-    "lost_forward": (without("PP:0F1"), "F 0.1 is missing on rank 0"),
-    "no_clock": (lambda c: ranges_of(c)[0].update(ts=1e300), "has an invalid time"),
+    "lost_forward": (remove_events("PP:0F1"), "F 0.1 is missing on rank 0"),
+    "no_clock": (lambda c: list_ranges(c)[0].update(ts=1e300), "has an invalid time"),
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_files(what: str, traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    edit, fact = WRONG[what]
-    edited(of_rank(traces, 0), edit)
-    if what == "no_marks":
-        edited(of_rank(traces, 1), edit)
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_files_are_refused(
+    case: str, traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit, fact = WRONG[case]
+    edit_trace(find_trace(traces, 0), edit)
+    if case == "no_marks":
+        edit_trace(find_trace(traces, 1), edit)
         fact = "none of 2 files has a range of an instruction"
     out = traces / "x.timeline"
     assert fact in run_refused_command(capsys, "import", str(traces), "-o", str(out))
     assert not out.exists()
 
 
-def test_the_results_of_a_run_are_not_traces(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_result_files_are_not_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "summary.json").write_text('{"steps": 20}')
     text = run_refused_command(capsys, "import", str(tmp_path), "-o", str(tmp_path / "x.timeline"))
     assert "hint: schedir train --trace DIR writes a timeline" in text
 
 
-def test_a_rank_is_missing(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    of_rank(traces, 0).unlink()
+def test_missing_rank_is_refused(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    find_trace(traces, 0).unlink()
     text = run_refused_command(capsys, "import", str(traces), "-o", str(traces / "x.timeline"))
     assert "the traces have stage 1, but not stage 0" in text and "a rank missing?" in text
 
 
-def test_messages_that_are_not_marked(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Schedir adds the messages and says so. Forwards and backwards keep their times."""
-    whole = read_run([traces]).timeline
+def test_unmarked_messages_are_added(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The import adds the messages and notes it. Forwards and backwards keep their times."""
+    marked = read_run([traces]).timeline
     for rank in (0, 1):
-        edited(of_rank(traces, rank), lambda content: _without_messages(content))
-    found = read_run([traces], name="mine")
-    assert any("messages have no ranges" in note for note in found.notes)
-    assert found.timeline.program.name == "mine-lowered"
-    for timeline in (whole, found.timeline):
+        edit_trace(find_trace(traces, rank), lambda content: remove_messages(content))
+    unmarked = read_run([traces], name="mine")
+    assert any("messages have no ranges" in note for note in unmarked.notes)
+    assert unmarked.timeline.program.name == "mine-lowered"
+    for timeline in (marked, unmarked.timeline):
         check(timeline.program, "blocking_serial")
-    spans = [t.spans[np.isin(t.spans["op"], COMPUTE_OPS)] for t in (whole, found.timeline)]
+    spans = [t.spans[np.isin(t.spans["op"], COMPUTE_OPS)] for t in (marked, unmarked.timeline)]
     assert (spans[0] == spans[1]).all()
-    assert found.timeline.causality_warning == ""
-    sends = found.timeline.spans[np.isin(found.timeline.spans["op"], SEND_OPS)]
+    assert unmarked.timeline.causality_warning == ""
+    sends = unmarked.timeline.spans[np.isin(unmarked.timeline.spans["op"], SEND_OPS)]
     assert (sends["end"] >= sends["start"]).all() and len(sends) == 6
 
 
-def _without_messages(content: dict[str, Any]) -> None:
+def remove_messages(content: dict[str, Any]) -> None:
     content["traceEvents"] = [
         e for e in content["traceEvents"] if not re.search("SEND_|RECV_|SendRecv", e["name"])
     ]
 
 
-def test_a_step_that_runs_its_schedule_twice(traces: Path) -> None:
-    """Repeated marks belong to another run of the schedule, and the last run is read."""
+def test_second_run_of_schedule_in_step_is_read(traces: Path) -> None:
+    """Repeated marks are a second run of the schedule. The import reads the last run."""
     program = compile(schedules.one_f_one_b, PipelineShape(2, 3))
-    runs = [run_of(program, seed) for seed in (3, 4)]
+    runs = [simulate_random_costs(program, seed) for seed in (3, 4)]
     for path in traces.iterdir():
         path.unlink()
     kineto.write(traces, runs, 1, unit=UNIT)
     for path in traces.iterdir():
-        edited(path, without("ProfilerStep"))
-    found = read_run([traces], name=program.name)
-    assert found.step == "the complete trace, the second of 2 times that it ran the schedule"
-    same(found.timeline, runs[1], 2e-9)
+        edit_trace(path, remove_events("ProfilerStep"))
+    run = read_run([traces], name=program.name)
+    assert run.step == "the complete trace, the second of 2 times that it ran the schedule"
+    assert_same_times(run.timeline, runs[1], 2e-9)
 
 
-def test_processes_of_their_own_read_the_same(
+def test_parallel_reading_gives_same_timeline(
     traces: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone, seen = read_run([traces]), list[Path]()
+    alone, read_paths = read_run([traces]), list[Path]()
     monkeypatch.setattr(trace_files, "PARALLEL_READ_BYTES", 1)
-    several = read_run([traces], on_read=seen.append)
-    assert (alone.timeline.spans == several.timeline.spans).all()
-    assert sorted(seen) == sorted(traces.iterdir())
-    of_rank(traces, 1).write_text("{")
+    parallel = read_run([traces], on_read=read_paths.append)
+    assert (alone.timeline.spans == parallel.timeline.spans).all()
+    assert sorted(read_paths) == sorted(traces.iterdir())
+    find_trace(traces, 1).write_text("{")
     with pytest.raises(TraceError, match="it is cut off"):
         read_run([traces])
 
 
-def test_steps(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_option_selects_profiler_step(
+    traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = str(traces / "x.timeline")
     text = run_refused_command(capsys, "import", str(traces), "-o", out, "--step", "7")
     assert "do not all have ProfilerStep 7" in text and "they have 5" in text
-    edited(of_rank(traces, 0), renamed("ProfilerStep#5", "ProfilerStep#4"))
+    edit_trace(find_trace(traces, 0), rename_events("ProfilerStep#5", "ProfilerStep#4"))
     text = run_refused_command(capsys, "import", str(traces), "-o", out)
     assert "the traces of the ranks have no ProfilerStep in common" in text
     for rank in (0, 1):
-        edited(of_rank(traces, rank), without("ProfilerStep"))
+        edit_trace(find_trace(traces, rank), remove_events("ProfilerStep"))
     assert "the complete trace" in run_command(capsys, "import", str(traces), "-o", out)
 
 
-def test_options_and_names(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_options_and_file_names(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(path) for path in sorted(traces.iterdir())]
     out = str(traces / "x.timeline")
     assert "cannot read nowhere: no such file" in run_refused_command(
@@ -312,12 +318,14 @@ def test_options_and_names(traces: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**31), st.booleans())
-def test_cut_files_are_refused_in_a_sentence(seed: int, packed: bool) -> None:
+def test_truncated_files_are_refused(seed: int, packed: bool) -> None:
     program = PROGRAMS[1]
     rng = np.random.default_rng(seed)
     with TemporaryDirectory() as name:
         folder = Path(name)
-        path = kineto.write(folder, [run_of(program, 1)], 1, unit=UNIT, packed=packed)[0]
+        path = kineto.write(
+            folder, [simulate_random_costs(program, 1)], 1, unit=UNIT, packed=packed
+        )[0]
         content = path.read_bytes()
         path.write_bytes(content[: rng.integers(0, len(content) - 2)])
         with pytest.raises(TraceError) as caught:
@@ -327,23 +335,23 @@ def test_cut_files_are_refused_in_a_sentence(seed: int, packed: bool) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**31))
-def test_changed_files_are_read_or_refused(seed: int) -> None:
-    """Any content of a file is read or refused with an error message, never with a traceback."""
+def test_damaged_files_are_read_or_refused(seed: int) -> None:
+    """Damaged files are read, or refused with an error message and no traceback."""
     rng = np.random.default_rng(seed)
     odd: list[Any] = [None, -1, 1e18, "x", [], {}, True, 2**70, "PP:0F0", "kernel", 1.5]
     with TemporaryDirectory() as name:
         folder = Path(name)
-        paths = kineto.write(folder, [run_of(PROGRAMS[1], 1)], seed % 7, unit=UNIT)
+        paths = kineto.write(folder, [simulate_random_costs(PROGRAMS[1], 1)], seed % 7, unit=UNIT)
         content = json.loads(paths[0].read_text())
         for _ in range(rng.integers(1, 6)):
-            at: Any = content
-            while isinstance(at, dict | list) and at:
-                keys = list(at) if isinstance(at, dict) else range(len(at))
+            value: Any = content
+            while isinstance(value, dict | list) and value:
+                keys = list(value) if isinstance(value, dict) else range(len(value))
                 key = keys[rng.integers(len(keys))]
-                if rng.random() < 0.3 or not isinstance(at[key], dict | list):
-                    at[key] = odd[rng.integers(len(odd))]
+                if rng.random() < 0.3 or not isinstance(value[key], dict | list):
+                    value[key] = odd[rng.integers(len(odd))]
                     break
-                at = at[key]
+                value = value[key]
         paths[0].write_text(json.dumps(content))
         try:
             read_run([folder])
@@ -351,5 +359,5 @@ def test_changed_files_are_read_or_refused(seed: int) -> None:
             assert len(str(error)) < 2000
 
 
-def test_all_models_but_serial_are_tried() -> None:
+def test_all_gpu_progress_models_are_tried() -> None:
     assert {*run_module._GPU_MODELS, "blocking_serial"} == {*MODELS}

@@ -9,42 +9,42 @@ from schedir.__main__ import main
 from tests.tutorial import FIRST_SCHEDULE, READ_A_TRACE, ROOT, Step, steps
 
 
-def test_first_schedule(
+def test_first_schedule_tutorial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole page runs in an empty folder."""
+    """All commands of the page run in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    refused = 0
+    num_refused = 0
     for step in steps(FIRST_SCHEDULE.read_text()):
         if step.kind == "file":
             with open(step.named, "a") as file:
                 file.write(step.text)
             continue
         assert step.kind == "command" and step.prints, step
-        refused += main(step.argv) != 0
+        num_refused += main(step.argv) != 0
         out, err = capsys.readouterr()
         assert out + err == step.prints, step.text
-    assert refused == 2
+    assert num_refused == 2
     assert (tmp_path / "mine.png").stat().st_size > 100_000
     assert (tmp_path / "split.html").stat().st_size > 10_000
 
 
-def is_of_the_recorded_run(step: Step) -> bool:
+def uses_recorded_run(step: Step) -> bool:
     """Return whether a command needs no run on this machine."""
     return "examples/traced.timeline" in step.text or step.argv[0] == "export"
 
 
-def test_read_a_trace(
+def test_read_a_trace_tutorial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Commands about the repository's run work, and its numbers are those in the text."""
+    """Run the commands that read the recorded run. The text of the page has their numbers."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     page = READ_A_TRACE.read_text()
     printed = ""
-    for step in filter(is_of_the_recorded_run, steps(page)):
+    for step in filter(uses_recorded_run, steps(page)):
         argv = step.argv
         for k, word in enumerate(argv):
             if word.startswith("$(schedir "):

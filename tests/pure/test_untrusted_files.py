@@ -30,7 +30,7 @@ from tests.limited_process import Said, confined
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits as Linux has them")
 
-# Every way to give a command a file: the command line, and the suffix of the file.
+# Kind of file -> the command that reads it, and the suffix of the file.
 WAYS = {
     "program": ("check {}", ".sched"),
     "run": ("explain {}", ".timeline"),
@@ -45,27 +45,31 @@ WAYS = {
 }
 
 
-def argv(way: str, path: str) -> list[str]:
+def make_argv(way: str, path: str) -> list[str]:
     return [word.format(path) for word in WAYS[way][0].split()]
 
 
-def refused(said: Said) -> bool:
+def is_short_error(result: Said) -> bool:
     """Return whether a command ended with a single error message of schedir."""
-    return said.code == 2 and re.match(r"\w+Error: ", said.text) is not None and _short(said.text)
+    return (
+        result.code == 2
+        and re.match(r"\w+Error: ", result.text) is not None
+        and is_short(result.text)
+    )
 
 
-def _short(text: str) -> bool:
+def is_short(text: str) -> bool:
     return "Traceback" not in text and len(text.splitlines()) <= 6 and len(text) < 3000
 
 
 # ---------------------------------------------------------------- special files
 
 
-def no_files(folder: Path, way: str) -> list[Path]:
+def create_special_files(folder: Path, way: str) -> list[Path]:
     """Create paths that are not regular files, or that cannot be read."""
     end = WAYS[way][1]
-    names = ("pipe", "zero", "folder", "socket", "closed", "missing", "loop", "endless")
-    paths = {name: folder / f"{name}{end}" for name in names}
+    kinds = ("pipe", "zero", "folder", "socket", "closed", "missing", "loop", "endless")
+    paths = {name: folder / f"{name}{end}" for name in kinds}
     os.mkfifo(paths["pipe"])
     paths["zero"].symlink_to("/dev/zero")
     paths["folder"].mkdir()
@@ -79,13 +83,15 @@ def no_files(folder: Path, way: str) -> list[Path]:
     return [p for name, p in paths.items() if name != "closed" or not os.access(p, os.R_OK)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_no_ordinary_file_is_refused(way: str, tmp_path: Path) -> None:
-    paths = [*map(str, no_files(tmp_path, way)), "x" * 5000 + WAYS[way][1]]
-    if way == "code":
+@pytest.mark.parametrize("kind", WAYS)
+def test_special_files_are_refused(kind: str, tmp_path: Path) -> None:
+    paths = [*map(str, create_special_files(tmp_path, kind)), "x" * 5000 + WAYS[kind][1]]
+    if kind == "code":
         paths = [p for p in paths if "endless" not in p]  # Python reads code files
-    for path, said in zip(paths, confined([argv(way, p) for p in paths], tmp_path), strict=True):
-        assert refused(said), (path, said)
+    for path, result in zip(
+        paths, confined([make_argv(kind, p) for p in paths], tmp_path), strict=True
+    ):
+        assert is_short_error(result), (path, result)
 
 
 # ---------------------------------------------------------------- contents of files
@@ -101,7 +107,7 @@ TEXTS = {
         f"schedir 1\nprogram a\nranks 1  placement {'0,' * DEEP}\n",
         f"schedir 1\nprogram a{SPACES}\nranks{SPACES}\n",
         "schedir 1\nprogram \x1b[2J\x1b]0;owned\x07\nranks \x1b[31m\n",
-        # 99 bytes that ask for 268 million instructions.
+        # 99 bytes that declare 268 million instructions.
         "schedir 1\nprogram a\nranks 1  microbatches 1048576  stages_per_rank 128\nrank 0\n"
         "  134217728 x  F 0.0\n",
         "schedir 1\nprogram a\nranks 100 microbatches 1000000\nrank 0\n  100000001 x  F 0.0\n",
@@ -143,19 +149,19 @@ TEXTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", TEXTS)
-def test_what_files_say_is_refused_soon(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", TEXTS)
+def test_hostile_file_content_is_refused_quickly(kind: str, tmp_path: Path) -> None:
     commands = []
-    for k, text in enumerate(TEXTS[way]):
-        path = tmp_path / f"{k}{WAYS[way][1]}"
+    for k, text in enumerate(TEXTS[kind]):
+        path = tmp_path / f"{k}{WAYS[kind][1]}"
         path.write_text(text)
-        commands.append(argv(way, str(path)))
-    for text, said in zip(TEXTS[way], confined(commands, tmp_path), strict=True):
-        assert refused(said), (text[:80], said)
-        assert "\x1b" not in said.text
+        commands.append(make_argv(kind, str(path)))
+    for text, result in zip(TEXTS[kind], confined(commands, tmp_path), strict=True):
+        assert is_short_error(result), (text[:80], result)
+        assert "\x1b" not in result.text
 
 
-def test_a_packed_trace_that_unfolds_without_end_is_refused(tmp_path: Path) -> None:
+def test_compression_bomb_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rank0.json.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(b'{"a": [')
@@ -163,11 +169,11 @@ def test_a_packed_trace_that_unfolds_without_end_is_refused(tmp_path: Path) -> N
             file.write(b"[]," * 2**19)
     assert path.stat().st_size < 2**20
     path.rename(tmp_path / "rank0.json")
-    (said,) = confined([["import", "rank0.json", "-o", "out.timeline"]], tmp_path)
-    assert "it took too long" not in said.text and refused(said), said
+    (result,) = confined([["import", "rank0.json", "-o", "out.timeline"]], tmp_path)
+    assert "it took too long" not in result.text and is_short_error(result), result
 
 
-def test_a_run_without_times_is_refused_before_its_program_unfolds(tmp_path: Path) -> None:
+def test_timeline_without_times_is_refused_before_unfolding(tmp_path: Path) -> None:
     n = 2**23
     header = {
         "schedir_timeline": 1, "instructions": n, "digest": "", "kind": "predicted", "unit": "",
@@ -181,14 +187,14 @@ def test_a_run_without_times_is_refused_before_its_program_unfolds(tmp_path: Pat
         archive.writestr("start.npy", b"")
         archive.writestr("end.npy", b"")
     commands = [["explain", "a.timeline"], ["explain", "a.timeline", "--max-instructions=1000"]]
-    small, many = confined(commands, tmp_path)
-    assert refused(small) and "start.npy has 0 bytes, not 33554432" in small.text
-    assert (
-        refused(many) and "8388608 instructions, but a program may have at most 1000" in many.text
-    )
+    without_times, over_limit = confined(commands, tmp_path)
+    assert is_short_error(without_times)
+    assert "start.npy has 0 bytes, not 33554432" in without_times.text
+    assert is_short_error(over_limit)
+    assert "8388608 instructions, but a program may have at most 1000" in over_limit.text
 
 
-def test_a_box_is_an_ordinary_file(tmp_path: Path) -> None:
+def test_black_box_must_be_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "0")
     (tmp_path / "1").symlink_to("/dev/zero")
     (tmp_path / "2").write_bytes(b"\0" * 16384)
@@ -199,11 +205,13 @@ def test_a_box_is_an_ordinary_file(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- sizes, and code
 
 
-def test_an_option_raises_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_max_instructions_option_sets_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shape = ["--ranks", "4", "--microbatches", "30"]
     assert main(["check", "gpipe", *shape, "--max-instructions", "100"]) == 2
-    said = capsys.readouterr().err
-    assert "4 stages x 30 microbatches need at least 120" in said and "the limit is 100" in said
+    error = capsys.readouterr().err
+    assert "4 stages x 30 microbatches need at least 120" in error and "the limit is 100" in error
     assert main(["check", "gpipe", *shape, "--max-instructions", "130"]) == 2
     assert "the limit is 130" in capsys.readouterr().err  # a draft has 240
     assert main(["print", "gpipe", *shape, "--compute-only", "--max-instructions", "240"]) == 0
@@ -215,7 +223,7 @@ def test_an_option_raises_the_limit(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["check", str(path), "--max-instructions", "10000"]) == 0
 
 
-def test_a_program_that_code_builds_has_the_limit_that_trusting_sets() -> None:
+def test_input_limits_apply_to_programs_built_in_python() -> None:
     assert schedir.PipelineShape(1000, 3 * DEFAULT_MAX_INSTRUCTIONS // 1000).stages == 1000
     with schedir.input_limits(max_instructions=2 * DEFAULT_MAX_INSTRUCTIONS):
         assert schedir.PipelineShape(1000, DEFAULT_MAX_INSTRUCTIONS // 999).stages == 1000
@@ -231,35 +239,33 @@ def test_a_program_that_code_builds_has_the_limit_that_trusting_sets() -> None:
 HEAD = "schedir 1\nprogram a\nranks 1  microbatches 1048576  stages_per_rank 32\nrank 0\n"
 
 
-def unfolds_to(stages: int) -> str:
+def make_unfolding_text(stages: int) -> str:
     """Return a text in which each line has 2 * 2^20 instructions."""
     return HEAD + "".join(f"  1048576 x  F {s}.0+1; B {s}.0+1\n" for s in range(stages))
 
 
-def test_a_small_file_with_many_instructions_is_refused_before_they_are_made(
+def test_small_file_with_many_instructions_is_refused(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "a.sched").write_text(unfolds_to(32))
+    (tmp_path / "a.sched").write_text(make_unfolding_text(32))
     (tmp_path / "a.toml").write_text("[pipeline]\nranks = 4\nmicrobatches = 1000000\n")
-    asked = [["check", "a.sched"], ["train", "a.toml"]]
-    asked += [["check", "interleaved", "--ranks=2", "--microbatches=1000000"]]
-    for said in confined(asked, tmp_path):
-        assert (
-            refused(said)
-            and str(DEFAULT_MAX_INSTRUCTIONS) in said.text
-            and "--max-instructions" in said.text
-        )
+    commands = [["check", "a.sched"], ["train", "a.toml"]]
+    commands += [["check", "interleaved", "--ranks=2", "--microbatches=1000000"]]
+    for result in confined(commands, tmp_path):
+        assert is_short_error(result)
+        assert str(DEFAULT_MAX_INSTRUCTIONS) in result.text
+        assert "--max-instructions" in result.text
 
 
-def test_a_schedule_without_backwards_is_counted_without_them() -> None:
-    """With backwards it would exceed the limit."""
+def test_limit_counts_no_backwards_of_forward_only() -> None:
+    """With backwards the schedule would exceed the limit."""
     schedule = ["forward_only", "--ranks=8", "--microbatches=120", "--stages-per-rank=2"]
     assert main(["check", *schedule, "--max-instructions=5520"]) == 0
     assert main(["check", *schedule, "--max-instructions=5519"]) == 2
 
 
-def test_a_file_has_the_limit_in_python_too(tmp_path: Path) -> None:
-    text = unfolds_to(32)
+def test_files_have_limit_in_python(tmp_path: Path) -> None:
+    text = make_unfolding_text(32)
     tracemalloc.start()
     with pytest.raises(ParseError) as caught:
         schedir.from_text(text)
@@ -275,9 +281,7 @@ def test_a_file_has_the_limit_in_python_too(tmp_path: Path) -> None:
 
 
 @given(compute_programs(), st.integers(0, 2))
-def test_no_program_is_refused_for_more_instructions_than_it_has(
-    draft: Program, frozen_stages: int
-) -> None:
+def test_program_within_limit_is_never_refused(draft: Program, frozen_stages: int) -> None:
     frozen_stages = min(frozen_stages, draft.shape.stages - 1)
     program = schedir.compile(replace(draft, frozen_stages=frozen_stages))
     with schedir.input_limits(max_instructions=len(program)):
@@ -287,7 +291,7 @@ def test_no_program_is_refused_for_more_instructions_than_it_has(
         )
 
 
-RUNS = """
+CODE = """
 from pathlib import Path
 from schedir.schedules import one_f_one_b as mine
 Path("ran").touch()
@@ -295,7 +299,7 @@ Path("ran").touch()
 
 
 @pytest.mark.parametrize(
-    "words",
+    "command",
     [
         "print {}", "check {}", "simulate {}", "draw {} -o a.svg", "compare gpipe {}",
         "explain {}", "recommend {}", "export {} --to torch -o a.csv",
@@ -304,28 +308,31 @@ Path("ran").touch()
         "train c.toml --set pipeline.schedule={}",
     ],
 )  # fmt: skip
-def test_no_code_of_a_file_is_run(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_no_code_option_runs_no_file(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("stranger.py").write_text(RUNS)
+    Path("stranger.py").write_text(CODE)
     Path("a.toml").write_text('[pipeline]\nschedule = "stranger.py:mine"\n')
     Path("b.toml").write_text('[pipeline]\nschedule = "stranger.py:mine()"\n')
     Path("c.toml").write_text("")
     Path("dump_0").write_text(json.dumps({"version": "2.0", "entries": []}))
-    argv = words.format(*["stranger.py:mine"] * 2).split()
+    argv = command.format(*["stranger.py:mine"] * 2).split()
     main([*argv, "--no-code"])
     assert not Path("ran").exists()
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     if argv[0] not in ("recommend", "search"):  # these take no schedule from a file
-        assert "stranger.py is Python code" in said
+        assert "stranger.py is Python code" in error
     assert main(["check", "stranger.py:mine"]) == 0 and Path("ran").exists()
 
 
-def test_help_says_that_a_schedule_may_be_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_warns_about_code_in_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     assert (
         "if its schedule is file.py:function, schedir executes file.py, unless --no-code is given"
-        in said
+        in output
     )

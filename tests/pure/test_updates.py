@@ -57,113 +57,119 @@ from tests.laws import TRIPLES, run
 from tests.oracle import Machine
 
 
-def two_buffers(P: int, n: int, updates: int) -> PipelineShape:
+def make_2bw_shape(P: int, n: int, updates: int) -> PipelineShape:
     return PipelineShape(P, n * updates, optimizer_steps=updates, weight_delay=1)
 
 
-def pipedream(P: int, m: int) -> PipelineShape:
+def make_pipedream_shape(P: int, m: int) -> PipelineShape:
     """Return a shape with an update per microbatch, where each stage uses its newest weights."""
     return PipelineShape(P, m, optimizer_steps=m, weight_delay=tuple(P - 1 - s for s in range(P)))
 
 
 @pytest.mark.parametrize("P", [2, 3, 5])
-def test_2bw_flushes_nothing(P: int) -> None:
+def test_2bw_has_no_flush(P: int) -> None:
     for n, updates in ((P - 1, 4), (P, 2), (2 * P + 1, 3)):
         for F, I, W in TRIPLES:
             costs = Costs(F=F, I=I, W=W)
-            timeline = run(pipedream_2bw, two_buffers(P, n, updates), costs)
+            timeline = run(pipedream_2bw, make_2bw_shape(P, n, updates), costs)
             assert timeline.idle.tolist() == [(P - 1) * (F + I + W)] * P
             assert timeline.peak_in_flight.tolist() == [min(P - r, n * updates) for r in range(P)]
             assert timeline.peak_weight_versions.tolist() == [2] * P
 
 
 @pytest.mark.parametrize("P", [2, 4])
-def test_pipedream_keeps_a_version_for_each_in_flight(P: int) -> None:
-    shape = pipedream(P, 3 * P)
+def test_pipedream_keeps_one_version_per_microbatch_in_flight(P: int) -> None:
+    shape = make_pipedream_shape(P, 3 * P)
     timeline = run(one_f_one_b, shape, Costs(F=2, B=3))
     assert timeline.idle.tolist() == [(P - 1) * 5] * P
     assert timeline.peak_weight_versions.tolist() == timeline.peak_in_flight.tolist()
     assert timeline.peak_weight_versions.tolist() == [P - r for r in range(P)]
 
 
-def test_memory_counts_versions() -> None:
+def test_memory_counts_weight_versions() -> None:
     sizes = Sizes(model_states=100.0, version=10.0, saved=1.0)
-    for shape, copies in ((two_buffers(3, 4, 3), [2, 2, 2]), (pipedream(3, 6), [3, 2, 1])):
-        for own, n in zip(
+    for shape, copies in (
+        (make_2bw_shape(3, 4, 3), [2, 2, 2]),
+        (make_pipedream_shape(3, 6), [3, 2, 1]),
+    ):
+        for footprint, n in zip(
             compute_footprints(compile(one_f_one_b, shape), sizes), copies, strict=True
         ):
-            assert own.static_memory["versions"] == (n, 10.0 * n)
+            assert footprint.static_memory["versions"] == (n, 10.0 * n)
     assert (
         "versions"
         not in compute_footprints(compile(gpipe, PipelineShape(2, 4)), sizes)[0].static_memory
     )
-    (own,) = compute_footprints(compile(one_f_one_b, two_buffers(1, 2, 2)), Sizes(params=10.0))
-    assert own.static_memory["versions"] == (
+    (footprint,) = compute_footprints(
+        compile(one_f_one_b, make_2bw_shape(1, 2, 2)), Sizes(params=10.0)
+    )
+    # By default a version is as large as the parameters.
+    assert footprint.static_memory["versions"] == (
         2,
         20.0,
-    )  # by default a version is as large as the parameters
+    )
 
 
-def test_one_update_has_one_version() -> None:
+def test_single_update_has_one_version() -> None:
     assert count_peak_versions(compile(gpipe, PipelineShape(3, 6))).tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("P", [3, 4, 6])
-def test_weights_must_be_there_in_time(P: int) -> None:
+def test_too_few_microbatches_per_update_are_refused(P: int) -> None:
     with pytest.raises(OrderError, match="needs the weights") as caught:
-        compile(pipedream_2bw, two_buffers(P, P - 2, 4))
-    needs, gives = caught.value.sites
-    assert (needs.rank, str(needs.instr)[:4], str(gives.instr)[:4]) == (0, "F 0.", "step")
+        compile(pipedream_2bw, make_2bw_shape(P, P - 2, 4))
+    use, step = caught.value.sites
+    assert (use.rank, str(use.instr)[:4], str(step.instr)[:4]) == (0, "F 0.", "step")
     with pytest.raises(OrderError, match="needs the weights"):
-        compile(
-            one_f_one_b, PipelineShape(P, 4 * P, optimizer_steps=4)
-        )  # neither a weight delay nor a flush
+        # This schedule has neither a weight delay nor a flush.
+        compile(one_f_one_b, PipelineShape(P, 4 * P, optimizer_steps=4))
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
 @pytest.mark.parametrize("updates", [2, 4, 8])
-def test_what_delay_would_do_is_said_and_is_the_least(schedule: Schedule, updates: int) -> None:
+def test_hinted_weight_delay_is_minimal(schedule: Schedule, updates: int) -> None:
     with pytest.raises(OrderError) as caught:
         compile(schedule, PipelineShape(4, 8, optimizer_steps=updates))
-    said = {int(d) for d in re.findall(r"delay ?=? ?(\d+)", caught.value.hint)}
-    (least,) = said
-    compile(schedule, PipelineShape(4, 8, optimizer_steps=updates, weight_delay=least))
+    hinted_delays = {int(d) for d in re.findall(r"delay ?=? ?(\d+)", caught.value.hint)}
+    (min_delay,) = hinted_delays
+    compile(schedule, PipelineShape(4, 8, optimizer_steps=updates, weight_delay=min_delay))
     with pytest.raises(OrderError, match="needs the weights"):
-        compile(schedule, PipelineShape(4, 8, optimizer_steps=updates, weight_delay=least - 1))
+        compile(schedule, PipelineShape(4, 8, optimizer_steps=updates, weight_delay=min_delay - 1))
 
 
 @pytest.mark.parametrize("schedule", [zb_h1, zb_h2, interleaved_zb])
-def test_an_input_gradient_of_the_next_update_waits_for_the_step(schedule: Schedule) -> None:
+def test_input_gradient_before_step_is_refused(schedule: Schedule) -> None:
     """I adds the gradients of layers that are not split, and a rank has one sum of gradients.
 
-    So a weight delay does not help.
+    A weight delay does not change this.
     """
     for delay in (0, 3):
         with pytest.raises(OrderError) as caught:
             compile(schedule, PipelineShape(4, 16, 1, optimizer_steps=4, weight_delay=delay))
-        early, late, step = caught.value.sites
-        assert (str(early.instr), early.rank, str(step.instr)) == ("I 1.4", 1, "step")
-        assert str(late.instr).startswith("W 1.") and early.index < late.index < step.index
+        early_site, late_site, step = caught.value.sites
+        assert (str(early_site.instr), early_site.rank, str(step.instr)) == ("I 1.4", 1, "step")
+        assert str(late_site.instr).startswith("W 1.")
+        assert early_site.index < late_site.index < step.index
         assert "pipedream_2bw" in caught.value.hint
 
 
-def test_versions_of_microbatches() -> None:
-    shape = two_buffers(3, 2, 4)
+def test_weight_versions_of_microbatches() -> None:
+    shape = make_2bw_shape(3, 2, 4)
     assert shape.weight_version(0, range(8)).tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
-    shape = pipedream(3, 5)
+    shape = make_pipedream_shape(3, 5)
     table = [shape.weight_version(s, range(5)).tolist() for s in range(3)]
     assert table == [[0, 0, 0, 1, 2], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
 
 
 PROGRAMS = [
-    compile(pipedream_2bw, two_buffers(3, 3, 3)),
-    compile(pipedream_2bw, two_buffers(2, 2, 3), clip_grad_norm=True, tied_weights=True),
-    compile(one_f_one_b, pipedream(3, 4)),
+    compile(pipedream_2bw, make_2bw_shape(3, 3, 3)),
+    compile(pipedream_2bw, make_2bw_shape(2, 2, 3), clip_grad_norm=True, tied_weights=True),
+    compile(one_f_one_b, make_pipedream_shape(3, 4)),
 ]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: str(p.shape.optimizer_steps))
-def test_programs_of_several_updates(program: Program) -> None:
+def test_programs_with_several_updates_run(program: Program) -> None:
     for folded in (True, False):
         assert from_text(to_text(program, folded)) == program
     costs = Costs(step=0.5, reduce_grads=0.25, send=0.125)
@@ -177,11 +183,11 @@ def test_programs_of_several_updates(program: Program) -> None:
     assert steps == [*range(program.shape.optimizer_steps)]
 
 
-def test_delay_is_in_the_digest() -> None:
+def test_weight_delay_changes_digest() -> None:
     text = to_text(PROGRAMS[0])
     assert "optimizer_steps 3  weight_delay 1  #" in text
-    other = from_text(text.replace("weight_delay 1 ", "weight_delay 2 "))
-    assert check(other).digest != PROGRAMS[0].digest
+    longer_delay = from_text(text.replace("weight_delay 1 ", "weight_delay 2 "))
+    assert check(longer_delay).digest != PROGRAMS[0].digest
 
 
 REFUSED = {
@@ -203,7 +209,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
+def test_wrong_update_order_is_refused(name: str) -> None:
     program = PROGRAMS[0]
     text = to_text(program, folded=False)
     for old, new in REFUSED[name]:
@@ -211,8 +217,10 @@ def test_refused(name: str) -> None:
         text = re.sub(old, new, text, count=1)
     with pytest.raises(SchedirError) as caught:
         check(from_text(text.replace("X", "9")))
-    few = ("no", "two", "twice", "many")
-    kind = (ReductionError, CompletenessError) if any(w in name for w in few) else OrderError
+    count_words = ("no", "two", "twice", "many")
+    kind = (
+        (ReductionError, CompletenessError) if any(w in name for w in count_words) else OrderError
+    )
     assert isinstance(caught.value, kind)
 
 
@@ -229,12 +237,12 @@ def test_refused(name: str) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_plans_that_cannot_be(wrong: dict[str, object]) -> None:
+def test_invalid_update_shapes_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ShapeError):
         PipelineShape(2, 8, **wrong)  # type: ignore[arg-type]
 
 
-def test_a_mark_may_have_a_delay_for_each_stage() -> None:
+def test_with_weight_delay_per_stage() -> None:
     @with_weight_delay([1, 0])
     def mine(r: int, P: int, m: int) -> RankSchedule:
         return gpipe(r, P, m)
@@ -248,18 +256,18 @@ def test_a_mark_may_have_a_delay_for_each_stage() -> None:
     expand_schedule(same, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
 
 
-def test_one_delay_is_written_in_one_way() -> None:
+def test_equal_delays_have_one_spelling() -> None:
     for delay, text in ((2, "delay 2 "), ((2,), "delay 2 ")):
         shape = PipelineShape(1, 4, optimizer_steps=4, weight_delay=delay)
         assert shape == PipelineShape(1, 4, optimizer_steps=4, weight_delay=2)
         program = expand_schedule(
             pipedream_2bw, PipelineShape(1, 4, optimizer_steps=4, weight_delay=1)
         )
-        again = replace(program, shape=shape)
-        assert text in to_text(again) and from_text(to_text(again)) == again
+        rewritten = replace(program, shape=shape)
+        assert text in to_text(rewritten) and from_text(to_text(rewritten)) == rewritten
 
 
-def test_2bw_is_for_a_delay_of_one() -> None:
+def test_2bw_needs_weight_delay_1() -> None:
     with pytest.raises(ScheduleError, match="needs weight_delay 1, not 0"):
         expand_schedule(pipedream_2bw, PipelineShape(2, 8, optimizer_steps=4, weight_delay=0))
     assert (
@@ -268,7 +276,7 @@ def test_2bw_is_for_a_delay_of_one() -> None:
     )
 
 
-def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_optimizer_steps_on_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--ranks", "2", "--microbatches", "6", "-O", "optimizer_steps=3"]
     assert main(["print", "pipedream_2bw", *shape]) == 0
     program = from_text(capsys.readouterr().out)
@@ -281,7 +289,9 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["x", "", "-1", "1,", "1.5", "1,1,1", "\u0661"])
-def test_a_delay_that_cannot_be(capsys: pytest.CaptureFixture[str], wrong: str) -> None:
+def test_invalid_weight_delay_option_is_refused(
+    capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
     shape = [
         "--ranks",
         "2",
@@ -295,20 +305,20 @@ def test_a_delay_that_cannot_be(capsys: pytest.CaptureFixture[str], wrong: str) 
     assert "delay" in run_refused_command(capsys, "check", "one_f_one_b", *shape)
 
 
-def test_a_delay_that_a_file_contradicts(
+def test_weight_delay_option_must_match_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "x.sched"
-    path.write_text(to_text(compile(one_f_one_b, two_buffers(2, 2, 3))))
+    path.write_text(to_text(compile(one_f_one_b, make_2bw_shape(2, 2, 3))))
     assert "-O weight_delay" in run_refused_command(
         capsys, "check", str(path), "-O", "weight_delay=2"
     )
     assert main(["check", str(path), "-O", "weight_delay=1"]) == 0
 
 
-def test_a_step_stands_between_two_updates() -> None:
+def test_step_is_between_two_updates() -> None:
     """Each step follows the sends of its last backward, and precedes the next compute."""
-    for stream in compile(pipedream_2bw, two_buffers(3, 4, 3)).streams:
+    for stream in compile(pipedream_2bw, make_2bw_shape(3, 4, 3)).streams:
         ops = [i.op for i in stream]
         for before, op in pairwise(ops):
             if op is Opcode.OptimizerStep:
@@ -326,7 +336,7 @@ SHARED = {"tp": 2, "sequence_parallel": True}
         {"clip_grad_norm": True, "tied_weights": True} | SHARED,
     ],
 )
-def test_ranks_that_meet_at_the_end_of_an_update_do_not_wait_for_each_other(told: Any) -> None:
+def test_collectives_at_update_end_do_not_deadlock(told: Any) -> None:
     """Rank 0 runs first forwards of the next update before rank 2 ends the previous update."""
     shape = PipelineShape(3, 6, 2, optimizer_steps=2, weight_delay=1)
     program = compile(looped_dfs, shape, **told)
@@ -336,8 +346,8 @@ def test_ranks_that_meet_at_the_end_of_an_update_do_not_wait_for_each_other(told
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32))
-def test_what_runs_alone_runs_where_ranks_meet(seed: int) -> None:
-    """For any order of a draft, its updates end in an order that all ranks can keep."""
+def test_random_updates_end_without_deadlock(seed: int) -> None:
+    """For any order of a draft, the collectives at the ends of its updates cannot deadlock."""
     rng = random.Random(seed)
     ranks, updates = rng.choice([2, 3, 4]), rng.choice([2, 3])
     stages = [*range(ranks), *rng.choices(range(ranks), k=rng.randint(0, 3))]
@@ -358,7 +368,7 @@ def test_what_runs_alone_runs_where_ranks_meet(seed: int) -> None:
 
 
 @pytest.mark.parametrize("told", [{}, {"clip_grad_norm": True}, {"tied_weights": True}])
-def test_an_update_ends_behind_a_pair_and_not_within_it(told: Any) -> None:
+def test_update_ends_after_overlapped_pair(told: Any) -> None:
     """The pair's backward ends one update, and its forward begins the next."""
 
     def paired(r: int, P: int, m: int) -> Iterator[RankSchedule]:

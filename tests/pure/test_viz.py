@@ -37,34 +37,37 @@ ROOT = Path(__file__).resolve().parents[2]
 LETTERS = (Opcode.Forward, Opcode.BackwardInput, Opcode.BackwardWeight, Opcode.Backward)
 
 
-def timeline(
+def simulate_schedule(
     schedule: Schedule = one_f_one_b, ranks: int = 4, m: int = 8, v: int = 1, **cost: float
 ) -> Timeline:
     costs = Costs(**cost)
     return simulate(compile(schedule, PipelineShape(ranks, m, v), costs=costs), costs)
 
 
-def split(r: int, P: int, m: int) -> RankSchedule:
+def split_backwards(r: int, P: int, m: int) -> RankSchedule:
     return m * F + m * (I + W)
 
 
-def cells(r: int, P: int, m: int) -> RankSchedule:
+def overlapped_pairs(r: int, P: int, m: int) -> RankSchedule:
     lead = P - 1 - r
     return (lead + 1) * F + (m - lead - 1) * overlapped_pair(B, F) + (lead + 1) * B
 
 
-def measured(t: Timeline, second: float = 1e-3) -> Timeline:
+def as_measured(t: Timeline, seconds_per_unit: float = 1e-3) -> Timeline:
     """Return the same Timeline as if measured, in seconds and not from 0."""
     spans = t.spans.copy()
-    spans["start"], spans["end"] = spans["start"] * second + 7, spans["end"] * second + 7
+    spans["start"], spans["end"] = (
+        spans["start"] * seconds_per_unit + 7,
+        spans["end"] * seconds_per_unit + 7,
+    )
     return Timeline(t.program, spans, "measured", "s")
 
 
-def texts(figure: Figure, axes: int = 0) -> list[str]:
+def list_texts(figure: Figure, axes: int = 0) -> list[str]:
     return [t.get_text() for t in figure.axes[axes].texts]
 
 
-def areas(figure: Figure, axes: int = 0) -> list[float]:
+def sum_areas(figure: Figure, axes: int = 0) -> list[float]:
     """Return the area of each collection's boxes: idle, empty lanes, compute, communication."""
     sums = []
     for collection in figure.axes[axes].collections:
@@ -77,72 +80,80 @@ def areas(figure: Figure, axes: int = 0) -> list[float]:
 # ---------------------------------------------------------------- drawn shapes
 
 
-@pytest.mark.parametrize("t", [timeline(), timeline(gpipe), timeline(cells), timeline(split)])
-def test_boxes_and_bubbles_fill_the_rows(t: Timeline) -> None:
-    idle, _, busy, _ = areas(gantt(t))
+@pytest.mark.parametrize(
+    "t",
+    [
+        simulate_schedule(),
+        simulate_schedule(gpipe),
+        simulate_schedule(overlapped_pairs),
+        simulate_schedule(split_backwards),
+    ],
+)
+def test_boxes_and_idle_time_fill_rows(t: Timeline) -> None:
+    idle, _, busy, _ = sum_areas(gantt(t))
     assert idle == pytest.approx(t.idle.sum())
     assert busy == pytest.approx(t.busy.sum())
 
 
-def test_rank_0_is_on_top_and_time_goes_right() -> None:
-    axes = gantt(timeline()).axes[0]
+def test_rank_0_is_on_top_and_time_runs_right() -> None:
+    axes = gantt(simulate_schedule()).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == [f"rank {r}" for r in range(4)]
     assert axes.yaxis_inverted() and not axes.xaxis_inverted()
     assert axes.get_xlim() == (0, 33)
 
 
-def test_title_says_name_kind_bubble_and_span() -> None:
-    axes = gantt(timeline()).axes[0]
+def test_title_has_name_kind_bubble_and_span() -> None:
+    axes = gantt(simulate_schedule()).axes[0]
     assert axes.get_title("left") == "one_f_one_b (predicted)"
     assert axes.get_title("right") == "bubble 27.3%, peak 4 activations, span 33"
-    axes = gantt(measured(timeline())).axes[0]
+    axes = gantt(as_measured(simulate_schedule())).axes[0]
     assert axes.get_title("left") == "one_f_one_b (measured)"
     assert axes.get_title("right") == "bubble 27.3%, peak 4 activations, span 33 ms"
     assert axes.get_xlabel() == "time in ms"
 
 
-def test_boxes_bear_letter_and_microbatch() -> None:
-    assert sorted(texts(gantt(timeline(ranks=2, m=3)))) == sorted(
+def test_boxes_have_letter_and_microbatch() -> None:
+    assert sorted(list_texts(gantt(simulate_schedule(ranks=2, m=3)))) == sorted(
         [f"{letter}{mb}" for letter in "FB" for mb in range(3)] * 2
     )
-    assert {t[0] for t in texts(gantt(timeline(split)))} == {"F", "I", "W"}
+    assert {t[0] for t in list_texts(gantt(simulate_schedule(split_backwards)))} == {"F", "I", "W"}
 
 
-def test_stages_of_a_rank_are_told_apart() -> None:
-    figure = gantt(timeline(interleaved, ranks=2, m=2, v=2))
-    assert {t for t in texts(figure) if t[0] == "s"} == {"s0", "s1", "s2", "s3"}
+def test_stages_of_rank_have_different_shades() -> None:
+    figure = gantt(simulate_schedule(interleaved, ranks=2, m=2, v=2))
+    assert {t for t in list_texts(figure) if t[0] == "s"} == {"s0", "s1", "s2", "s3"}
     faces = figure.axes[0].collections[2].get_facecolor()
     assert len(np.unique(np.asarray(faces), axis=0)) == 4  # two shades of F and of B
     assert len(figure.legends[0].get_texts()) == 3
 
 
-def test_numbers_that_do_not_fit_are_left_out() -> None:
-    assert texts(gantt(timeline(ranks=16, m=200))) == []
-    assert texts(gantt(timeline(), width=1.0)) == []
+def test_labels_that_do_not_fit_are_omitted() -> None:
+    assert list_texts(gantt(simulate_schedule(ranks=16, m=200))) == []
+    assert list_texts(gantt(simulate_schedule(), width=1.0)) == []
 
 
-def test_a_pair_is_one_box_cut_in_two() -> None:
-    sheet = ChartRectangles(timeline(cells))
+def test_overlapped_pair_is_one_split_box() -> None:
+    sheet = ChartRectangles(simulate_schedule(overlapped_pairs))
     high = sheet.bottom - sheet.top
     halves = np.flatnonzero((abs(high - 0.5) < 0.01) & (sheet.op <= Opcode.Backward))
     assert len(halves) == 2 * sum(int(s.joined.sum()) for s in sheet.timeline.program.streams) > 0
-    first, second = halves[::2], halves[1::2]
-    assert np.allclose(sheet.bottom[first], sheet.top[second])
-    assert (sheet.left[first] == sheet.left[second]).all()
+    first_halves, second_halves = halves[::2], halves[1::2]
+    assert np.allclose(sheet.bottom[first_halves], sheet.top[second_halves])
+    assert (sheet.left[first_halves] == sheet.left[second_halves]).all()
 
 
-def test_lanes_are_there_when_they_take_time() -> None:
-    assert ChartRectangles(timeline()).lanes == []
-    assert ChartRectangles(timeline(send=0.1)).lanes == [Lane.ACT, Lane.GRAD]
-    assert ChartRectangles(timeline(reduce_grads=1)).lanes == [Lane.DP]
-    legend = gantt(timeline(send=0.1, reduce_grads=1, step=1)).legends[0]
+def test_only_lanes_that_take_time_are_drawn() -> None:
+    assert ChartRectangles(simulate_schedule()).lanes == []
+    assert ChartRectangles(simulate_schedule(send=0.1)).lanes == [Lane.ACT, Lane.GRAD]
+    assert ChartRectangles(simulate_schedule(reduce_grads=1)).lanes == [Lane.DP]
+    legend = gantt(simulate_schedule(send=0.1, reduce_grads=1, step=1)).legends[0]
     assert [t.get_text() for t in legend.get_texts()] == [
         "F forward", "B backward", "optimizer step", "idle",
         "activations in, out", "gradients in, out", "reductions",
     ]  # fmt: skip
 
 
-def test_receives_and_sends_of_a_lane_do_not_hide_each_other() -> None:
+def test_receives_and_sends_of_lane_do_not_overlap() -> None:
     costs = Costs(send=0.5)
     program = compile(one_f_one_b, PipelineShape(4, 8), costs=costs, progress_model="per_edge")
     sheet = ChartRectangles(simulate(program, costs, progress_model="per_edge"))
@@ -153,28 +164,28 @@ def test_receives_and_sends_of_a_lane_do_not_hide_each_other() -> None:
         assert sheet.top[a] != sheet.top[b] or sheet.right[a] <= sheet.left[b] + 1e-9
 
 
-def test_nothing_leaves_its_row() -> None:
-    sheet = ChartRectangles(timeline(send=0.1, reduce_grads=1, step=1))
+def test_boxes_stay_in_their_row() -> None:
+    sheet = ChartRectangles(simulate_schedule(send=0.1, reduce_grads=1, step=1))
     row = sheet.timeline.spans["rank"]
     assert (sheet.top >= row * sheet.pitch).all()
     assert (sheet.bottom < (row + 1) * sheet.pitch).all()
     assert sheet.bottom.max() <= sheet.height
 
 
-def test_a_program_without_time_or_instructions_is_a_picture_too(tmp_path: Path) -> None:
-    free = timeline(F=0, I=0, W=0)
+def test_program_without_time_or_instructions_is_drawn(tmp_path: Path) -> None:
+    without_time = simulate_schedule(F=0, I=0, W=0)
     empty: Program = from_text("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
-    none = np.empty(0)
-    for k, t in enumerate([free, Timeline(empty, build_spans(empty, none, none))]):
+    no_times = np.empty(0)
+    for k, t in enumerate([without_time, Timeline(empty, build_spans(empty, no_times, no_times))]):
         save(gantt(t), tmp_path / f"{k}.png")
 
 
-def test_many_boxes_make_a_picture_of_bounded_size(tmp_path: Path) -> None:
-    figure = gantt(timeline(ranks=64, m=256))
+def test_picture_size_is_bounded(tmp_path: Path) -> None:
+    figure = gantt(simulate_schedule(ranks=64, m=256))
     assert (figure.get_size_inches() <= 28).all()
     assert len(figure.axes[0].get_yticks()) == 64
     save(figure, tmp_path / "x.png")
-    ticks = gantt(timeline(ranks=300, m=1)).axes[0].get_yticks()
+    ticks = gantt(simulate_schedule(ranks=300, m=1)).axes[0].get_yticks()
     assert len(ticks) < 300  # every other rank is named, so that names do not overlap
 
 
@@ -183,31 +194,31 @@ def test_any_name_can_be_a_title(tmp_path: Path) -> None:
     figure = gantt(simulate(from_text(text)))
     assert "$\\bad${}_^%流水" in figure.axes[0].get_title("left")
     save(figure, tmp_path / "x.png")  # the font may lack some letters
-    long = simulate(from_text(text.replace("$\\bad${}_^%流水", "n" * 300)))
-    assert len(gantt(long).axes[0].get_title("left")) < 80
+    long_name = simulate(from_text(text.replace("$\\bad${}_^%流水", "n" * 300)))
+    assert len(gantt(long_name).axes[0].get_title("left")) < 80
 
 
 # ---------------------------------------------------------------- several runs in one picture
 
 
-def test_compare_shares_one_axis() -> None:
-    figure = compare([timeline(), timeline(m=16), timeline(gpipe)])
+def test_compare_shares_time_axis() -> None:
+    figure = compare([simulate_schedule(), simulate_schedule(m=16), simulate_schedule(gpipe)])
     assert {axes.get_xlim() for axes in figure.axes} == {(0, 57)}
     assert [axes.get_xlabel() for axes in figure.axes] == ["", "", "time in units of cost"]
     assert not figure.texts
 
 
-def test_compare_of_different_units_says_how_it_scales() -> None:
-    predicted, real = timeline(), measured(timeline(send=0.5))
+def test_compare_of_different_units_notes_scaling() -> None:
+    predicted, real = simulate_schedule(), as_measured(simulate_schedule(send=0.5))
     figure = compare([predicted, real])
-    ends = [axes.get_xlim()[1] for axes in figure.axes]
-    assert ends[0] / predicted.busy.mean() == pytest.approx(ends[1] / real.busy.mean())
-    assert ends[1] == pytest.approx(real.span)
+    axis_ends = [axes.get_xlim()[1] for axes in figure.axes]
+    assert axis_ends[0] / predicted.busy.mean() == pytest.approx(axis_ends[1] / real.busy.mean())
+    assert axis_ends[1] == pytest.approx(real.span)
     assert "scaled" in figure.texts[0].get_text()
     assert [axes.get_xlabel() for axes in figure.axes] == ["time in units of cost", "time in ms"]
 
 
-def test_compare_needs_something() -> None:
+def test_compare_needs_a_timeline() -> None:
     with pytest.raises(UsageError):
         compare([])
 
@@ -239,30 +250,30 @@ def test_forward_is_light_and_backward_dark() -> None:
 
 @pytest.mark.parametrize("kind", BLIND)
 @pytest.mark.parametrize("stages", [1, 2, 8])
-def test_letters_differ_for_the_colour_blind(kind: str, stages: int) -> None:
-    def seen(op: Opcode, k: int) -> float:
+def test_letters_differ_for_color_blindness(kind: str, stages: int) -> None:
+    def perceive_lightness(op: Opcode, k: int) -> float:
         light = np.clip(
             np.asarray(BLIND[kind]) @ to_linear_light(choose_shade(op, k, stages)), 0, 1
         )
         return float(116 * np.cbrt(light @ (0.2126, 0.7152, 0.0722)) - 16)
 
-    bands = [[seen(op, k) for k in range(stages)] for op in LETTERS]
+    bands = [[perceive_lightness(op, k) for k in range(stages)] for op in LETTERS]
     assert all(min(a) > max(b) + 5 for a, b in pairwise(bands))
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_shades_of_a_letter_differ(stages: int) -> None:
+def test_shades_of_letter_differ(stages: int) -> None:
     for op in TONES:
         shades = [lightness(choose_shade(op, k, stages)) for k in range(stages)]
         assert all(a > b + 2 for a, b in pairwise(shades))
 
 
-def test_mixing_reaches_the_lightness() -> None:
+def test_mix_reaches_requested_lightness() -> None:
     for l_star in (9, 30, 60, 95):
         assert lightness(mix_to_lightness("#f0a63c", l_star)) == pytest.approx(l_star)
 
 
-def test_text_reads_on_every_box() -> None:
+def test_text_contrasts_with_every_box() -> None:
     for op in TONES:
         for k in range(8):
             box = choose_shade(op, k, 8)
@@ -280,14 +291,14 @@ def test_text_reads_on_every_box() -> None:
 )
 def test_save_by_suffix(tmp_path: Path, name: str, begins: bytes) -> None:
     for _ in range(2):  # the second time replaces the file
-        save(gantt(timeline(ranks=2, m=2)), tmp_path / name)
+        save(gantt(simulate_schedule(ranks=2, m=2)), tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(begins)
     assert [f.name for f in tmp_path.iterdir()] == [name]
 
 
-def test_text_stays_text_and_equal_pictures_are_equal_files(tmp_path: Path) -> None:
+def test_saved_text_is_text_and_files_are_reproducible(tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg", "a.pdf", "b.pdf"):
-        save(gantt(timeline(ranks=2, m=2)), tmp_path / name)
+        save(gantt(simulate_schedule(ranks=2, m=2)), tmp_path / name)
     assert ">one_f_one_b (predicted)</text>" in (tmp_path / "a.svg").read_text()
     assert b"/FontFile2" in (tmp_path / "a.pdf").read_bytes()
     for suffix in ("svg", "pdf"):
@@ -296,14 +307,14 @@ def test_text_stays_text_and_equal_pictures_are_equal_files(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["x.gif", "x", ".png", "no/such/folder/x.png", "folder.png"])
-def test_what_cannot_be_saved_is_refused(tmp_path: Path, name: str) -> None:
+def test_wrong_picture_path_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(UsageError, match=name):
-        save(gantt(timeline(ranks=2, m=2)), tmp_path / name)
+        save(gantt(simulate_schedule(ranks=2, m=2)), tmp_path / name)
     assert [f.name for f in tmp_path.iterdir()] == ["folder.png"]
 
 
-def test_matplotlib_comes_with_the_first_picture_and_pyplot_never() -> None:
+def test_matplotlib_is_imported_with_first_picture() -> None:
     code = (
         "import sys, schedir.viz; assert 'matplotlib' not in sys.modules\n"
         "schedir.viz.gantt; assert 'matplotlib' in sys.modules\n"

@@ -1,4 +1,4 @@
-"""Tests of sharded weights: when a stage is gathered, and how many are at once."""
+"""Tests of sharded weights: when a stage is unsharded, and how many stages are at once."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from schedir.verify.check import check
 FULL = SLOT_KINDS.index(Value.UNSHARDED_PARAMS)
 
 
-def gathers(program: Program) -> list[int]:
-    """Return how often each rank gathers a stage."""
+def count_unshards(program: Program) -> list[int]:
+    """Return the number of unshards of each rank."""
     return [int((stream.op == Opcode.Unshard).sum()) for stream in program.streams]
 
 
@@ -54,28 +54,28 @@ def gathers(program: Program) -> list[int]:
         (schedules.dualpipe_v, PipelineShape(4, 8, 2, "vee"), 2),
     ],
 )
-def test_stages_are_whole_where_they_are_used(
+def test_stages_are_unsharded_where_used(
     schedule: Schedule, shape: PipelineShape, fewest: int, zero: int
 ) -> None:
     program = compile(schedule, shape, dp=2, zero=zero, clip_grad_norm=True)
-    own = [len(stages) for stages in shape.stages_on_rank]
+    stages_by_rank = [len(stages) for stages in shape.stages_on_rank]
     for model in MODELS:
         check(program, model, blocking_hosts=True)
     if zero < 3:
-        assert gathers(program) == own
+        assert count_unshards(program) == stages_by_rank
         assert not any("unsharded_params" in slots.specified() for slots in program.slots)
     else:
-        room = [min(stages, 2) for stages in own]
-        assert min(gathers(program)) >= fewest
+        max_unsharded = [min(stages, 2) for stages in stages_by_rank]
+        assert min(count_unshards(program)) >= fewest
         assert (
             count_min_slots(program)[:, FULL].tolist()
             == [s.unsharded_params for s in program.slots]
-            == room
+            == max_unsharded
         )
 
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.data())
-def test_every_draft_is_lowered_for_every_level(
+def test_random_draft_compiles_for_every_zero_level(
     shape: PipelineShape, seed: int, data: st.DataObject
 ) -> None:
     zero = data.draw(st.integers(1, 3))
@@ -101,8 +101,8 @@ def test_every_draft_is_lowered_for_every_level(
         overlap=overlap,
         recompute=data.draw(st.sampled_from([None, "all"])),
     )
-    for each in (model,) if overlap else MODELS:
-        check(program, each, blocking_hosts=True)
+    for checked_model in (model,) if overlap else MODELS:
+        check(program, checked_model, blocking_hosts=True)
     assert from_text(to_text(program)) == program
     if zero == 3:
         full = [slots.unsharded_params for slots in program.slots]
@@ -113,67 +113,68 @@ Steps = list[set[int]]
 STEPS = st.lists(st.sets(st.integers(0, 3), min_size=1, max_size=2), max_size=9)
 
 
-def must_be_whole(steps: Steps, at: int, active: int, ahead: int) -> set[int]:
-    """Return the stages used in a step and the following ones, the nearest first, that fit."""
+def list_required_stages(steps: Steps, position: int, active: int, ahead: int) -> set[int]:
+    """Return the stages of a step and of the next ones, as many as may be unsharded."""
     nearest: dict[int, None] = {}
-    for own in steps[at : at + ahead + 1]:
-        nearest |= dict.fromkeys(sorted(own))
+    for step_stages in steps[position : position + ahead + 1]:
+        nearest |= dict.fromkeys(sorted(step_stages))
     return {*[*nearest][:active]}
 
 
-def fewest(steps: Steps, active: int, ahead: int) -> int:
-    """Return the fewest stays, by trying all sets of gathered stages in each step."""
-    some = [{*c} for k in range(active + 1) for c in combinations(range(4), k)]
-    least = {0: 0}  # by the set of gathered stages, as bits
-    for at in range(len(steps)):
-        must = must_be_whole(steps, at, active, ahead)
-        least = {
-            bits(whole): min(
-                stays + (bits(whole) & ~before).bit_count() for before, stays in least.items()
+def count_fewest_stays(steps: Steps, active: int, ahead: int) -> int:
+    """Return the minimum number of unshards, by trying all sets of stages in each step."""
+    stage_sets = [{*c} for k in range(active + 1) for c in combinations(range(4), k)]
+    min_stays = {0: 0}  # bits of the set of unsharded stages -> unshards
+    for position in range(len(steps)):
+        required = list_required_stages(steps, position, active, ahead)
+        min_stays = {
+            encode_bits(unsharded): min(
+                stays + (encode_bits(unsharded) & ~before).bit_count()
+                for before, stays in min_stays.items()
             )
-            for whole in some
-            if must <= whole
+            for unsharded in stage_sets
+            if required <= unsharded
         }
-    return min(least.values())
+    return min(min_stays.values())
 
 
-def bits(stages: set[int]) -> int:
-    return sum(1 << one for one in stages)
+def encode_bits(stages: set[int]) -> int:
+    return sum(1 << stage for stage in stages)
 
 
 @given(STEPS, st.integers(2, 4), st.integers(0, 4))
-def test_there_are_no_fewer_gathers_than_by_beladys_rule(
-    steps: Steps, active: int, ahead: int
-) -> None:
-    """The minimum comes from brute force. Required stages are gathered, within the limit."""
-    step = np.array([k for k, own in enumerate(steps) for _ in own], np.int64)
-    stage = np.array([one for own in steps for one in sorted(own)], np.int64)
-    found = find_stays(step, stage, active, ahead)
-    assert len(found) == fewest(steps, active, ahead)
-    begins = [-1] * active + sorted(int(step[last]) for _, last in found)
-    for at in range(len(steps)):
-        whole = [
-            int(stage[first])
-            for begin, (first, last) in zip(begins, found, strict=False)
-            if begin < at <= step[last]
+def test_unshard_count_is_minimal(steps: Steps, active: int, ahead: int) -> None:
+    """Compare with brute force. Required stages are unsharded, and never more than the limit."""
+    step = np.array([k for k, step_stages in enumerate(steps) for _ in step_stages], np.int64)
+    stage = np.array(
+        [used_stage for step_stages in steps for used_stage in sorted(step_stages)], np.int64
+    )
+    stays = find_stays(step, stage, active, ahead)
+    assert len(stays) == count_fewest_stays(steps, active, ahead)
+    begins = [-1] * active + sorted(int(step[last_use]) for _, last_use in stays)
+    for position in range(len(steps)):
+        unsharded = [
+            int(stage[first_use])
+            for begin, (first_use, last_use) in zip(begins, stays, strict=False)
+            if begin < position <= step[last_use]
         ]
-        assert must_be_whole(steps, at, active, ahead) <= {*whole}
-        assert len(whole) == len({*whole}) <= active
+        assert list_required_stages(steps, position, active, ahead) <= {*unsharded}
+        assert len(unsharded) == len({*unsharded}) <= active
 
 
-def test_a_gather_hides_behind_the_run_before() -> None:
-    """With one run ahead a gather overlaps with it. Without, gathers are fewer and later."""
-    few, early = (
+def test_prefetched_unshard_overlaps_compute() -> None:
+    """A prefetched unshard overlaps with the run before. Without prefetch, unshards are fewer."""
+    without_prefetch, prefetched = (
         compile(
             schedules.interleaved, PipelineShape(4, 16, 4), dp=2, zero=3, unshard_prefetch=ahead
         )
         for ahead in (0, 1)
     )
-    assert (gathers(few), gathers(early)) == ([18] * 4, [20] * 4)
+    assert (count_unshards(without_prefetch), count_unshards(prefetched)) == ([18] * 4, [20] * 4)
     costs = Costs(F=1, B=2, send=0.05, unshard=0.5)
-    free = simulate(early, replace(costs, unshard=0)).span
-    spans = [simulate(program, costs).span for program in (early, few)]
-    assert free < spans[0] <= free + 0.5 + 1e-9 < spans[1]
+    free_span = simulate(prefetched, replace(costs, unshard=0)).span
+    spans = [simulate(program, costs).span for program in (prefetched, without_prefetch)]
+    assert free_span < spans[0] <= free_span + 0.5 + 1e-9 < spans[1]
 
 
 @pytest.mark.parametrize(
@@ -189,13 +190,13 @@ def test_a_gather_hides_behind_the_run_before() -> None:
         ({"unsharded_stages": 1}, ("unsharded_stages", "zero")),
     ],
 )
-def test_what_cannot_be_is_refused(how: dict[str, Any], fields: tuple[str, ...]) -> None:
+def test_wrong_unshard_options_are_refused(how: dict[str, Any], fields: tuple[str, ...]) -> None:
     with pytest.raises((UsageError, ShapeError)) as caught:
         compile(schedules.looped_bfs, PipelineShape(2, 4, 2), dp=2, **how)
     assert caught.value.fields == fields
 
 
-def test_pairs_that_run_as_one_need_both() -> None:
+def test_overlapped_pair_needs_two_unsharded_stages() -> None:
     with pytest.raises(ShapeError, match="at once") as caught:
         compile(
             schedules.dualpipe,
@@ -208,22 +209,22 @@ def test_pairs_that_run_as_one_need_both() -> None:
 
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(0, 3))
-def test_options_are_read_off_a_program(
+def test_unshard_options_are_inferred_from_program(
     shape: PipelineShape, seed: int, active: int, ahead: int
 ) -> None:
-    """So a program can be lowered again with the same options."""
-    most = max(map(len, shape.stages_on_rank))
+    """A program can be lowered again with the inferred options."""
+    max_stages = max(map(len, shape.stages_on_rank))
     program = compile(
         random_compute_program(shape, random.Random(seed)),
         zero=3,
         dp=2,
-        unsharded_stages=min(active, most),
+        unsharded_stages=min(active, max_stages),
         unshard_prefetch=ahead,
     )
     assert compile(extract_compute(program), **infer_options(program, "per_device")) == program
 
 
-def test_in_a_configuration(tmp_path: Path) -> None:
+def test_config_sets_unshard_options(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     pipeline = '[pipeline]\nschedule = "looped_bfs"\nranks = 2\nstages_per_rank = 2\nzero = 3\n'
     path.write_text(pipeline + "[memory]\nunsharded_stages = 1\nunshard_prefetch = 0\n")

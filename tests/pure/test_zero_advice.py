@@ -25,17 +25,17 @@ from schedir.predict.calibrate import adjust_for_zero
 from schedir.predict.what_if import SimulatedChange, advise
 from tests.commands import run_command
 
-PLAN = PipelineShape(2, 6, 3)
+SHAPE = PipelineShape(2, 6, 3)
 COSTS = Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.5, reduce_grads=1, step=2)
 SIZES = Sizes(activation=1e7, saved=1e8, params=1e9, grads=1e9, optimizer=6e9)
 
 
-def run(zero: int, sizes: Sizes | None = SIZES, dp: int = 4, **more: Any) -> Timeline:
-    program = compile(schedules.interleaved, PLAN, dp=dp, zero=zero, **more)
+def simulate_zero(zero: int, sizes: Sizes | None = SIZES, dp: int = 4, **options: Any) -> Timeline:
+    program = compile(schedules.interleaved, SHAPE, dp=dp, zero=zero, **options)
     return simulate(program, COSTS, sizes=sizes)
 
 
-SAID = """\
+ZERO_CHANGES = """\
 now: span 70, bubble 20.0%, 11.3 GB on the fullest device; changes that take less time or \
 memory, by simulation:
    -14.3%  zero=1, reduce_scatter_at="update_end": span 60, bubble 6.7%, \
@@ -45,85 +45,94 @@ memory, by simulation:
 """
 
 
-def most(change: SimulatedChange) -> float:
+def get_peak(change: SimulatedChange) -> float:
     return change.memory["device"]
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_each_change_is_a_simulation_and_none_is_beaten(zero: int) -> None:
-    here = run(zero)
-    advice = advise(here, COSTS)
-    now, held = advice.current, advice.memory_changes
-    assert now.run.span == here.span and most(now) == here.peak_memory.max()
+def test_changes_are_simulated_and_undominated(zero: int) -> None:
+    run = simulate_zero(zero)
+    advice = advise(run, COSTS)
+    current, held = advice.current, advice.memory_changes
+    assert current.run.span == run.span and get_peak(current) == run.peak_memory.max()
     assert held
-    for one in held:
-        program = one.run.program
+    for change in held:
+        program = change.run.program
         assert program.proofs and (program.zero, program.reduce_scatter_at) in {
             (0, "update_end"), (1, "update_end"), (2, "update_end"), (2, "each_backward"),
             (3, "update_end"), (3, "each_backward"),
         }  # fmt: skip
-        again = simulate(
-            program, adjust_for_zero(COSTS, here.program, program.zero, SIZES), sizes=SIZES
+        resimulated = simulate(
+            program, adjust_for_zero(COSTS, run.program, program.zero, SIZES), sizes=SIZES
         )
-        assert (again.span, again.peak_memory.max()) == (one.run.span, most(one))
-        assert one.run.span < now.run.span or most(one) < most(now)
-        assert not any(other.run.span < one.run.span and most(other) <= most(one) for other in held)
+        assert (resimulated.span, resimulated.peak_memory.max()) == (
+            change.run.span,
+            get_peak(change),
+        )
+        assert change.run.span < current.run.span or get_peak(change) < get_peak(current)
+        assert not any(
+            other_change.run.span < change.run.span and get_peak(other_change) <= get_peak(change)
+            for other_change in held
+        )
 
 
-def test_above_a_limit_nothing_is_said() -> None:
+def test_advice_stays_within_memory_limit() -> None:
     """Advice that needs more memory appears only within the limit."""
-    here = run(3, unsharded_stages=1)
-    free = advise(here, COSTS).memory_changes
-    high = 1.1 * max(map(most, free))
-    assert [one.description for one in advise(here, COSTS, memory_limit=high).memory_changes] == [
-        one.description for one in free
-    ]
-    least = advise(here, COSTS, memory_limit=here.peak_memory.max()).memory_changes
-    assert all(most(one) <= here.peak_memory.max() for one in least) and len(least) < len(free)
+    run = simulate_zero(3, unsharded_stages=1)
+    changes = advise(run, COSTS).memory_changes
+    high = 1.1 * max(map(get_peak, changes))
+    assert [
+        change.description for change in advise(run, COSTS, memory_limit=high).memory_changes
+    ] == [change.description for change in changes]
+    fitting_changes = advise(run, COSTS, memory_limit=run.peak_memory.max()).memory_changes
+    assert all(get_peak(change) <= run.peak_memory.max() for change in fitting_changes)
+    assert len(fitting_changes) < len(changes)
 
 
-def test_without_replicas_or_sizes_nothing_is_said() -> None:
-    def levels(here: Timeline, costs: Costs = COSTS) -> list[str]:
+def test_advice_needs_replicas_and_sizes() -> None:
+    def list_zero_changes(timeline: Timeline, costs: Costs = COSTS) -> list[str]:
         return [
-            one.description
-            for one in advise(here, costs).memory_changes
-            if "zero" in one.description
+            change.description
+            for change in advise(timeline, costs).memory_changes
+            if "zero" in change.description
         ]
 
-    assert levels(run(3, dp=1)) == []
-    assert levels(run(0, sizes=None)) == []
-    assert levels(run(0, sizes=Sizes(model_states=1e9))) == []
-    assert levels(run(3, sizes=None), replace(COSTS, unshard=0)) == []
+    assert list_zero_changes(simulate_zero(3, dp=1)) == []
+    assert list_zero_changes(simulate_zero(0, sizes=None)) == []
+    assert list_zero_changes(simulate_zero(0, sizes=Sizes(model_states=1e9))) == []
+    assert list_zero_changes(simulate_zero(3, sizes=None), replace(COSTS, unshard=0)) == []
 
 
-def test_without_sizes_it_is_time_that_is_compared() -> None:
-    advice = advise(run(3, sizes=None, unsharded_stages=1), COSTS)
-    assert advice.memory_changes and all(
-        one.run.span < advice.baseline.span for one in advice.memory_changes
-    )
-    assert not any("GB" in one.describe() for one in advice.memory_changes)
+def test_advice_without_sizes_compares_time() -> None:
+    advice = advise(simulate_zero(3, sizes=None, unsharded_stages=1), COSTS)
+    assert advice.memory_changes
+    assert all(change.run.span < advice.baseline.span for change in advice.memory_changes)
+    assert not any("GB" in change.describe() for change in advice.memory_changes)
 
 
 # ---------------------------------------------------------------- costs of another level
 
 
 @given(st.floats(0.1, 100), st.floats(0, 100), st.sampled_from([2, 3, 64]), st.integers(1, 3))
-def test_an_all_reduce_is_two_halves(whole: float, step: float, dp: int, zero: int) -> None:
+def test_all_reduce_costs_reduce_scatter_and_gather(
+    whole: float, step: float, dp: int, zero: int
+) -> None:
     """An all-reduce costs a reduce-scatter and a gather (arXiv 1910.02054, section 7.1)."""
     program = compile(schedules.gpipe, PipelineShape(2, 2), dp=dp)
     plain = Costs(F=1, B=2, reduce_grads=whole, step=step)
     costs = adjust_for_zero(plain, program, zero)
     assert costs.reduce_scatter == costs.unshard == pytest.approx(whole / 2)
     assert costs.step == pytest.approx(step / dp)
-    there = replace(costs, reduce_grads=None)
-    back = adjust_for_zero(
-        there, compile(schedules.gpipe, PipelineShape(2, 2), dp=dp, zero=zero), 0
+    without_all_reduce = replace(costs, reduce_grads=None)
+    all_reduce_costs = adjust_for_zero(
+        without_all_reduce, compile(schedules.gpipe, PipelineShape(2, 2), dp=dp, zero=zero), 0
     )
-    assert back.reduce_grads == pytest.approx(whole) and back.step == pytest.approx(step)
+    assert all_reduce_costs.reduce_grads == pytest.approx(whole)
+    assert all_reduce_costs.step == pytest.approx(step)
     assert adjust_for_zero(plain, program, 0) == plain
 
 
-def test_what_is_told_stays_and_bytes_say_the_rest() -> None:
+def test_given_costs_stay_and_others_follow_bytes() -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 2), dp=2)
     plain = Costs(F=1, B=2, reduce_grads=(4, 8), reduce_scatter=3)
     costs = adjust_for_zero(plain, program, 1, Sizes(params=(1e9, 2e9), grads=4e9))
@@ -133,22 +142,22 @@ def test_what_is_told_stays_and_bytes_say_the_rest() -> None:
 # ---------------------------------------------------------------- other plans and schedules
 
 
-def test_other_plans_keep_no_more_stages_whole_than_they_have() -> None:
-    """A schedule with one stage per rank can be tried, though this run gathers two."""
-    program = compile(schedules.interleaved, PLAN, dp=2, zero=3, unsharded_stages=2)
+def test_unsharded_stages_are_limited_to_stages_of_rank() -> None:
+    """This run unshards two stages at once. A schedule with one stage per rank unshards one."""
+    program = compile(schedules.interleaved, SHAPE, dp=2, zero=3, unsharded_stages=2)
     lowering = Lowering(program, "per_device")
     assert lowering.options["unsharded_stages"] == 2
-    other = lowering.compile_draft(
+    recompiled = lowering.compile_draft(
         expand_schedule(schedules.one_f_one_b, PipelineShape(2, 6)), COSTS
     )
-    assert other.zero == 3 and [slots.unsharded_params for slots in other.slots] == [1, 1]
+    assert recompiled.zero == 3 and [slots.unsharded_params for slots in recompiled.slots] == [1, 1]
 
 
 @pytest.mark.parametrize("command", ["recommend", "compare one_f_one_b interleaved"])
-def test_schedules_with_fewer_stages_are_ranked_beside_others(
+def test_schedules_with_fewer_stages_are_ranked(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With `-O unsharded_stages=2`, schedules with one stage per rank gather that one."""
+    """With `-O unsharded_stages=2`, schedules with one stage per rank unshard that stage."""
     shape = [
         "--ranks=2",
         "--microbatches=4",
@@ -160,22 +169,22 @@ def test_schedules_with_fewer_stages_are_ranked_beside_others(
         "unsharded_stages=2",
         "--json",
     ]
-    found = {
+    row_by_program = {
         row["program"]: row for row in json.loads(run_command(capsys, *command.split(), *shape))
     }
-    assert {"one_f_one_b", "interleaved"} <= found.keys()
+    assert {"one_f_one_b", "interleaved"} <= row_by_program.keys()
 
 
-def test_the_command_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_zero_changes(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["explain", "interleaved", "--ranks=2", "--microbatches=6", "--stages-per-rank=3",
              "-O", "dp=4", "-O", "zero=3", "-O", "unsharded_stages=1",
              "--costs=F=1,B=2,unshard=0.5,reduce_scatter=0.5,reduce_grads=1,step=2",
              "--sizes=activation=10MB,saved=100MB,params=1GB,grads=1GB,optimizer=6GB"]  # fmt: skip
-    assert SAID in run_command(capsys, *shape)
-    found = json.loads(run_command(capsys, *shape, "--json"))
-    assert found["current"]["span"] == 70 and found["fits_memory"]
-    could = [(row["description"], row["span"]) for row in found["memory_changes"]]
-    assert could == [
+    assert ZERO_CHANGES in run_command(capsys, *shape)
+    facts = json.loads(run_command(capsys, *shape, "--json"))
+    assert facts["current"]["span"] == 70 and facts["fits_memory"]
+    change_spans = [(row["description"], row["span"]) for row in facts["memory_changes"]]
+    assert change_spans == [
         ('zero=1, reduce_scatter_at="update_end"', 60), ("looped_bfs, breadth-first", 62),
         ('reduce_scatter_at="each_backward"', 70)
     ]  # fmt: skip

@@ -11,8 +11,8 @@ SMALL = [row for row in rows() if row.shape.ranks == 8]
 
 
 @pytest.mark.parametrize("row", SMALL, ids=lambda row: f"{row.model}-{row.shape.microbatches}")
-def test_zb_1p_is_proved_shortest(row: Row) -> None:
-    found = search_schedule(
+def test_search_proves_zb_1p_shortest(row: Row) -> None:
+    result = search_schedule(
         row.shape,
         row.costs,
         row.sizes,
@@ -20,13 +20,13 @@ def test_zb_1p_is_proved_shortest(row: Row) -> None:
         objective="active_span",
         max_evaluations=500,
     )
-    assert found.stop_reason == "proved" and found.gap_to_bound < 1e-9
-    assert row.rate(found.span) == pytest.approx(row.rates["rate_ZB_1p"], abs=PRINTED / 2)
+    assert result.stop_reason == "proved" and result.gap_to_bound < 1e-9
+    assert row.rate(result.span) == pytest.approx(row.rates["rate_ZB_1p"], abs=PRINTED / 2)
 
 
-def test_twice_the_memory_is_used_at_least_as_well() -> None:
+def test_search_with_twice_memory_matches_zb_2p() -> None:
     row = SMALL[0]  # in the other rows, seconds of search beat the paper
-    found = search_schedule(
+    result = search_schedule(
         row.shape,
         row.costs,
         row.sizes,
@@ -34,4 +34,4 @@ def test_twice_the_memory_is_used_at_least_as_well() -> None:
         objective="active_span",
         max_evaluations=2000,
     )
-    assert row.rate(found.span) <= row.rates["rate_ZB_2p"] + PRINTED / 2
+    assert row.rate(result.span) <= row.rates["rate_ZB_2p"] + PRINTED / 2

@@ -17,48 +17,55 @@ ROOT = Path(__file__).parents[2]
 REFUSED = (ROOT / "tests" / "golden" / "zero.txt").read_text().split("\n\n")
 
 
-@pytest.mark.parametrize("told", REFUSED, ids=lambda told: told.split("\n")[0][10:])
-def test_what_a_person_is_told(
-    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("example", REFUSED, ids=lambda example: example.split("\n")[0][10:])
+def test_refusals_match_golden_file(
+    example: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    parts = compile(schedules.one_f_one_b, PipelineShape(2, 2), dp=2, zero=3)
-    Path("parts.sched").write_text(to_text(parts))
-    line, message = told.strip().split("\n", 1)
+    program = compile(schedules.one_f_one_b, PipelineShape(2, 2), dp=2, zero=3)
+    Path("parts.sched").write_text(to_text(program))
+    line, message = example.strip().split("\n", 1)
     assert main(line.removeprefix("$ schedir ").split()) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", message + "\n")
 
 
-AT = ["--ranks=2", "--microbatches=4", "--stages-per-rank=4"]
+SHAPE_OPTIONS = ["--ranks=2", "--microbatches=4", "--stages-per-rank=4"]
 
 
 @pytest.mark.parametrize("command", ["check", "simulate"])
-def test_gathers_are_said(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The number is that of the program's text. Without ZeRO none is printed."""
+def test_unshard_count_is_printed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The number is that of the program. Without ZeRO, the commands print none."""
     program = compile(schedules.looped_bfs, PipelineShape(2, 4, 4), dp=2, zero=3)
     (number,) = {[i.op.name for i in stream].count("Unshard") for stream in program.streams}
-    out = run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "-O", "zero=3")
+    out = run_command(capsys, command, "looped_bfs", *SHAPE_OPTIONS, "-O", "dp=2", "-O", "zero=3")
     assert f"each rank gathers weights {number} times per step" in out
-    told = json.loads(
-        run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "-O", "zero=3", "--json")
+    facts = json.loads(
+        run_command(
+            capsys, command, "looped_bfs", *SHAPE_OPTIONS, "-O", "dp=2", "-O", "zero=3", "--json"
+        )
     )
-    assert (told["zero"], told["unshards"]) == (3, [number, number])
-    assert "gathers" not in run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2")
-    assert "unshards" not in run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "--json")
+    assert (facts["zero"], facts["unshards"]) == (3, [number, number])
+    assert "gathers" not in run_command(capsys, command, "looped_bfs", *SHAPE_OPTIONS, "-O", "dp=2")
+    assert "unshards" not in run_command(
+        capsys, command, "looped_bfs", *SHAPE_OPTIONS, "-O", "dp=2", "--json"
+    )
 
 
 @pytest.mark.parametrize("command", ["check", "simulate"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_one_replica_saves_nothing_and_is_told(
+def test_zero_with_one_replica_is_reported(
     zero: int, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = run_command(capsys, command, "looped_bfs", *AT, "-O", f"zero={zero}")
+    out = run_command(capsys, command, "looped_bfs", *SHAPE_OPTIONS, "-O", f"zero={zero}")
     assert f"zero {zero} saves no memory: dp is 1" in out
 
 
-def test_compare_has_a_column_of_gathers(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["compare", "looped_bfs", "interleaved", *AT, "-O", "dp=2"]
+def test_compare_has_unshard_column(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["compare", "looped_bfs", "interleaved", *SHAPE_OPTIONS, "-O", "dp=2"]
     heads, _, *rows = run_command(capsys, *argv, "-O", "zero=3").splitlines()
     assert heads.endswith("gathers")
     for name, row in zip(("looped_bfs", "interleaved"), rows, strict=True):
@@ -69,8 +76,8 @@ def test_compare_has_a_column_of_gathers(capsys: pytest.CaptureFixture[str]) -> 
     assert "gathers" not in run_command(capsys, *argv)
 
 
-@pytest.mark.parametrize("when", ["update_end", "each_backward"])
-def test_recommend_ranks_all_schedules(when: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("reduce_at", ["update_end", "each_backward"])
+def test_recommend_ranks_all_schedules(reduce_at: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The ranking includes schedules that only run forward and reduce nothing."""
     out = run_command(
         capsys,
@@ -82,46 +89,50 @@ def test_recommend_ranks_all_schedules(when: str, capsys: pytest.CaptureFixture[
         "-O",
         "zero=2",
         "-O",
-        f"reduce_scatter_at={when}",
+        f"reduce_scatter_at={reduce_at}",
     )
     assert "dualpipe  " in out and "refused dualpipe" not in out
     program = compile(
-        schedules.forward_only, PipelineShape(2, 4), dp=2, zero=2, reduce_scatter_at=when
+        schedules.forward_only, PipelineShape(2, 4), dp=2, zero=2, reduce_scatter_at=reduce_at
     )
     assert count_unshards(program).reductions == [0, 0]
 
 
-def test_levels_name_what_they_cut() -> None:
-    of = [
+def test_zero_levels_name_sharded_values() -> None:
+    descriptions = [
         describe_sharding(compile(schedules.gpipe, PipelineShape(2, 4), dp=4, zero=zero))
         for zero in range(4)
     ]
-    assert of[0] == ""
-    assert of[1].startswith("zero 1: optimizer state split into 4 shards")
-    assert of[2].startswith("zero 2: gradients and optimizer state split into 4 shards")
-    assert of[3].startswith("zero 3: weights, gradients and optimizer state split into 4 shards")
+    assert descriptions[0] == ""
+    assert descriptions[1].startswith("zero 1: optimizer state split into 4 shards")
+    assert descriptions[2].startswith("zero 2: gradients and optimizer state split into 4 shards")
+    assert descriptions[3].startswith(
+        "zero 3: weights, gradients and optimizer state split into 4 shards"
+    )
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "looped_bfs", "zb_v", "chimera"])
 @pytest.mark.parametrize("zero", [1, 3])
-def test_whole_stages_are_those_between_unshard_and_reshard(name: str, zero: int) -> None:
+def test_max_unsharded_stages_match_instructions(name: str, zero: int) -> None:
     """The expected number is counted instruction by instruction."""
     schedule = getattr(schedules, name)
     v = {"interleaved": 2, "looped_bfs": 2, "zb_v": 2, "chimera": 2}.get(name, 1)
     placement = {"zb_v": "vee", "chimera": "mirror"}.get(name, "loop")
     program = compile(schedule, PipelineShape(2, 4, v, placement), dp=2, zero=zero)
-    for stream, most in zip(program.streams, count_unshards(program).max_unsharded, strict=True):
-        whole, peak = set[int](), 0
+    for stream, max_unsharded in zip(
+        program.streams, count_unshards(program).max_unsharded, strict=True
+    ):
+        unsharded, peak = set[int](), 0
         for i in stream:
             if i.op.name == "Unshard":
-                whole.add(i.stage)
+                unsharded.add(i.stage)
             elif i.op.name == "Reshard":
-                whole.remove(i.stage)
-            peak = max(peak, len(whole))
-        assert most == peak and not whole
+                unsharded.remove(i.stage)
+            peak = max(peak, len(unsharded))
+        assert max_unsharded == peak and not unsharded
 
 
-def test_what_no_longer_says_anything_is_no_more_said(
+def test_relower_drops_options_without_effect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A program lowered again at another level drops options without effect."""
@@ -138,7 +149,7 @@ def test_what_no_longer_says_anything_is_no_more_said(
     assert "zero" not in run_command(capsys, "check", path, "--relower", "-O", "zero=0")
 
 
-def test_best_passes_over_what_cannot_keep_so_few_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recommend_names_refused_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     out = run_command(
         capsys,
         "recommend",
@@ -157,16 +168,16 @@ def test_best_passes_over_what_cannot_keep_so_few_whole(capsys: pytest.CaptureFi
     )
 
 
-def test_what_a_search_finds_is_lowered_with_zero(
+def test_found_program_is_relowered_with_zero(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The message that refuses `search --zero` says how."""
+    """The error of `search --zero` contains these options of `--relower`."""
     monkeypatch.chdir(tmp_path)
     shape = ("--ranks=2", "--microbatches=4", "--max-evaluations=1")
     run_command(capsys, "search", *shape, "-o", "found.sched")
-    words = ("--relower", "-O", "dp=2", "-O", "zero=3")
-    told = json.loads(run_command(capsys, "simulate", "found.sched", *words, "--json"))
-    assert (told["zero"], told["unshards"]) == (3, [1, 1])
+    options = ("--relower", "-O", "dp=2", "-O", "zero=3")
+    facts = json.loads(run_command(capsys, "simulate", "found.sched", *options, "--json"))
+    assert (facts["zero"], facts["unshards"]) == (3, [1, 1])
 
 
 @pytest.mark.parametrize("command", ["simulate", "explain", "compare", "draw"])
@@ -180,7 +191,7 @@ def test_what_a_search_finds_is_lowered_with_zero(
         (3, "unshard=1,reduce_scatter=1", []),
     ],
 )
-def test_costs_that_nobody_reads_are_told(
+def test_unused_costs_are_reported(
     zero: int, costs: str, names: list[str], command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shape = ("--ranks=2", "--microbatches=4", "-O", "dp=2", "-O", f"zero={zero}")
@@ -195,7 +206,7 @@ def test_costs_that_nobody_reads_are_told(
         )
 
 
-def test_a_cost_that_one_of_several_reads_is_not_told(
+def test_cost_used_by_one_compared_program_is_not_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [tmp_path / f"{zero}.sched" for zero in (0, 3)]

@@ -42,8 +42,8 @@ ZOO = {
 
 
 @cache
-def of(name: str, **traits: object) -> Program:
-    return compile(getattr(schedules, name), ZOO[name], **traits)  # type: ignore[arg-type]
+def compile_zero(name: str, **attributes: object) -> Program:
+    return compile(getattr(schedules, name), ZOO[name], **attributes)  # type: ignore[arg-type]
 
 
 def cluster(nodes: int = 1, gpus_per_node: int = 4, latency: float = 0.0) -> Cluster:
@@ -63,23 +63,23 @@ def cluster(nodes: int = 1, gpus_per_node: int = 4, latency: float = 0.0) -> Clu
 
 
 @pytest.mark.parametrize("dp", [2, 3, 64])
-def test_volumes_of_the_paper(dp: int) -> None:
+def test_sent_bytes_match_zero_paper(dp: int) -> None:
     """Volumes are 2 Psi, 2 Psi, 2 Psi and 3 Psi, of which 1/dp is not sent (1910.02054, section 7).
 
-    One rank runs its stages forward one by one, and back. Each is gathered twice except the last
-    ones, which stay gathered and have no weights here.
+    One rank runs its stages forward one by one, and back. Each is unsharded twice except the last
+    ones, which stay unsharded and have no weights here.
     """
     psi = 3 * 2e9
-    each = (2e9, 2e9, 2e9, 0, 0, 0)
-    sizes = Sizes(params=each, grads=each)
+    stage_params = (2e9, 2e9, 2e9, 0, 0, 0)
+    sizes = Sizes(params=stage_params, grads=stage_params)
     for zero, times in enumerate((2, 2, 2, 3)):
         program = compile(schedules.looped_bfs, PipelineShape(1, 4, 6), dp=dp, zero=zero)
-        sent = sum(each[0] for each in count_sent_bytes(program, sizes).values())
+        sent = sum(lane_bytes[0] for lane_bytes in count_sent_bytes(program, sizes).values())
         assert sent == pytest.approx(times * psi * (dp - 1) / dp)
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_bytes_are_those_of_the_instructions(name: str) -> None:
+def test_sent_bytes_match_instructions(name: str) -> None:
     """The expected bytes are added up instruction by instruction."""
     for zero, reduce in (
         (0, "update_end"),
@@ -88,70 +88,72 @@ def test_bytes_are_those_of_the_instructions(name: str) -> None:
         (3, "update_end"),
         (3, "each_backward"),
     ):
-        program = of(name, dp=4, zero=zero, reduce_scatter_at=reduce, tp=2)
-        once = {"unshard": 2e9, "reduce_scatter": 4e9, "reduce_grads": 8e9}
-        want = np.zeros((len(Lane), program.shape.ranks))
+        program = compile_zero(name, dp=4, zero=zero, reduce_scatter_at=reduce, tp=2)
+        sent_per_op = {"unshard": 2e9, "reduce_scatter": 4e9, "reduce_grads": 8e9}
+        expected = np.zeros((len(Lane), program.shape.ranks))
         for rank, stream in enumerate(program.streams):
             for i in stream:
                 if i.op.name in ("Unshard", "ReduceScatter", "ReduceGrads"):
                     lane = Lane.PARAMS if i.op is Opcode.Unshard else Lane.DP
-                    want[lane, rank] += once[str(i).split()[0]] * 3 / 4
-                if (
-                    i.op is Opcode.ReduceReplicatedStages
-                ):  # two holders exchange the part that each has
-                    want[Lane.DP, rank] += 4e9 / (4 if zero else 1)
+                    expected[lane, rank] += sent_per_op[str(i).split()[0]] * 3 / 4
+                # Two stage replicas exchange the shard that each has.
+                if i.op is Opcode.ReduceReplicatedStages:
+                    expected[Lane.DP, rank] += 4e9 / (4 if zero else 1)
                 if i.op.name in ("SendAct", "SendGrad"):
-                    want[Lane.ACT if i.op.name == "SendAct" else Lane.GRAD, rank] += 30e6
+                    expected[Lane.ACT if i.op.name == "SendAct" else Lane.GRAD, rank] += 30e6
                 if i.op.name in ("TPGatherAct", "TPGatherGrad"):
-                    want[Lane.TP, rank] += 30e6
-        found = count_sent_bytes(program, SIZES)
+                    expected[Lane.TP, rank] += 30e6
+        sent_bytes = count_sent_bytes(program, SIZES)
         for lane in Lane:
-            assert found.get(lane, np.zeros(program.shape.ranks)) == pytest.approx(want[lane])
+            assert sent_bytes.get(lane, np.zeros(program.shape.ranks)) == pytest.approx(
+                expected[lane]
+            )
 
 
-def test_reducing_each_turn_sends_as_often_as_there_are_turns() -> None:
-    end, turn = (
-        count_sent_bytes(of("interleaved", dp=2, zero=3, reduce_scatter_at=r), SIZES)
+def test_reducing_after_each_backward_sends_more() -> None:
+    end, each_backward = (
+        count_sent_bytes(compile_zero("interleaved", dp=2, zero=3, reduce_scatter_at=r), SIZES)
         for r in ("update_end", "each_backward")
     )
-    assert (turn[Lane.DP] > end[Lane.DP]).all() and (turn[Lane.PARAMS] == end[Lane.PARAMS]).all()
+    assert (each_backward[Lane.DP] > end[Lane.DP]).all()
+    assert (each_backward[Lane.PARAMS] == end[Lane.PARAMS]).all()
     same = [
-        count_sent_bytes(of("looped_bfs", dp=2, zero=3, reduce_scatter_at=r), SIZES)
+        count_sent_bytes(compile_zero("looped_bfs", dp=2, zero=3, reduce_scatter_at=r), SIZES)
         for r in ("update_end", "each_backward")
     ]
     assert (same[0][Lane.DP] == same[1][Lane.DP]).all()  # each stage has one run of backwards
 
 
-def test_simulate_says_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_prints_sent_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["simulate", "looped_bfs", "--ranks=1", "--microbatches=4", "--stages-per-rank=4",
              "-O", "dp=2", "-O", "zero=3", "--sizes=params=2GB,grads=4GB"]  # fmt: skip
     assert "bytes that a process sends, at most: dp 8 GB, params 6 GB\n" in run_command(
         capsys, *shape
     )
-    found = json.loads(run_command(capsys, *shape, "--json"))
-    assert found["sent_bytes"] == {"dp": [8e9], "params": [6e9]}
+    facts = json.loads(run_command(capsys, *shape, "--json"))
+    assert facts["sent_bytes"] == {"dp": [8e9], "params": [6e9]}
     assert "sends" not in run_command(capsys, *shape[:-1])
 
 
 # ---------------------------------------------------------------- seconds of a cluster
 
 
-def test_gathers_and_reductions_take_half_of_an_all_reduce() -> None:
+def test_unshard_and_reduce_scatter_cost_half_all_reduce() -> None:
     """Replicas share a node or have a node each, and the time is that of the link they cross."""
-    for nodes, each, link in ((1, 8, 300e9), (2, 4, 20e9)):
-        near, shape = cluster(nodes, each, 1e-5), PipelineShape(4, 8)
-        plain = near.fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2)
+    for nodes, gpus_per_node, link in ((1, 8, 300e9), (2, 4, 20e9)):
+        near_cluster, shape = cluster(nodes, gpus_per_node, 1e-5), PipelineShape(4, 8)
+        plain = near_cluster.fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2)
         assert plain.unshard is None and plain.reduce_scatter is None
         assert plain.reduce_grads == pytest.approx(2 * (1e-5 + 4e9 / 2 / link))
         for zero in (1, 2, 3):
-            costs = near.fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
+            costs = near_cluster.fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
             assert costs.unshard == pytest.approx(1e-5 + 2e9 / 2 / link)
             assert costs.reduce_scatter == pytest.approx(1e-5 + 4e9 / 2 / link)
             assert costs.reduce_grads is None  # it has no all-reduce
             assert costs.step == pytest.approx(float(plain.step) / 2)  # type: ignore[arg-type]
 
 
-def test_each_stage_costs_what_its_weights_take() -> None:
+def test_costs_depend_on_weights_of_stage() -> None:
     sizes = replace(SIZES, params=(1e9, 2e9), grads=(0, 4e9))
     costs = cluster().fill_costs(PipelineShape(2, 4), sizes, Costs(F=1, B=2), dp=2, zero=3)
     assert costs.unshard == pytest.approx((0.5 / 300, 1 / 300))
@@ -161,21 +163,23 @@ def test_each_stage_costs_what_its_weights_take() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes"), [("unshard", {"params"}), ("reduce_scatter", {"grads"})]
 )
-def test_bytes_are_asked_for(name: str, sizes: set[str]) -> None:
-    told = dict.fromkeys({"unshard", "reduce_scatter", "send", "step"} - {name}, 0.0)
+def test_cluster_costs_need_sizes(name: str, sizes: set[str]) -> None:
+    other_costs = dict.fromkeys({"unshard", "reduce_scatter", "send", "step"} - {name}, 0.0)
     with pytest.raises(UsageError) as caught:
-        cluster().fill_costs(PipelineShape(2, 4), None, Costs(F=1, B=2, **told), dp=2, zero=2)
+        cluster().fill_costs(
+            PipelineShape(2, 4), None, Costs(F=1, B=2, **other_costs), dp=2, zero=2
+        )
     assert {*caught.value.fields} == sizes
 
 
-def test_holders_sum_parts() -> None:
+def test_stage_replicas_sum_shards() -> None:
     shape = PipelineShape(2, 4, placement="mirror")
-    for zero, parts in ((0, 1), (3, 2)):
+    for zero, shards in ((0, 1), (3, 2)):
         costs = cluster().fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
-        assert costs.reduce_replicated_stages == pytest.approx(4e9 / parts / 300e9)
+        assert costs.reduce_replicated_stages == pytest.approx(4e9 / shards / 300e9)
 
 
-def test_the_command_fills_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_fills_zero_costs_from_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["simulate", "zb_h1", "--ranks=4", "--microbatches=4", "-O", "tp=2", "-O", "dp=2", "-O",
              "zero=3",
              "--sizes=activation=60MB,params=2GB,grads=4GB,optimizer=12GB",
@@ -191,7 +195,7 @@ COST = st.sampled_from([0.0, 0.25, 1.0, 3.0])
 CASES = st.tuples(st.sampled_from(sorted(ZOO)), st.sampled_from(MODELS), st.booleans())
 
 
-def ran(
+def simulate_model(
     program: Program, costs: Costs, progress_model: ProgressModel, *, blocking_hosts: bool
 ) -> Timeline:
     progress_model = "blocking_serial" if blocking_hosts else progress_model
@@ -199,31 +203,36 @@ def ran(
 
 
 @given(CASES, st.integers(1, 3), COST, COST)
-def test_free_gathers_and_reductions_are_plain_data_parallelism(
+def test_free_zero_collectives_equal_plain_data_parallelism(
     case: tuple[str, ProgressModel, bool], zero: int, step: float, send: float
 ) -> None:
     name, model, blocks = case
     costs = Costs(F=1, B=2, step=step, send=send)
-    plain = ran(of(name, dp=2), costs, model, blocking_hosts=blocks)
-    assert ran(of(name, dp=2, zero=zero), costs, model, blocking_hosts=blocks).span == plain.span
+    plain = simulate_model(compile_zero(name, dp=2), costs, model, blocking_hosts=blocks)
+    assert (
+        simulate_model(
+            compile_zero(name, dp=2, zero=zero), costs, model, blocking_hosts=blocks
+        ).span
+        == plain.span
+    )
 
 
 @given(CASES, st.integers(1, 3), st.sampled_from(["unshard", "reduce_scatter"]), COST, COST)
-def test_what_costs_more_never_takes_less(
+def test_higher_cost_never_shortens_span(
     case: tuple[str, ProgressModel, bool], zero: int, which: str, first: float, second: float
 ) -> None:
     name, model, blocks = case
-    program = of(name, dp=2, zero=zero)
+    program = compile_zero(name, dp=2, zero=zero)
     spans = [
-        ran(program, Costs(F=1, B=2, **{which: cost}), model, blocking_hosts=blocks).span
+        simulate_model(program, Costs(F=1, B=2, **{which: cost}), model, blocking_hosts=blocks).span
         for cost in sorted([first, second])
     ]
     assert spans[0] <= spans[1] + 1e-9
 
 
-def test_a_step_begins_with_its_gathers() -> None:
-    """No gather can precede the optimizer step that updates the shards, so each step waits."""
-    program = of("one_f_one_b", dp=2, zero=3)
+def test_step_period_includes_first_unshard() -> None:
+    """No unshard can precede the optimizer step that updates the shards, so each step waits."""
+    program = compile_zero("one_f_one_b", dp=2, zero=3)
     plain, waits = (compute_step_period(program, Costs(F=1, B=2, unshard=c)) for c in (0.0, 2.0))
     assert waits == plain + 2
 
@@ -231,30 +240,30 @@ def test_a_step_begins_with_its_gathers() -> None:
 # ---------------------------------------------------------------- waits for weights
 
 
-def test_waits_for_weights_have_a_cause() -> None:
-    """One rank waits for its first gather, and every other gather overlaps with longer work."""
+def test_unshard_waits_have_idle_cause() -> None:
+    """One rank waits for its first unshard. Every other unshard overlaps with longer work."""
     program = compile(schedules.looped_bfs, PipelineShape(1, 4, 4), dp=2, zero=3)
-    found = simulate(program, Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.25))
-    table = sum_by_cause(idleness(found), 1)
+    run = simulate(program, Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.25))
+    table = sum_by_cause(idleness(run), 1)
     assert table[0, IdleCause.WEIGHTS] == 0.5 and table[0, IdleCause.REDUCTION] == 0.25
-    assert table.sum() == found.idle.sum() == 0.75
-    idle = idleness(found)
-    waited = found.spans["op"][idle["awaited_span"][idle["cause"] == IdleCause.WEIGHTS]]
+    assert table.sum() == run.idle.sum() == 0.75
+    idle = idleness(run)
+    waited = run.spans["op"][idle["awaited_span"][idle["cause"] == IdleCause.WEIGHTS]]
     assert {*waited.tolist()} == {Opcode.Unshard}
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_a_measured_run_tells_what_its_gathers_cost(name: str) -> None:
-    """Costs are found where instructions wait for gathers. A gather that delayed none costs 0."""
-    program = of(name, dp=2, zero=3)
+def test_calibrate_finds_unshard_cost(name: str) -> None:
+    """Costs come from waits for unshards. An unshard that delayed no instruction costs 0."""
+    program = compile_zero(name, dp=2, zero=3)
     costs = Costs(F=1, B=2, unshard=1.5, reduce_scatter=2.5)
     run = replace(simulate(program, costs), kind="measured", unit="s")
-    found = calibrate(run)
-    assert (found.unshard, found.reduce_scatter) == (1.5, 2.5)
-    assert simulate(program, found).span == pytest.approx(run.span)
+    calibrated = calibrate(run)
+    assert (calibrated.unshard, calibrated.reduce_scatter) == (1.5, 2.5)
+    assert simulate(program, calibrated).span == pytest.approx(run.span)
 
 
-def test_gathers_that_take_no_time_are_tried() -> None:
+def test_advice_tries_free_unshards() -> None:
     program = compile(schedules.looped_bfs, PipelineShape(1, 4, 4), dp=2, zero=3)
     run = simulate(program, Costs(F=1, B=2, unshard=7))
     best = {
@@ -264,10 +273,10 @@ def test_gathers_that_take_no_time_are_tried() -> None:
     assert best["gathers of weights that take no time"] == pytest.approx(1 - 48 / run.span)
 
 
-def test_advice_keeps_what_replicas_hold() -> None:
+def test_advice_keeps_zero_level() -> None:
     """Other schedules are lowered with the same ZeRO level, and pay its costs."""
     program = compile(schedules.gpipe, PipelineShape(2, 4), dp=2, zero=3)
     costs = Costs(F=1, B=2, unshard=100)
     changes = advise(simulate(program, costs), costs).changes
-    other = max(c.saved_share for c in changes if "gathers of weights" not in c.description)
-    assert other < 0.6  # twice as many microbatches have as many gathers
+    other_share = max(c.saved_share for c in changes if "gathers of weights" not in c.description)
+    assert other_share < 0.6  # twice as many microbatches have as many gathers

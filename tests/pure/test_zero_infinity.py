@@ -43,20 +43,22 @@ RATE = st.floats(1e6, 1e15)
 
 
 @pytest.mark.parametrize(("model", "told"), FIGURE_2A.items())
-def test_figure_2a(model: tuple[int, int, int], told: tuple[float | None, ...]) -> None:
+def test_figure_2a_matches_equations(
+    model: tuple[int, int, int], told: tuple[float | None, ...]
+) -> None:
     layers, hidden, heads = model
-    found = (
+    computed = (
         zi.zero_model_states(layers, hidden) / TiB,
         zi.checkpoint_bytes(layers, hidden, K, 32) / TiB,
         zi.largest_operator_bytes(hidden) / GiB,
         zi.activation_working_bytes(hidden, heads, K, 4) / GiB,
     )
-    for ours, theirs in zip(found, told, strict=True):
-        assert theirs is None or abs(ours - theirs) < 0.00501
+    for computed_value, published_value in zip(computed, told, strict=True):
+        assert published_value is None or abs(computed_value - published_value) < 0.00501
 
 
 @given(nl=SIZE, hd=SIZE, seq=SIZE, bsz=SIZE, ci=SIZE, heads=SIZE, bw=RATE)
-def test_the_equations_as_they_are_printed(
+def test_equations_match_paper(
     nl: int, hd: int, seq: int, bsz: int, ci: int, heads: int, bw: float
 ) -> None:
     ait = zi.intensity_of_checkpoints(hd, ci)
@@ -74,17 +76,17 @@ def test_the_equations_as_they_are_printed(
         24 * hd * ci: ait,
         ait * bw / (ait * bw + PEAK): zi.compute_efficiency(ait, bw, PEAK),
     }
-    for theirs, ours in printed.items():
-        assert ours == pytest.approx(theirs, rel=1e-12)
+    for printed_value, computed_value in printed.items():
+        assert computed_value == pytest.approx(printed_value, rel=1e-12)
 
 
 @given(SIZE, SIZE, st.integers(1, 64), st.integers(1, 64))
-def test_bytes_and_operations_are_those_of_other_tables(
+def test_bytes_and_operations_match_other_papers(
     layers: int, hidden: int, sequence: int, batch: int
 ) -> None:
     """They equal the checkpoint of arXiv 2205.05198, the states of 1910.02054, and the planner."""
-    one = schedir.activation_bytes_per_layer(sequence, batch, hidden, 1, recompute="full")
-    assert zi.checkpoint_bytes(layers, hidden, sequence, batch) == layers * one
+    layer_bytes = schedir.activation_bytes_per_layer(sequence, batch, hidden, 1, recompute="full")
+    assert zi.checkpoint_bytes(layers, hidden, sequence, batch) == layers * layer_bytes
     psi = zi.count_parameters(layers, hidden)
     states = schedir.zero_model_states(2 * psi, 2 * psi, 16 * psi, zero=0, dp=1)
     assert zi.zero_model_states(layers, hidden) == pytest.approx(states.total)
@@ -101,12 +103,12 @@ def test_bytes_and_operations_are_those_of_other_tables(
 
 
 @given(st.floats(0.01, 0.99), RATE, st.booleans())
-def test_a_bandwidth_is_that_of_its_efficiency(share: float, ait: float, overlapped: bool) -> None:
+def test_required_bandwidth_inverts_efficiency(share: float, ait: float, overlapped: bool) -> None:
     bw = zi.required_bandwidth(share, ait, PEAK, overlapped=overlapped)
     assert zi.compute_efficiency(ait, bw, PEAK, overlapped=overlapped) == pytest.approx(share)
 
 
-def test_what_section_4_reads_off_figure_3() -> None:
+def test_section_4_conclusions_hold() -> None:
     over_half = zi.compute_efficiency(zi.intensity_of_parameters(K, 1), 70e9, PEAK)
     assert over_half > 0.5  # parameters and gradients at 70 GB/s, with the smallest batch
     states = zi.required_bandwidth(0.5, zi.intensity_of_optimizer(K, 1), PEAK)
@@ -120,7 +122,9 @@ def test_what_section_4_reads_off_figure_3() -> None:
 
 
 @cache
-def program(microbatches: int, lead: int, slots: int, *, disk: bool = False) -> Program:
+def compile_checkpoint_offload(
+    microbatches: int, lead: int, slots: int, *, disk: bool = False
+) -> Program:
     """Return a program of one stage that offloads checkpoints after F and loads them before R.
 
     `lead` forwards come first, and then R, B and a forward in turn. R's checkpoint is loaded two
@@ -129,12 +133,12 @@ def program(microbatches: int, lead: int, slots: int, *, disk: bool = False) -> 
     """
     lead = min(lead, microbatches)
     out = "  F 0.{0}\n  offload 0.{0}\n" + "  spill 0.{0}\n" * disk
-    back = "  fetch 0.{0}\n" * disk + "  reload 0.{0}\n"
+    load_text = "  fetch 0.{0}\n" * disk + "  reload 0.{0}\n"
     text = "".join(out.format(k) for k in range(lead))
     ahead = min(slots - 1, 2)
-    text += "".join(back.format(k) for k in range(min(ahead, microbatches)))
+    text += "".join(load_text.format(k) for k in range(min(ahead, microbatches)))
     for k in range(microbatches):
-        text += back.format(k + ahead) if k + ahead < microbatches else ""
+        text += load_text.format(k + ahead) if k + ahead < microbatches else ""
         text += f"  R 0.{k}\n  B 0.{k}\n"
         text += out.format(lead + k) if lead + k < microbatches else ""
     head, _, _ = to_text(compile(schedules.gpipe, PipelineShape(1, microbatches))).partition(
@@ -143,16 +147,18 @@ def program(microbatches: int, lead: int, slots: int, *, disk: bool = False) -> 
     return check(from_text(f"{head}\nrank 0  saved {slots}\n{text}  reduce_grads 0\n  step\n"))
 
 
-def measured(program: Program, hidden: int, bandwidth: float, *, disk: bool = False) -> float:
+def measure_efficiency(
+    program: Program, hidden: int, bandwidth: float, *, disk: bool = False
+) -> float:
     """Return the share of time in which a device computes, for one layer and one token each."""
     work = zi.count_operations(1, hidden, 1, 1) / 4 / PEAK  # seconds of a forward
     copy = zi.checkpoint_bytes(1, hidden, 1, 1) / bandwidth
-    moved = (
+    copy_costs = (
         {"offload_to_disk": copy, "reload_from_disk": copy}
         if disk
         else {"offload": copy, "reload": copy}
     )
-    run = simulate(program, Costs(F=work, R=work, B=2 * work, **moved))
+    run = simulate(program, Costs(F=work, R=work, B=2 * work, **copy_costs))
     return 1 - run.bubble
 
 
@@ -160,47 +166,48 @@ CASES = [(h, bw) for h in (2 * K, 8 * K, 32 * K) for bw in (0.1e9, 0.5e9, 1e9, 2
 
 
 @pytest.mark.parametrize(("hidden", "bandwidth"), CASES)
-def test_with_one_slot_nothing_overlaps_and_equation_6_is_exact(
-    hidden: int, bandwidth: float
-) -> None:
+def test_equation_6_is_exact_with_one_slot(hidden: int, bandwidth: float) -> None:
     """All forwards run first, and then all backwards.
 
     Each F waits for the offload that frees the slot, each reload for the previous B, and each R
     for its reload.
     """
-    theirs = zi.compute_efficiency(zi.intensity_of_checkpoints(hidden), bandwidth, PEAK)
+    published = zi.compute_efficiency(zi.intensity_of_checkpoints(hidden), bandwidth, PEAK)
     for microbatches in (1, 2, 7, 64):
-        ours = measured(program(microbatches, microbatches, 1), hidden, bandwidth)
-        assert ours == pytest.approx(theirs, rel=1e-9)
+        measured = measure_efficiency(
+            compile_checkpoint_offload(microbatches, microbatches, 1), hidden, bandwidth
+        )
+        assert measured == pytest.approx(published, rel=1e-9)
 
 
 @pytest.mark.parametrize(("hidden", "bandwidth"), CASES)
-def test_with_slots_to_spare_the_longer_decides(hidden: int, bandwidth: float) -> None:
+def test_efficiency_with_many_slots_reaches_overlapped_limit(hidden: int, bandwidth: float) -> None:
     """F and B of different microbatches alternate, and the paper's efficiency is the limit.
 
     Transfers in both directions use the one lane of the disk, since the paper has one bandwidth.
     """
-    theirs = zi.compute_efficiency(
+    published = zi.compute_efficiency(
         zi.intensity_of_checkpoints(hidden), bandwidth, PEAK, overlapped=True
     )
-    off = []
+    errors = []
     for microbatches in (32, 128, 512):
-        ours = measured(program(microbatches, 6, 8, disk=True), hidden, bandwidth, disk=True)
-        off.append(abs(ours / theirs - 1))
-    assert off[2] < 0.01 and off[2] <= off[1] <= off[0]
-    if theirs < 1:  # the ends do not overlap, and their share falls with the number of microbatches
-        assert off[0] > 3 * off[1] > 9 * off[2] > 0
+        measured = measure_efficiency(
+            compile_checkpoint_offload(microbatches, 6, 8, disk=True), hidden, bandwidth, disk=True
+        )
+        errors.append(abs(measured / published - 1))
+    assert errors[2] < 0.01 and errors[2] <= errors[1] <= errors[0]
+    # The ends do not overlap, and their share falls with the number of microbatches.
+    if published < 1:
+        assert errors[0] > 3 * errors[1] > 9 * errors[2] > 0
 
 
 @pytest.mark.parametrize(("hidden", "bandwidth"), CASES)
-def test_lanes_of_both_ways_are_as_one_of_twice_the_bandwidth(
-    hidden: int, bandwidth: float
-) -> None:
+def test_two_lanes_equal_one_of_twice_bandwidth(hidden: int, bandwidth: float) -> None:
     """The host's two lanes run in parallel, and equal amounts go in each direction."""
     ait = zi.intensity_of_checkpoints(hidden)
-    theirs = zi.compute_efficiency(ait, 2 * bandwidth, PEAK, overlapped=True)
-    ours = measured(program(512, 6, 8), hidden, bandwidth)
-    assert ours == pytest.approx(theirs, rel=0.01)
+    published = zi.compute_efficiency(ait, 2 * bandwidth, PEAK, overlapped=True)
+    measured = measure_efficiency(compile_checkpoint_offload(512, 6, 8), hidden, bandwidth)
+    assert measured == pytest.approx(published, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +225,7 @@ def test_lanes_of_both_ways_are_as_one_of_twice_the_bandwidth(
         (lambda: zi.required_bandwidth(1.5, 1, 1, overlapped=True), "share"),
     ],
 )
-def test_what_is_no_size_and_no_rate(call: Any, field: str) -> None:
+def test_invalid_sizes_and_rates_are_refused(call: Any, field: str) -> None:
     with pytest.raises(UsageError) as caught:
         call()
     assert caught.value.fields == (field,)

@@ -43,15 +43,15 @@ from schedir.schedules.schedule_expansion import expand_schedule
 from tests.laws import TRIPLES, TWO_WAY, ZOO, cases, least, run, shape_of
 from tests.zero_bubble_figures import PRINTED, Row, rows
 
-# ------------------------------------------------------------------ whole backwards
+# ------------------------------------------------------------------ full backwards
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, eager_1f1b])
-def test_1f1b(schedule: Schedule) -> None:
+def test_1f1b_has_published_idle_time(schedule: Schedule) -> None:
     for c in cases(schedule, lambda P: [P, 2 * P + 1]):
-        each = c.F + c.I + c.W
-        assert c.idle == (c.P - 1) * each
-        assert c.own == [(c.P - 1 - r) * each for r in range(c.P)]
+        microbatch_time = c.F + c.I + c.W
+        assert c.idle == (c.P - 1) * microbatch_time
+        assert c.own == [(c.P - 1 - r) * microbatch_time for r in range(c.P)]
         hops = 2 if schedule is eager_1f1b else 1
         assert c.peak == [min(hops * (c.P - 1 - r) + 1, c.m) for r in range(c.P)]
 
@@ -59,16 +59,20 @@ def test_1f1b(schedule: Schedule) -> None:
 @pytest.mark.parametrize("send", [0.25, 1.0, 1.5])
 def test_eager_1f1b_hides_messages(send: float) -> None:
     """In P microbatches, 1F1B waits for P - 1 messages each way. Eager 1F1B never waits."""
-    costs, few, many = Costs(F=1, B=2, send=send), PipelineShape(4, 12), PipelineShape(4, 32)
+    costs, few_shape, many_shape = (
+        Costs(F=1, B=2, send=send),
+        PipelineShape(4, 12),
+        PipelineShape(4, 32),
+    )
 
-    def each(schedule: Schedule) -> float:
-        return (run(schedule, many, costs).span - run(schedule, few, costs).span) / 20
+    def compute_microbatch_time(schedule: Schedule) -> float:
+        return (run(schedule, many_shape, costs).span - run(schedule, few_shape, costs).span) / 20
 
-    assert each(one_f_one_b) == 3 + 2 * send * 3 / 4
-    assert each(eager_1f1b) == 3
+    assert compute_microbatch_time(one_f_one_b) == 3 + 2 * send * 3 / 4
+    assert compute_microbatch_time(eager_1f1b) == 3
 
 
-def test_eager_1f1b_is_interleaved_with_one_stage() -> None:
+def test_eager_1f1b_equals_interleaved_with_one_stage() -> None:
     for P, m in ((1, 1), (4, 8), (4, 3), (3, 6)):
         shape = PipelineShape(P, m, stages_per_rank=1)
         assert (
@@ -81,7 +85,7 @@ def test_eager_1f1b_is_interleaved_with_one_stage() -> None:
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])
-def test_looped(v: int) -> None:
+def test_looped_schedules_have_published_idle_time(v: int) -> None:
     for c in cases(looped_bfs, lambda P: [max(P // 2, 1), P, 2 * P + 1], v):
         missing = (c.v - 1) * max(c.P - c.m, 0)
         assert c.idle == (c.P - 1 + missing) * (c.F + c.I + c.W)
@@ -94,7 +98,7 @@ def test_looped(v: int) -> None:
 
 
 @pytest.mark.parametrize("w", [1, 2])
-def test_wave(w: int) -> None:
+def test_wave_has_published_idle_time(w: int) -> None:
     for c in cases(wave, lambda P: [P, 2 * P, 3 * P], 2 * w):
         B = c.I + c.W
         assert c.idle == (c.P - 1) * (2 * min(c.F, B) + 2 * (c.m // c.P) * abs(B - c.F))
@@ -107,7 +111,7 @@ def test_wave(w: int) -> None:
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 5])
-def test_forward_only(P: int) -> None:
+def test_forward_only_has_expected_idle_time(P: int) -> None:
     for placement, v, idle in (("loop", 1, P - 1), ("loop", 3, P - 1), ("vee", 2, 2 * (P - 1))):
         for m in (P, 2 * P + 1):
             timeline = run(forward_only, PipelineShape(P, m, v, placement), Costs(F=3))
@@ -122,7 +126,7 @@ def test_forward_only(P: int) -> None:
 
 
 @pytest.mark.parametrize("schedule, v", [(zb_h1, 1), (interleaved_zb, 2), (interleaved_zb, 3)])
-def test_zb_h1(schedule: Schedule, v: int) -> None:
+def test_zb_h1_has_published_idle_time(schedule: Schedule, v: int) -> None:
     for c in cases(schedule, lambda P: [P, 3 * P] + [2 * P + 1] * (v == 1), v):
         x = c.I + max(c.F - c.W, 0)
         assert c.idle == (c.P - 1) * max(c.F, x)
@@ -132,7 +136,7 @@ def test_zb_h1(schedule: Schedule, v: int) -> None:
             assert c.idle == (c.P - 1) * (c.F + c.I - c.W)  # the published formula
 
 
-def test_zb_h2() -> None:
+def test_zb_h2_has_published_idle_time() -> None:
     for c in cases(zb_h2, lambda P: [2 * P - 1, 2 * P, 3 * P + 1]):
         published = max(0, c.F + c.I - 2 * c.W)
         x = max(published, c.I - c.F, c.I - c.W)
@@ -143,24 +147,24 @@ def test_zb_h2() -> None:
             assert x == published
 
 
-def alike(F: int, I: int, W: int) -> bool:
+def has_cheap_input_backward(F: int, I: int, W: int) -> bool:
     return F == I >= W
 
 
-def equal(F: int, I: int, W: int) -> bool:
+def has_equal_costs(F: int, I: int, W: int) -> bool:
     return F == I == W
 
 
-def test_zb_v() -> None:
-    for c in cases(zb_v, lambda P: [2 * P - 1, 2 * P, 3 * P + 1], when=alike):
+def test_zb_v_has_published_idle_time() -> None:
+    for c in cases(zb_v, lambda P: [2 * P - 1, 2 * P, 3 * P + 1], when=has_cheap_input_backward):
         x = 2 * (c.F - c.W)
         assert c.idle == (c.P - 1) * max(c.F, x)
         assert c.own == [(c.P - 1 - r) * x for r in range(c.P)]
         assert c.peak == [2 * c.P] * c.P
 
 
-def test_dualpipe_v() -> None:
-    for c in cases(dualpipe_v, lambda P: [2 * P, 3 * P + 1], when=alike):
+def test_dualpipe_v_has_published_idle_time() -> None:
+    for c in cases(dualpipe_v, lambda P: [2 * P, 3 * P + 1], when=has_cheap_input_backward):
         B = c.I + c.W
         assert c.idle == (c.P - 1) * (c.F + B + B - 3 * c.W)
         assert c.own[0] == c.idle
@@ -175,8 +179,10 @@ def test_dualpipe_v() -> None:
 # ------------------------------------------------------------------ two directions
 
 
-def test_dualpipe() -> None:
-    for c in cases(dualpipe, lambda P: [2 * P, 3 * P + 2], when=alike, ranks=(2, 4, 6)):
+def test_dualpipe_has_published_idle_time() -> None:
+    for c in cases(
+        dualpipe, lambda P: [2 * P, 3 * P + 2], when=has_cheap_input_backward, ranks=(2, 4, 6)
+    ):
         B = c.I + c.W
         assert c.idle == (c.P // 2 - 1) * (c.F + B + B - 3 * c.W)
         assert c.own[0] == c.idle
@@ -189,18 +195,18 @@ def test_dualpipe() -> None:
 
 
 @pytest.mark.parametrize("schedule", [dualpipe, dualpipe_v])
-def test_pairs_whose_halves_hand_on_their_results_apart(schedule: Schedule) -> None:
+def test_dualpipe_without_overlapped_pairs(schedule: Schedule) -> None:
     def halves(r: int, P: int, m: int) -> RankSchedule:
         return RankSchedule(schedule(r, P, m).letters & ~JOINED_BIT)  # type: ignore[union-attr]
 
     for P, m in ((2, 8), (4, 10), (8, 20)):
         steps = (P // 2 if schedule is dualpipe else P) - 1
-        for F, I, W in (t for t in TRIPLES if alike(*t)):
+        for F, I, W in (t for t in TRIPLES if has_cheap_input_backward(*t)):
             timeline = run(halves, shape_of(schedule, P, m), Costs(F=F, I=I, W=W))
             assert timeline.idle.tolist() == [steps * (F + I - W)] * P
 
 
-def test_both_ways_are_alike() -> None:
+def test_two_directions_are_symmetric() -> None:
     """A rank and its mirror image have the same order for different halves of the microbatches."""
     for schedule in (dualpipe, chimera, bitpipe):
         for P, m in ((2, 4), (4, 8), (6, 14)):
@@ -208,12 +214,12 @@ def test_both_ways_are_alike() -> None:
             for r, stream in enumerate(program.streams):
                 mirrored = [(op, s, (mb + m // 2) % m) for op, s, mb in stream]
                 assert mirrored == [*program.streams[P - 1 - r]]
-                first = {r, 2 * P - 1 - r}  # the rank's stages in the first direction
-                assert {(mb < m // 2) == (s in first) for _, s, mb in stream} == {True}
+                first_direction = {r, 2 * P - 1 - r}  # the rank's stages in the first direction
+                assert {(mb < m // 2) == (s in first_direction) for _, s, mb in stream} == {True}
 
 
 @pytest.mark.parametrize(("schedule", "more"), [(chimera, 0), (bitpipe, 1)])
-def test_interlocked(schedule: Schedule, more: int) -> None:
+def test_interlocked_schedules_have_expected_idle_time(schedule: Schedule, more: int) -> None:
     """Test schedules that put a second 1F1B into the bubbles of a first one."""
     for c in cases(schedule, lambda P: [P, 2 * P, 3 * P], ranks=(2, 4, 6)):
         B = c.I + c.W
@@ -222,7 +228,7 @@ def test_interlocked(schedule: Schedule, more: int) -> None:
         assert c.peak == held
 
 
-def test_bitpipe() -> None:
+def test_bitpipe_matches_paper() -> None:
     """Compare the bubble for B = 2F and m = P, and the order in the figure of the paper."""
     for P in (2, 4, 6, 8):
         timeline = run(bitpipe, shape_of(bitpipe, P, P), Costs(F=1, B=2))
@@ -230,21 +236,23 @@ def test_bitpipe() -> None:
     for m, span in ((4, 28), (8, 54)):  # the figure of the paper has 53 instead of 54
         assert run(bitpipe, shape_of(bitpipe, 4, m), Costs(F=1, B=2)).span == span
     program = expand_schedule(bitpipe, shape_of(bitpipe, 4, 4))
-    drawn = {  # in the figure, microbatches count from 1, and colours show the stages
+    published_orders = {  # in the figure, microbatches count from 1, and colours show the stages
         0: "F1 F2 F3 F3 F4 F4 F1 B1 F2 B2 B3 B3 B4 B4 B1 B2",
         1: "F1 F3 F2 F4 F3 F1 F4 F2 B1 B3 B2 B4 B3 B1 B4 B2",
         2: "F3 F1 F4 F2 F1 F3 F2 F4 B3 B1 B4 B2 B1 B3 B2 B4",
         3: "F3 F4 F1 F1 F2 F2 F3 B3 F4 B4 B1 B1 B2 B2 B3 B4",
     }
     for rank, stream in enumerate(program.streams):
-        assert [f"{INSTRUCTIONS[i.op].text}{i.mb + 1}" for i in stream] == drawn[rank].split()
+        assert [f"{INSTRUCTIONS[i.op].text}{i.mb + 1}" for i in stream] == published_orders[
+            rank
+        ].split()
     streams = compile(bitpipe, shape_of(bitpipe, 4, 4)).streams
     sent = [i for stream in streams for i in stream if i.op is Opcode.SendAct]
-    # No message is needed at the turn, because both stages are on one rank.
+    # The last stage of the first half sends no message, because the next is on the same rank.
     assert len(sent) == 4 * (8 - 1 - 1)
 
 
-def test_chimera() -> None:
+def test_chimera_has_half_bubble_of_1f1b() -> None:
     for P in (2, 4, 6):  # with F = B, about half of the bubble of 1F1B
         timeline = run(chimera, shape_of(chimera, P, 2 * P), Costs(F=2, B=2))
         assert timeline.idle.tolist() == [2 * (P - 2)] * P
@@ -253,15 +261,19 @@ def test_chimera() -> None:
 # ------------------------------------------------------------------ slots
 
 
-def test_v_half() -> None:
-    for c in cases(v_half, lambda P: [P, P + 1, 3 * P], when=equal, ranks=(3, 4, 5, 7, 8, 14)):
+def test_v_half_has_half_memory() -> None:
+    for c in cases(
+        v_half, lambda P: [P, P + 1, 3 * P], when=has_equal_costs, ranks=(3, 4, 5, 7, 8, 14)
+    ):
         assert c.idle == c.own[0] == (3 * c.P - (4 if c.P % 2 else 7)) * c.F
         assert max(c.peak) == 2 * (c.P // 2 + 1)
         assert c.idle < 6 * (c.P - 1) * c.F / 2  # less than half of the idle time of 1F1B
 
 
-def test_v_min() -> None:
-    for c in cases(v_min, lambda P: [P, P + 1, 3 * P], when=equal, ranks=(2, 3, 4, 5, 6, 8, 13)):
+def test_v_min_has_third_of_memory() -> None:
+    for c in cases(
+        v_min, lambda P: [P, P + 1, 3 * P], when=has_equal_costs, ranks=(2, 3, 4, 5, 6, 8, 13)
+    ):
         assert c.idle == c.own[0] == (4 * c.P - (5 if c.P % 3 == 1 else 7)) * c.F
         assert max(c.peak) == 2 * ((c.P + 1) // 3 + 1)
         assert c.idle <= 6 * (c.P - 1) * c.F * 2 / 3  # two thirds of the idle time of 1F1B
@@ -274,15 +286,15 @@ def test_unequal_costs_stall_v_half_and_v_min(P: int) -> None:
     for F, I, W in [*TRIPLES, (5, 6, 4)]:
         costs = Costs(F=F, I=I, W=W)
 
-        def growth(schedule: Schedule, costs: Costs = costs) -> float:
+        def compute_idle_growth(schedule: Schedule, costs: Costs = costs) -> float:
             idle = [
                 run(schedule, PipelineShape(P, m, 2, "vee"), costs).idle[0] for m in (few, many)
             ]
             return float(idle[1] - idle[0]) / (many - few)
 
-        assert growth(v_half) == max(0, 2 * F - W - 2 * I, 2 * I - W - 2 * F)
+        assert compute_idle_growth(v_half) == max(0, 2 * F - W - 2 * I, 2 * I - W - 2 * F)
         if max(F, I) >= W:
-            assert growth(v_min) == 6 * max(F, I) - 2 * (F + I + W)
+            assert compute_idle_growth(v_min) == 6 * max(F, I) - 2 * (F + I + W)
 
 
 # ------------------------------------------------------------------ all schedules
@@ -317,7 +329,7 @@ def test_every_schedule_finishes_everywhere(name: str) -> None:
 
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(ZOO)), st.integers(1, 6), st.integers(1, 20), st.integers(1, 2))
-def test_any_number_of_microbatches(name: str, ranks: int, m: int, v: int) -> None:
+def test_any_number_of_microbatches_from_minimum(name: str, ranks: int, m: int, v: int) -> None:
     """A schedule runs with any number of microbatches from its minimum on, and refuses fewer."""
     schedule = ZOO[name]
     if schedule in TWO_WAY:
@@ -330,7 +342,7 @@ def test_any_number_of_microbatches(name: str, ranks: int, m: int, v: int) -> No
             expand_schedule(schedule, shape)
 
 
-def test_two_ways_need_even_numbers() -> None:
+def test_two_direction_schedules_need_even_numbers() -> None:
     with pytest.raises(ScheduleError, match="microbatches must be even, not 9"):
         expand_schedule(dualpipe, PipelineShape(4, 9, placement="mirror"))
     for schedule in TWO_WAY:
@@ -363,7 +375,7 @@ def test_other_placements_are_refused(schedule: Schedule) -> None:
     assert expand_schedule(schedule, same).streams == expand_schedule(schedule, vee).streams
 
 
-def test_commands_know_where_a_schedule_lies(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_use_placement_of_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     """Commands use the placement and the stages per rank that `with_placement` gives."""
     shape = ["--ranks", "2", "--microbatches", "4"]
     for name in ZOO:
@@ -374,16 +386,16 @@ def test_commands_know_where_a_schedule_lies(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("schedule", [interleaved, interleaved_zb])
-def test_interleaved_is_for_loops(schedule: Schedule) -> None:
+def test_interleaved_needs_loop_placement(schedule: Schedule) -> None:
     with pytest.raises(ScheduleError, match="placement 'loop'"):
         expand_schedule(schedule, PipelineShape(3, 9, 2, "vee"))
 
 
-def test_gpipe_is_the_longest_and_keeps_most() -> None:
+def test_gpipe_has_longest_span_and_most_in_flight() -> None:
     """GPipe has the longest span and the largest number of microbatches in flight."""
     shape = PipelineShape(4, 8)
-    last = run(gpipe, shape, Costs())
+    gpipe_run = run(gpipe, shape, Costs())
     for schedule in (one_f_one_b, eager_1f1b, zb_h1, zb_h2):
         timeline = run(schedule, shape, Costs())
-        assert timeline.span <= last.span
-        assert timeline.peak_in_flight.max() <= last.peak_in_flight.max()
+        assert timeline.span <= gpipe_run.span
+        assert timeline.peak_in_flight.max() <= gpipe_run.peak_in_flight.max()
