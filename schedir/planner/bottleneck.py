@@ -15,7 +15,7 @@ from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate, StepBreakd
 from schedir.planner.plan_table import PlanTable
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
-# A share of the step time. A smaller difference between two plans is not reported as a bottleneck.
+# A difference between two plans is a bottleneck if it is at least this share of the step time.
 _MIN_DIFFERENCE = 0.01
 
 

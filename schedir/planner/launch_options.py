@@ -118,7 +118,7 @@ def _format_end_options(plan: ParallelPlan, layers_per_stage: tuple[int, ...]) -
 def _format_layout(layers_per_stage: tuple[int, ...]) -> str:
     """Return Megatron-LM's layout option.
 
-    In its letters E is the embedding, t is a layer, and L is the head with the loss.
+    In the value of this option, E is the embedding, t is a layer, and L is the head with the loss.
     """
     inner = [_format_layer_letters(n) for n in layers_per_stage]
     inner[0], inner[-1] = "E" + inner[0], inner[-1] + "L"

@@ -53,8 +53,8 @@ ALL_REDUCES_PER_LAYER: Final = 4
 # The smallest time of an all-reduce within a layer, in seconds. This time is computed as a
 # difference, which noise can make negative.
 _MIN_SECONDS: Final = 1e-6
-# There is a warning if other programs use more than this share of the processors, or if the rounds
-# of a measurement differ by more than this share.
+# The benchmark warns if other programs use more than this share of the processors. It also warns if
+# the rounds of a measurement differ by more than this share.
 BUSY_THRESHOLD: Final = 0.1
 
 
@@ -84,7 +84,7 @@ class BenchmarkExtent(NamedTuple):
 def _list_gemm_shapes(*shapes: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
     """Return the products (m, k, n) of layers with these (tokens, hidden size).
 
-    The last two products are from a shard of the first layer.
+    The last two products are those of a tensor-parallel shard of the first layer.
     """
     gemms = [(m, k, n) for m, h in shapes for k, n in ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h))]
     m, h = shapes[0]
@@ -225,7 +225,7 @@ def _print_progress(line: str) -> None:
 def _measure_process(
     rank: int, device: str, extent: BenchmarkExtent, seconds: float, progress: bool
 ) -> MeasuredSamples:
-    """Measure as one of several processes."""
+    """Run all measurements in one process. All processes run this at the same time."""
     say = _print_progress if progress and rank == 0 else lambda line: None
     say(f"measuring {len(extent.gemms)} matrix products and a copy")
     watch = _Stopwatch(device, seconds)
@@ -267,8 +267,8 @@ class _Stopwatch:
     def time_rounds(self, run: Callable[[], object], *, wall: bool = False) -> list[float]:
         """Return the seconds per run in each round: wall time on GPUs, processor time on CPUs.
 
-        With `wall`, the result is wall time on CPUs, too. All processes must call this with the
-        same work.
+        With `wall`, the result is wall time on CPUs, too. All processes must call this at the same
+        point, with an equivalent function.
         """
         wall = wall or self.device == "cuda"
         return [round_times[not wall] for round_times in self.time_wall_and_processor(run)]
@@ -303,7 +303,7 @@ class _Stopwatch:
 
 
 def _make_gemm(m: int, k: int, n: int, tensor_options: Any) -> Callable[[], object]:
-    """Return a function that runs a product with a weight, and the two products of its backward."""
+    """Return a function that multiplies by a weight, and runs the two products of the backward."""
     x, w, dy = (torch.randn(*shape, **tensor_options) for shape in ((m, k), (n, k), (m, n)))
 
     def run() -> object:
@@ -317,8 +317,8 @@ def _make_layer_step(
 ) -> Callable[[], object]:
     """Return a function that runs a layer of the trainer's GPT forward and backward.
 
-    With a `group`, the layer is this rank's shard. The gradients are allocated only once, as in
-    training.
+    With a `group`, the layer is this rank's tensor-parallel shard. The gradients of the weights are
+    allocated only once, as in training.
     """
     config = GPTConfig(vocab=2, layers=1, hidden=hidden, heads=heads, context=sequence)
     block = gpt.Layer(config, 0, LayerParameters.from_config(config, 0, group, tensor_options))
@@ -342,12 +342,12 @@ def _measure_all_reduces(
     """Measure all-reduces over pairs of processes, and over all processes.
 
     All groups of a size run at the same time. The all-reduces run first without compute, and then
-    inside sharded layers. In a layer, their time is the wall time minus `slowdown` times the
-    processor time of the thread.
+    inside tensor-parallel layers. In a layer, their time is the wall time minus `slowdown` times
+    the processor time of the thread.
 
     Yields:
-        The number of processes in the group, the bytes, and the seconds in each round. There are no
-        seconds if this process was in no group.
+        The number of processes in the group, the bytes, and the seconds in each round. The list of
+        seconds is empty if this process was in no group.
     """
     world = dist.get_world_size()
     backend = "gloo" if watch.device == "cpu" else "nccl"
@@ -385,7 +385,7 @@ def _all_reduce(x: Tensor, group: Any) -> None:
 
 
 def _do_nothing() -> None:
-    """Do nothing. A process that is in no group calls this instead of a measurement."""
+    """Do nothing. A process that is in no group runs this function instead of a layer."""
 
 
 def _get_memory_bytes(device: str) -> float:
@@ -408,7 +408,6 @@ def _combine_samples(
     device: str,
     extent: BenchmarkExtent,
 ) -> BenchmarkResult:
-    """Combine the samples of all processes, and fit a Cluster to them."""
     slower = _compute_slowdown(processes, processor_count)
 
     def middle(name: str, k: int) -> float:

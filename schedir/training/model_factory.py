@@ -48,7 +48,7 @@ class TrainedModel(NamedTuple):
         make_boundaries: Returns the boundaries between segments, by program stage. Its arguments
             are the number of segments of each stage, the boundary between unsegmented stages, the
             number of frozen stages, and the number of ranks that share the tokens. None if the
-            kind has no segments.
+            kind has no segments, or if `ProgramStages` builds their boundaries (kind "moe").
     """
 
     module: ModelModule

@@ -57,8 +57,8 @@ class RunResult:
         predicted_memory: The predicted peak memory of each rank, in bytes.
         counted_memory: The peak memory of each rank in the second step, in bytes. Empty if it was
             not counted.
-        timelines: The measured timeline of the last step, and a prediction from its mean times.
-            None if nothing was recorded.
+        timelines: The measured timeline of the last step, and the timeline that is predicted from
+            the mean time of each kind of instruction. None if nothing was recorded.
     """
 
     program: Program

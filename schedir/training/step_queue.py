@@ -2,8 +2,8 @@
 
 If the loss or a gradient of a step is not finite, the run may have to end. The host reads the loss
 and the gradient norm only after it has issued the next step. So the device skips the update of the
-next step without the host. The weights and the optimizer state then do not change after the failed
-step, so the failed step can run again.
+next step, without a request from the host. The weights and the optimizer state then do not change
+after the failed step, so the failed step can run again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class IssuedStep(NamedTuple):
 
 
 class _PendingStep(NamedTuple):
-    """A step that the host has issued, but whose numbers it has not read.
+    """A step that the host has issued, but whose results the host has not read.
 
     `step_inputs` has inputs, targets and scale. `inverse_tokens` is 1 / the number of tokens of the
     step. `start_time` is in seconds of `perf_counter`.
@@ -119,12 +119,12 @@ class StepQueue:
         count = len(_StepNumbers._fields) + stops_on_nonfinite * len(self.residue)
         self.scalar_buffer = AsyncScalarBuffer(device, count, 2)
         self.zero = torch.zeros((), dtype=torch.float64, device=device)
-        # The next step adds this offset to its scale. If the offset is NaN, that step makes no
-        # update.
+        # The next step adds this offset to the scale of its loss. If the offset is NaN, the next
+        # step makes no update.
         self.scale_offset = self.zero.float() if stops_on_nonfinite and self.can_read_late else None
 
     def issue(self, batch: TrainingBatch, learning_rate: float, start_time: float) -> None:
-        """Issue a step to the device. The host does not wait for any part of it.
+        """Issue a step to the device. The host does not wait for any part of the step.
 
         Args:
             batch: The batch of the step.
@@ -165,7 +165,7 @@ class StepQueue:
             self._roll_back(numbers)
             self.failed_step = step, residue_flags
             return None
-        # All tensor-parallel ranks compute the same loss, so only the first one adds it.
+        # All tensor-parallel ranks compute the same loss, so only the first of them adds its loss.
         counts = self.has_loss and self.transport.tp_rank == 0
         return IssuedStep(
             numbers.loss_sum * step.inverse_tokens if counts else 0.0,
@@ -198,7 +198,8 @@ class StepQueue:
     def _stack_scalars(self, total: Tensor | None) -> Tensor:
         """Return the values of `_StepNumbers` as one float64 tensor.
 
-        If the run may stop, the result of `StepResidue.check_finite` follows.
+        If a value that is not finite can end the run, the result of `StepResidue.check_finite`
+        follows.
         """
         scale = self.loss_scale
         numbers = [  # In the order of the fields of `_StepNumbers`.

@@ -151,11 +151,11 @@ def build_program(config: Config) -> Program:
 def check_memory(config: Config, processes: int) -> None:
     """Check that this machine has enough memory for a number of processes.
 
-    The check uses a lower limit of the memory that a process needs. On CPUs, this is its share of
-    the model and of the activations of one microbatch, and the tokens of a step. The model includes
-    gradients and AdamW's two moments, sharded as `pipeline.zero` requires. A process needs at least
-    the memory of its unsharded weights, because the modules are built unsharded. On GPUs, only the
-    unsharded weights and the tokens count.
+    The check uses a lower limit of the memory that a process needs. On CPUs, this limit is the
+    process's share of the model and of the activations of one microbatch, plus the tokens of a
+    step. The model includes gradients and AdamW's two moments, sharded as `pipeline.zero` requires.
+    A process needs at least the memory of its unsharded weights, because the modules are built
+    unsharded. On GPUs, only the unsharded weights and the tokens count.
 
     Args:
         config: The configuration of the run.

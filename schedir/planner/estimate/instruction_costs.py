@@ -238,7 +238,7 @@ def _compute_tied_reduction(
     process_mesh: NDArray[np.int64],
     state_bytes: StateBytes,
 ) -> float:
-    """Return the seconds to reduce the gradient of a tied embedding over its two ranks."""
+    """Return the seconds to reduce the gradient of a tied embedding over its two stages."""
     first_rank = int(shape.replica_ranks[0, 0])
     last_rank = int(shape.replica_ranks[0, -1])
     if first_rank == last_rank or not model.tied:

@@ -156,7 +156,7 @@ def simulated_program(
 def compile_plan(
     model: TransformerSpec, cluster: Cluster, plan: ParallelPlan, trainer: Trainer
 ) -> Program:
-    """Return the program of a plan, with the offloads that its memory requires.
+    """Return the program of a plan, with the offloads that the memory of a GPU requires.
 
     The memory limit is the memory of a GPU without the overheads of the allocator and the process.
 
@@ -277,7 +277,7 @@ def simulate_on_cluster(
         cluster: The cluster.
         plan: The plan of the program.
         program: The program.
-        costs: The costs of its instructions.
+        costs: The costs of the instructions of the program.
     """
     if cluster.processors is None:
         return simulate(program, costs, progress_model="per_edge")
@@ -300,8 +300,8 @@ def break_down_step(
 ) -> StepBreakdown:
     """Divide the time from the first start to the last end of a step into parts.
 
-    The parts are those of the busiest rank. `stage_times` divides its compute instructions into
-    compute, recomputation and collectives. `idleness` gives the causes of its idle time.
+    The parts are those of the busiest rank. `stage_times` divides the compute instructions of this
+    rank into compute, recomputation and collectives. `idleness` gives the causes of its idle time.
 
     Args:
         run: The timeline of the step.

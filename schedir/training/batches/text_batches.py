@@ -17,7 +17,7 @@ from schedir.training.resume_checks import DATA_FACT
 
 
 class Corpus:
-    """The data of a configuration, which is read once, when it is first used.
+    """The data of a configuration. The data is read once, when it is first used.
 
     Args:
         config: The configuration of the run.
@@ -59,7 +59,7 @@ class Corpus:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Return the facts of the data that must be the same on all processes."""
+        """Return descriptions of the data, by name. All processes must have the same data."""
         return {
             "the tokenizer": self._documents.tokenizer.digest,
             DATA_FACT: self.batches.description,

@@ -139,7 +139,7 @@ def make_segmentation(
 
 
 def _split_microbatch(microbatch_size: int, microbatch_chunks: int | None) -> int:
-    """Return the number of samples in a chunk of a microbatch. None does not split it."""
+    """Return the samples of a chunk. If `microbatch_chunks` is None, a chunk is a microbatch."""
     chunks = (
         1
         if microbatch_chunks is None
@@ -171,7 +171,7 @@ def _require_complete_layers(
     hint: str,
     option: str,
 ) -> None:
-    """Raise UsageError if the segments of a stage, as letters, are not those of its layers."""
+    """Raise UsageError if the boundaries of a stage's segments do not match its layers."""
     for stage, (boundaries, number) in enumerate(zip(letters, layers_per_stage, strict=True)):
         if boundaries not in ("", layer_boundaries * number):
             raise UsageError(

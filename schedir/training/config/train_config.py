@@ -123,5 +123,5 @@ class TrainConfig:
 
     @property
     def progress_model(self) -> ProgressModel:
-        """Return the progress model of the transport. Programs are proven under this model."""
+        """Return the progress model of the transport, for the deadlock check of programs."""
         return list_transports(self.device, self.transport)[0].progress_model

@@ -6,7 +6,7 @@ process prints the reason. Under `launch`, the launcher prints it. Otherwise the
 fails prints it, and the rendezvous store decides which process is the first.
 
 A process that is stopped, or that never arrives, blocks all other processes. The process that
-reports this also kills the blocking process. So the launcher or torchrun receives the exit of the
+reports the blocking process also kills it. So the launcher or torchrun receives the exit of the
 blocking process first.
 """
 
@@ -56,7 +56,7 @@ class RunMember:
         black_box: The black box of this process.
         program: The program of the run. None during the set-up.
         has_lost_peers: True if this process failed because other processes did not arrive. The
-            position in its black box is then out of date.
+            position in the black box of this process is then out of date.
         known_processes: The processes whose black boxes were read.
         is_single_machine: True if all processes run on this machine.
     """
@@ -82,7 +82,7 @@ class RunMember:
 
     @property
     def is_current_process(self) -> bool:
-        """Return whether this is the process that joined the run, and not a fork of it."""
+        """Return whether this process joined the run, and is not a fork of the process that did."""
         return self.black_box.values[BlackBoxField.PID] == os.getpid()
 
     def set_program(self, program: Program) -> None:
@@ -105,7 +105,7 @@ class RunMember:
         return black_boxes
 
     def inspect_stall(self) -> StalledRun:
-        """Return which process waits for which, on all machines."""
+        """Return the state of all processes on all machines, and which of them wait for which."""
         black_boxes = self.collect_black_boxes()
         missing, unheard = list[int](), list[int]()
         if len(black_boxes) < self.world_size:
@@ -158,7 +158,7 @@ def join_run(member: RunMember) -> None:
 
 
 def is_launched() -> bool:
-    """Return whether `launch` started this process. If so, `launch` reports how it ends."""
+    """Return whether `launch` started this process. If so, `launch` reports why it ended."""
     return LAUNCHER_PID_VARIABLE in os.environ
 
 
@@ -233,7 +233,7 @@ def _describe_cause(member: RunMember, cause: StallCause) -> str | None:
 def report_and_exit(
     member: RunMember, text: str | None, code: int, cause: StallCause | None
 ) -> NoReturn:
-    """Print a text, if no other process has printed one, kill the cause, and exit.
+    """Print a text if no other process has printed one, kill the blocking process, and exit.
 
     Args:
         member: This process.
@@ -261,7 +261,7 @@ def report_and_exit(
 
 
 def _write_agent_error(text: str) -> None:
-    """Write a text to the error file of torchrun, which prints it for the root cause.
+    """Write a text to the error file of torchrun, which prints the file of the first failure.
 
     This is needed if the cause is a process on another machine. The torchrun agent of this machine
     reads only the error files of processes on this machine.
@@ -273,8 +273,8 @@ def _write_agent_error(text: str) -> None:
 
 
 def _kill_culprit(member: RunMember, cause: StallCause) -> None:
-    """Kill a process of this machine that is stopped or busy, and so blocks the others."""
-    # The process may have ended since `cause` was found. So its state is read again.
+    """Kill a process of this machine that is stopped or busy, and so blocks other processes."""
+    # The process may have ended since `cause` was found, so this function reads its state again.
     snapshot = member.collect_black_boxes().get(cause.process)
     is_blocking = snapshot is not None and cause.kind in (StallKind.STOPPED, StallKind.BUSY)
     if is_blocking and snapshot is not None and snapshot.state in ("runs", "stopped"):
@@ -301,10 +301,10 @@ def _find_cause(member: RunMember, reason: str) -> StallCause | None:
 
 
 def make_store_key(name: str) -> str:
-    """Return the key of a fact in the rendezvous store, for this attempt of torchrun.
+    """Return the key of an entry in the rendezvous store, for this attempt of torchrun.
 
     Args:
-        name: The name of the fact.
+        name: The name of the entry.
     """
     return f"schedir {name} in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 

@@ -27,7 +27,7 @@ RESULTS_TIMEOUT = 60.0  # Other processes wait for process 0 at least this numbe
 
 
 def require_device(config: Config) -> None:
-    """Check that this machine has the device for all of its processes.
+    """Check that this machine has the devices that the processes on this machine need.
 
     Args:
         config: The configuration of the run.
@@ -90,8 +90,9 @@ def join_process_group(
         else:
             store.set(_RESULTS_KEY, b"")
         # After the barrier, no process reads from a connection that another process may close. A
-        # failure after the barrier does not affect other processes. This calls the method of the
-        # group, because the function `dist.monitored_barrier` refuses a group that also has NCCL.
+        # failure after the barrier does not affect other processes. This code calls the method of
+        # the group, because the function `dist.monitored_barrier` refuses a group that also has
+        # NCCL.
         world: Any = dist.group.WORLD
         world.monitored_barrier(timedelta(seconds=max(timeout, RESULTS_TIMEOUT)))
         has_ended = True
