@@ -306,7 +306,8 @@ def _list_zero_levels(
             or (v > 2 and not SCHEDULE_FORMULAS[schedule].has_split_backward)
         )
         # On a single rank, several stages are useful only for ZeRO 2 and 3 and for offloaded
-        # states. They are also allowed if the filter has both `stages_per_rank` and `zero`.
+        # states. Several stages are also allowed if the filter has both `stages_per_rank` and
+        # `zero`.
         allows_many_stages = (
             field_filter.stages_per_rank is not None and field_filter.zero is not None
         )

@@ -260,10 +260,10 @@ def _apply_formulas(
     """Return waiting times, and numbers of messages that do not overlap with compute.
 
     The first result is the number of seconds that another rank waits for one rank of each rank
-    group. Its shape is (plans, groups). The second result is the number of exposed messages of a step. The third
-    result is the number of exposed messages per microbatch. The second and the third result have
-    the shape (plans,). Recomputation that may run before the gradient arrives (`recompute_ahead`)
-    adds no waiting time.
+    group. Its shape is (plans, groups). The second result is the number of exposed messages of a
+    step. The third result is the number of exposed messages per microbatch. The second and the
+    third result have the shape (plans,). Recomputation that may run before the gradient arrives
+    (`recompute_ahead`) adds no waiting time.
     """
     waits = np.zeros(rank_times.F.shape)
     messages, messages_each = np.zeros((2, len(plans)))

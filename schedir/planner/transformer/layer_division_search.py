@@ -116,7 +116,7 @@ def optimize_layer_division(
 
 
 class _DivisionSearch:
-    """The state of one search for a division. It simulates each division only once."""
+    """The state of one search for a division. The search simulates each division only once."""
 
     def __init__(
         self,

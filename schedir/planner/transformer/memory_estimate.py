@@ -268,7 +268,7 @@ def _estimate_states(
     def state(size: float, name: str) -> Any:
         """Return the bytes that a rank has of a state with `size` bytes per parameter.
 
-        The ZeRO level decides whether the replicas shard it.
+        The ZeRO level decides whether the replicas shard this state.
         """
         is_sharded = zero >= SHARDED_FROM_LEVEL[name]
         return size * sum(
@@ -277,7 +277,7 @@ def _estimate_states(
         )
 
     # If ZeRO shards weights, two stages are unsharded at the same time
-    # (passes/communication/unshard_placement.py). If it shards gradients, the gradients of one
+    # (passes/communication/unshard_placement.py). If ZeRO shards gradients, the gradients of one
     # stage are unsharded until they are reduced. With at most two stages per rank, all stages are
     # unsharded.
     has_few_stages, end_params = v <= 2, np.maximum(params.embedding, params.head)

@@ -35,8 +35,8 @@ class TransformerSpec:
 
     Raises:
         UsageError: A size is not an integer of at least 1, or is too large. Also if `kv_heads` does
-            not divide `heads`, `heads` does not divide `hidden` and `head_dim` is 0, or `active` is
-            more than `experts`.
+            not divide `heads`, or `active` is more than `experts`. If `head_dim` is 0, also if
+            `heads` does not divide `hidden`.
 
     Example:
         >>> from schedir.planner import TransformerSpec
