@@ -57,14 +57,14 @@ class Saver:
     the tensors that a step changes. `schedule_save` itself copies all other tensors, such as
     buffers, because a forward may write to them. A thread then writes the files.
 
-    All processes create their Saver together, and call the same methods in the same order. They
-    wait at most 30 minutes for the files of other processes.
+    All processes create their Saver together, and call the same methods in the same order. A
+    process waits at most 30 minutes for the files of other processes.
 
     Args:
         executor: The executor to save.
         directory: The directory of the checkpoints. It is created if it does not exist.
-        name_map: A function of the number of a stage and a name in it. It returns the name of this
-            parameter or buffer in the full model.
+        name_map: A function of the number of a stage and the name of a parameter or buffer in this
+            stage. It returns the name of the parameter or buffer in the full model.
         keep: The number of newest checkpoints to keep. By default all are kept.
 
     Attributes:
@@ -141,11 +141,11 @@ class Saver:
         self._error: BaseException | None = None
 
     def schedule_save(self, step: int, extra_state: Mapping[str, Any] | None = None) -> None:
-        """Schedule a save of the current state; the next step copies it.
+        """Schedule a save of the current state; the next step copies this state.
 
         Until the end of that step, no other code may change weights or optimizer states. The call
-        waits until the previous checkpoint is written, and raises its errors as `wait` does. All
-        processes call it.
+        waits until the previous checkpoint is written, and raises the errors of that save as `wait`
+        does. All processes must call this method.
 
         Args:
             step: The number of steps that were made so far.
@@ -193,9 +193,9 @@ class Saver:
     def write(self) -> None:
         """Start to write the scheduled checkpoint, if there is one.
 
-        Call it after the step that copies the state, and only when this state is final. For
-        example, it is not final while post-validation can still undo the update. All processes call
-        it.
+        Call this after the step that copies the state, and only when the copied state is final. For
+        example, the state is not final while post-validation can still undo the update. All
+        processes must call this method.
 
         Raises:
             ModelError: No step was made since `schedule_save`. The save remains scheduled. Or the
@@ -263,7 +263,8 @@ class Saver:
         """Wait until the checkpoint that is being written is complete.
 
         Raises:
-            CheckpointError: A process could not write its files. All processes raise it, once.
+            CheckpointError: A process could not write its files. All processes raise this error
+                once.
             ModelError: A save is scheduled, and neither `write` nor `cancel` was called.
         """
         if self._writer_thread is not None:

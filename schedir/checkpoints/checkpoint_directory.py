@@ -114,9 +114,10 @@ class CheckpointDirectory:
         )
 
     def locate_step(self, step: int) -> Path:
-        """Return the directory of a step's checkpoint, which need not exist.
+        """Return the directory of a step's checkpoint. The directory need not exist.
 
-        If a save was interrupted while it replaced this checkpoint, this is the `.old` directory.
+        If a save was interrupted while it replaced this checkpoint, the result is the `.old`
+        directory.
 
         Args:
             step: The step.
@@ -213,17 +214,18 @@ class CheckpointDirectory:
 
         Args:
             select_files: Returns the files of a manifest that this process verifies, for example
-                the files that it will read, or those that `Manifest.assign_files` returns. By
-                default it verifies all files.
+                the files that this process will read, or the result of `Manifest.assign_files`. By
+                default this process verifies all files.
             gather_texts: Takes the text of this process, and returns the texts of all processes in
                 order of rank. By default this process works alone.
-            step: The step of the checkpoint. By default the newest complete one is found, and
-                incomplete newer ones are skipped.
+            step: The step of the checkpoint. By default the result is the newest complete
+                checkpoint, and newer incomplete checkpoints are skipped.
 
         Raises:
             CheckpointError: A checkpoint cannot be read, but may be complete. For example, it has a
-                newer format or the process has no permission. It is not skipped, because resuming
-                from an older one would lose steps. All processes raise it.
+                newer format or the process has no permission. Such a checkpoint is not skipped,
+                because resuming from an older checkpoint would lose steps. All processes raise this
+                error.
             IncompleteCheckpointError: `step` is given, and its checkpoint is incomplete. All
                 processes raise it.
         """
@@ -471,7 +473,7 @@ class CheckpointDirectory:
                 self._remove(path)
 
     def _remove_older(self, step: int, keep: int) -> None:
-        """Remove checkpoints older than the `keep` newest complete ones up to `step`."""
+        """Remove checkpoints older than the `keep` newest complete checkpoints up to `step`."""
         num_complete = 0
         for other_step in reversed([s for s in self.list_steps() if s <= step]):
             if num_complete >= keep:

@@ -12,7 +12,7 @@ from schedir.errors import CheckpointError, SchedirError, describe_exception
 from schedir.transports.json_collectives import RecordTypes, gather
 from schedir.transports.transport import describe_peer_error
 
-# The time that a process waits for the files of others. This is torch's default timeout.
+# The time that a process waits for the files of other processes. This is torch's default timeout.
 DISK_TIMEOUT: Final = timedelta(minutes=30)
 
 _T = TypeVar("_T")

@@ -66,8 +66,8 @@ def write(
         tensors: The slices to write.
 
     Returns:
-        The position of each slice, and name of the file -> its size and digest. Both are empty if
-        there are no slices.
+        The position of each slice, and a mapping from the file name to the size and digest of the
+        file. Both are empty if there are no slices.
 
     Raises:
         OSError: The file could not be written.
@@ -126,7 +126,7 @@ def write_metadata(
         chunks[stored.tensor].append(
             ChunkStorageMetadata(torch.Size(stored.offset), torch.Size(stored.size))
         )
-        # This class has no public name.
+        # torch has no public name for `_StorageInfo`.
         storage_info = _StorageInfo(stored.file, stored.begin, stored.length)
         results.append(
             WriteResult(MetadataIndex(stored.tensor, stored.offset), stored.length, storage_info)

@@ -68,7 +68,8 @@ def load(
     Raises:
         CheckpointError: The checkpoint is of another model, or cannot be read. Or there are
             checkpoints, but none is complete. The error lists the first three differences from the
-            model, or the first three reasons. All processes raise it.
+            model, or the first three reasons why checkpoints are incomplete. All processes raise
+            it.
         UsageError: `run` has no state that checkpoints can load, or `directory` or `step` is not
             valid.
 

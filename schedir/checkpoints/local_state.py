@@ -113,7 +113,7 @@ class TensorShardSpec:
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A tensor, or the part of it that a process has.
+    """A tensor, or the part of a tensor that a process has.
 
     Args:
         name: The name in the checkpoint. It begins with a category, as in `weights/NAME`.
@@ -149,7 +149,7 @@ class SliceableWeight:
         main_parameter: The float32 copy of the parameter, if it has one.
         optimized_tensor: The tensor that the optimizer steps. It is the key of the optimizer state.
         optimizer: The optimizer that steps the weight, if there is one.
-        param_group: The options of its parameter group.
+        param_group: The options of the parameter group that has the weight.
     """
 
     name: str
@@ -235,7 +235,7 @@ class LocalState:
 def list_generator_shards(rank: RankCheckpointState, process: int) -> list[TensorShard]:
     """Return the states of torch's random number generators in a process.
 
-    They are saved if the run has no seed. They are in the order of
+    A checkpoint has these states if the run has no seed. They are in the order of
     `rank.random_streams.generators`.
 
     Args:
@@ -261,7 +261,8 @@ def collect_tied_names(rank: RankCheckpointState, name_map: NameMap) -> dict[tup
         name_map: Returns the name in the full model.
 
     Returns:
-        (the stages that share a weight, its number among their shared weights) -> name.
+        (the stages that share a weight, the number of the weight among those that they share) ->
+        name.
     """
     return {key: name_map(s, n) for key, s, n in _iterate_tied_weights(rank) if s == key[0][0]}
 
@@ -269,7 +270,8 @@ def collect_tied_names(rank: RankCheckpointState, name_map: NameMap) -> dict[tup
 def _iterate_tied_weights(rank: RankCheckpointState) -> Iterator[tuple[tuple[Any, ...], int, str]]:
     """Yield key, stage and local name of each copy of a tied weight on a rank.
 
-    The key has the stages that share the weight, and its number among their shared weights.
+    The key has the stages that share the weight, and the number of the weight among those that they
+    share.
     """
     last_index: dict[tuple[int, ...], int] = {}
     for weight in rank.tied_weights:
@@ -283,7 +285,8 @@ def collect_local_state(
 ) -> LocalState:
     """Return the weights and buffers of a rank.
 
-    If the loss is a module, it counts as part of the last stage. Its names begin with `loss.`.
+    If the loss is a module, it counts as part of the last stage. The names in this module begin
+    with `loss.`.
 
     Args:
         rank: The state of the rank.
@@ -375,7 +378,7 @@ class OptimizerOwners:
                         )
 
     def find_owner(self, p: nn.Parameter) -> tuple[Tensor | None, Any, Any, dict[str, Any]]:
-        """Return the optimizer of a parameter, and the tensor that it steps.
+        """Return the optimizer of a parameter, and the tensor that the optimizer steps.
 
         Args:
             p: The parameter.
@@ -413,8 +416,8 @@ def _make_buffer_shard(
 ) -> TensorShard:
     """Return the shard of a buffer.
 
-    Only the first replica that has the buffer writes it, because its values may differ between
-    replicas.
+    Only the first replica that has the buffer writes it, because the values of the buffer may
+    differ between replicas.
     """
     full_range = ShardRange(tuple(buffer.shape), 0, buffer.numel())
     spec = _make_shard_spec(buffer, full_range, rank, is_flat=False)

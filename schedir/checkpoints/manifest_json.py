@@ -9,9 +9,9 @@ The first line describes the run. Then there is one line per file, and one line 
 slices, which are called boxes in the file. A box is [number of the file, first byte, number of
 bytes, offset, size].
 
-The last line is the digest of all lines before it. It detects truncation and accidental changes. It
-is not a signature: a person with write access can write another digest. This module does not need
-torch.
+The last line is the digest of all lines before it. The digest detects truncation and accidental
+changes. It is not a signature: a person with write access can write another digest. This module
+does not need torch.
 """
 
 from __future__ import annotations
@@ -279,9 +279,10 @@ class _ManifestReader:
 def _is_exact_cover(shape: tuple[int, ...], slices: Sequence[StoredSlice]) -> bool:
     """Return whether slices within a tensor cover each of its elements exactly once.
 
-    They do if the sum of their indicator functions equals the indicator function of the tensor. The
-    code compares the mixed differences of both. The mixed difference of a box is 1 or -1 at its
-    corners, and 0 elsewhere, so only corners are compared.
+    Slices cover each element once if the sum of the indicator functions of the slices equals the
+    indicator function of the tensor. The code compares the mixed differences of these two
+    functions. The mixed difference of a box is 1 or -1 at its corners, and 0 elsewhere, so only
+    corners are compared.
     """
     if len(slices) == 1:
         return slices[0].size == shape

@@ -41,7 +41,8 @@ class ExportedTensor(NamedTuple):
     Attributes:
         name: The name in the exported file.
         meta: Shape and dtype in the exported file.
-        stored_name: The name of the tensor in the checkpoint from which it is made.
+        stored_name: The name of the tensor in the checkpoint from which the exported tensor is
+            made.
         convert: Converts the tensor after its dtype was changed. By default the tensor is only made
             contiguous.
     """

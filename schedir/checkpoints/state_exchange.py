@@ -23,7 +23,7 @@ from schedir.runtime.parameters.buckets import describe_slice, is_expert
 
 
 class RankManifest(NamedTuple):
-    """The description of the tensors of a process, which it sends to the other processes.
+    """The description of the tensors of a process, for the other processes.
 
     Attributes:
         tensors: The weights and buffers: name in the full model, stage, shape and dtype.
@@ -253,7 +253,7 @@ def warn_of_differing_buffers(peers: CheckpointGroup, manifests: Sequence[RankMa
 def warn_of_unoptimized(peers: CheckpointGroup, manifests: Sequence[RankManifest]) -> None:
     """Warn of trained weights that no saved optimizer steps.
 
-    Another optimizer may step them, and its state would be lost.
+    Another optimizer may step these weights, and its state would be lost.
 
     Args:
         peers: The processes that save together.

@@ -70,7 +70,7 @@ _REFUSED_VARIABLES: Final = (
     _RefusedVariable(
         ("PYTORCH_NO_CUDA_MEMORY_CACHING",),
         "each free of a tensor would wait for all work of the GPU, and so for receives",
-        max_value=-1,  # torch ignores the value: any value enables it
+        max_value=-1,  # torch ignores the value: any value disables the cache
     ),
     _RefusedVariable(
         ("NCCL_LAUNCH_ORDER_IMPLICIT",),

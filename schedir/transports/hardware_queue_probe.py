@@ -1,14 +1,14 @@
 """Find CUDA streams of a rank that share a hardware queue.
 
-CUDA does not report which streams share a hardware queue, so a probe finds out before the first
+CUDA does not report which streams share a hardware queue, so a probe detects them before the first
 step. At each end of each edge, a receive waits for a message that is not sent yet. Meanwhile the
 other streams of the rank get a short operation each. A stream whose operation does not end shares a
 queue with the edge. Then the message is sent, and all operations end. The probe cannot hang,
 because only the hosts wait for each other.
 
-Most streams may share a queue without harm. `require_safe_queues` refuses a program only if it
-would deadlock. The probe does not test two cases: collective streams that share a queue with each
-other, and the single communicator of `GroupedMessages`.
+Most streams may share a queue without harm. `require_safe_queues` refuses a program only if the
+shared queues would make the program deadlock. The probe does not test two cases: collective streams
+that share a queue with each other, and the single communicator of `GroupedMessages`.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def encode_value(value: object, record_types: RecordTypes = ()) -> bytes:
 
     Args:
         value: The value, see `gather`.
-        record_types: Record types that it may contain.
+        record_types: Record types that the value may contain.
 
     Raises:
         TypeError: The value has a type that cannot be encoded.
@@ -184,7 +184,7 @@ def decode_value(data: bytes, sender: str, record_types: RecordTypes = ()) -> An
     Args:
         data: The bytes.
         sender: The name of the sender, for the error message.
-        record_types: Record types that it may contain.
+        record_types: Record types that the value may contain.
 
     Raises:
         ModelError: `encode_value` cannot have written these bytes.

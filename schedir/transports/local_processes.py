@@ -213,13 +213,13 @@ def call_in_group(
         pickled_call: The function and its arguments, as a tuple or its pickle.
     """
     with _stack_path(directory, rank).open("w") as stack:
-        # The stacks are written a little before the parent's time limit, when it reads them.
+        # The stacks are written a little before the time limit, at which the parent reads them.
         faulthandler.dump_traceback_later(max(timeout - 1, timeout / 2), file=stack)
         try:
             fn, args = (
                 pickle.loads(pickled_call) if isinstance(pickled_call, bytes) else pickled_call
             )
-            # A file store needs no port, so runs on one machine cannot compete for one.
+            # A file store needs no port, so runs on one machine cannot compete for a port.
             dist.init_process_group(
                 "gloo",
                 init_method=Path(directory, "store").as_uri(),

@@ -6,11 +6,11 @@ as all tensor-parallel groups. Each process creates the group of the row that co
 processes call `make_group` with the same rows in the same order.
 
 Over NCCL a call is one ncclCommSplit of the communicator of the default group. torch computes the
-color from the row. The default group must be connected and bound to its device.
+color for ncclCommSplit from the row. The default group must be connected and bound to its device.
 
 torch has two alternatives. `dist.split_group` also creates a set of disjoint groups in one call.
-But up to torch 2.13 it is experimental, and passes NCCL options to Gloo if the default group has
-both backends.
+But up to torch 2.13 this function is experimental, and passes NCCL options to Gloo if the default
+group has both backends.
 `dist.new_group` for all rows, one after the other, splits the communicator once for each row.
 """
 
@@ -100,7 +100,7 @@ def make_group(
 
 
 def get_backend_name(group: Any, device: torch.device) -> str:
-    """Return the name of a group's backend for a device, such as "gloo", or "" if it has none.
+    """Return the name of a group's backend for a device, such as "gloo", or "" without backend.
 
     Args:
         group: The process group.
@@ -115,8 +115,9 @@ def get_backend_name(group: Any, device: torch.device) -> str:
 def get_nccl_progress_model(group: Any) -> ProgressModel:
     """Return the progress model of unbatched messages in an NCCL group.
 
-    If the group is bound to a device, the messages use its communicator ("per_device"). Otherwise
-    torch creates a communicator for each pair of ranks at their first message ("torch_lazy").
+    If the group is bound to a device, the messages use the communicator of the group
+    ("per_device"). Otherwise torch creates a communicator for each pair of ranks at their first
+    message ("torch_lazy").
 
     Args:
         group: The process group.
@@ -131,7 +132,7 @@ def get_host_timeout(group: Any = None) -> float | None:
         group: The process group. By default the group of all processes.
 
     Returns:
-        The timeout, or None if the group has no CPU backend or its backend does not report one.
+        The timeout, or None if the group has no CPU backend or its backend reports no timeout.
     """
     process_group: Any = group or dist.group.WORLD
     if "cpu" not in {device.type for device in process_group._device_types}:
@@ -142,7 +143,7 @@ def get_host_timeout(group: Any = None) -> float | None:
 
 
 def _create_group(row: GroupRow, **options: Any) -> Any:
-    """Create the group of a row. Only its members call this."""
+    """Create the group of a row. Only the processes of the row call this."""
     name = f"schedir-{_created_groups}-{row[0]}"
     with _use_group_name(name):
         group = dist.new_group([*row], use_local_synchronization=True, **options)
@@ -181,7 +182,8 @@ def _nccl_options(timeout: float | None, max_ctas: int) -> dict[str, Any]:
         options.config.min_ctas = 1
         options.config.max_ctas = max_ctas
     # NCCL's watchdog ends the process. Its timeout begins when a message is issued, and a receive
-    # may be issued a step early. With the margin, schedir's watchdog reports the cause before that.
+    # may be issued a step early. With the margin, schedir's watchdog reports the cause earlier than
+    # NCCL's watchdog ends the process.
     arguments = _gloo_options(None if timeout is None else timeout + WATCHDOG_MARGIN)
     if arguments["timeout"] is not None:
         # torch warns if the two timeouts differ.

@@ -60,7 +60,8 @@ def gather_or_raise(
 def _error_to_values(error: SchedirError) -> tuple[Any, ...]:
     """Return an error as plain values.
 
-    If its class has more fields than SchedirError, the fact contains its complete text.
+    If the class of the error has more fields than SchedirError, the fact contains the complete
+    text.
     """
     sites = [InstructionSite(s.rank, s.index, str(s.instr), s.note) for s in error.sites]
     fact = error.fact

@@ -13,7 +13,7 @@ from schedir.transports.transport import CompletedWork, Transport, TransportWrap
 
 
 class SerializedTransport(TransportWrapper):
-    """A transport that forwards all calls to another one, and can serialize them.
+    """A transport that forwards all calls to another transport, and can serialize the calls.
 
     Within `serialize`, each operation has completed for the current stream when its call returns.
     Transfers are not grouped, and the side stream is not used.
