@@ -216,7 +216,7 @@ class Stage(nn.Module):
 
 
 class AttentionLayer(nn.Module):
-    """The attention of a transformer layer, and the norm after it.
+    """The attention of a transformer layer, with the norms before and after the attention.
 
     Args:
         config: The configuration of the model.

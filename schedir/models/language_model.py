@@ -101,8 +101,8 @@ class EmbeddingAndHead(NamedTuple):
     ) -> EmbeddingAndHead:
         """Build the embedding and the head that a stage has, with the shards of this rank.
 
-        If the weight is tied and one stage has embedding and head, both use one Parameter. If two
-        stages have them, each stage has a copy.
+        If the weight is tied and one stage has embedding and head, both use one Parameter. If the
+        embedding and the head are in two stages, each of these stages has a copy of the weight.
 
         Args:
             config: The configuration of the model.

@@ -1,11 +1,12 @@
-"""The routing bias of experts, which balances them without changing other gradients.
+"""The routing bias of experts, which balances their load without changing other gradients.
 
 The router adds the bias to the probabilities only to choose experts (DeepSeek-V3, arXiv 2412.19437,
 section 2.1.2). After an update, the bias of an expert with more tokens than the mean decreases by a
 fixed rate. The bias of an expert with fewer tokens increases by this rate.
 
-The excess of tokens is used as the gradient of the bias. So a program sums it over microbatches and
-replicas like all other gradients, and the optimizer moves the bias by the sign of the sum.
+The excess of tokens is used as the gradient of the bias. So a program sums the excess over
+microbatches and replicas like all other gradients, and the optimizer moves the bias by the sign of
+the sum.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def make_routing_bias(experts: int, rate: float, placement: ParameterPlacement) 
 
     Args:
         experts: The number of experts.
-        rate: The change of the bias per update. The parameter gets it as attribute `balance_rate`.
+        rate: The change of the bias per update. It is also the parameter's attribute
+            `balance_rate`.
         placement: The device and the type of the parameter.
     """
     dtype = torch.promote_types(placement["dtype"], torch.float32)
