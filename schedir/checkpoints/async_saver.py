@@ -53,16 +53,16 @@ class SavedCheckpoint(NamedTuple):
 class Saver:
     """Saves checkpoints of an executor as `save` does, but while later steps run.
 
-    The program must have been compiled with `checkpoint_snapshots`. Its Snapshot instructions copy
-    the tensors that a step changes. `schedule_save` itself copies all other tensors, such as
-    buffers, because a forward may write to them. A thread then writes the files.
+    The program must have been compiled with `checkpoint_snapshots`. The Snapshot instructions of
+    the program copy the tensors that a step changes. `schedule_save` itself copies all other
+    tensors, such as buffers, because a forward may write to them. A thread then writes the files.
 
     All processes create their Saver together, and call the same methods in the same order. A
     process waits at most 30 minutes for the files of other processes.
 
     Args:
         executor: The executor to save.
-        directory: The directory of the checkpoints. It is created if it does not exist.
+        directory: The directory of the checkpoints. The directory is created if it does not exist.
         name_map: A function of the number of a stage and the name of a parameter or buffer in this
             stage. It returns the name of the parameter or buffer in the full model.
         keep: The number of newest checkpoints to keep. By default all are kept.
@@ -150,7 +150,7 @@ class Saver:
         Args:
             step: The number of steps that were made so far.
             extra_state: More values for the checkpoint, as JSON values. The first process saves
-                them.
+                these values.
 
         Raises:
             ModelError: Another save is scheduled, and neither `write` nor `cancel` was called.
@@ -200,7 +200,8 @@ class Saver:
         Raises:
             ModelError: No step was made since `schedule_save`. The save remains scheduled. Or the
                 weights changed before a step copied them: by `load`, by another Saver, or by a step
-                of a program without snapshots. The save is then canceled. All processes raise it.
+                of a program without snapshots. The save is then canceled. All processes raise this
+                error.
         """
         plan, self._save_plan = self._save_plan, None
         if plan is None:
@@ -238,7 +239,7 @@ class Saver:
                 self.saved_checkpoint = SavedCheckpoint(
                     plan.step, path, perf_counter() - begin_time
                 )
-            except BaseException as error:  # `wait` raises it.
+            except BaseException as error:  # `wait` raises this error.
                 self._error = error
 
         self._writer_thread = Thread(target=run, name="checkpoint", daemon=True)
@@ -280,7 +281,7 @@ class Saver:
             )
 
     def _get_host_buffer(self, name: str, piece: TensorPiece) -> Tensor:
-        """Return the host memory for a slice. It is allocated once, and reused by later saves."""
+        """Return the host memory for a slice, which is allocated once and reused by later saves."""
         key, source = (name, piece.offset), piece.memory
         buffer = self._host_buffers.get(key)
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:

@@ -51,8 +51,8 @@ _NAME_PATTERN = re.compile(
     rf"{_STEP_PREFIX}(\d{{8,16}})({_UNFINISHED_SUFFIX}|{_REPLACED_SUFFIX}|{_REMOVING_SUFFIX}|)"
 )
 
-# The locks that this process has, by real path of the directory. The system releases them when the
-# process ends.
+# The locks that this process has, by real path of the directory. The system releases these locks
+# when the process ends.
 _locks_by_directory: dict[str, DirectoryLock] = {}
 
 
@@ -77,7 +77,7 @@ class CheckpointDirectory:
     """The directory of a run's checkpoints.
 
     Args:
-        path: The directory. It need not exist. A relative path stays the same directory if the
+        path: The directory, which need not exist. A relative path stays the same directory if the
             process changes its working directory later.
 
     Raises:
@@ -137,8 +137,8 @@ class CheckpointDirectory:
     def load_manifest(self, step: int, *, include_tensors: bool = True) -> Manifest:
         """Read and verify the manifest of a step's checkpoint.
 
-        This verifies the digest and the format of the manifest, and that its slices cover each
-        tensor exactly. It does not verify the other files.
+        This method verifies the digest and the format of the manifest, and that the slices in the
+        manifest cover each tensor exactly. It does not verify the other files.
 
         Args:
             step: The step.
@@ -209,8 +209,8 @@ class CheckpointDirectory:
     ) -> LatestCheckpoint:
         """Find and verify the newest complete checkpoint, or the checkpoint of a given step.
 
-        If several processes load the checkpoint, they call this together. Each process then
-        verifies only some of the files, and all processes get the same checkpoint.
+        If several processes load the checkpoint, all of them call this method together. Each
+        process then verifies only some of the files, and all processes get the same checkpoint.
 
         Args:
             select_files: Returns the files of a manifest that this process verifies, for example
@@ -227,7 +227,7 @@ class CheckpointDirectory:
                 because resuming from an older checkpoint would lose steps. All processes raise this
                 error.
             IncompleteCheckpointError: `step` is given, and its checkpoint is incomplete. All
-                processes raise it.
+                processes raise this error.
         """
         skip_reasons: list[str] = []
         all_steps = {
@@ -406,8 +406,8 @@ class CheckpointDirectory:
 
         Args:
             manifest: The manifest to write.
-            keep: The number of checkpoints to keep: the newest complete ones up to this step. Older
-                checkpoints are removed. By default all checkpoints are kept.
+            keep: The number of checkpoints to keep: the newest complete checkpoints up to this
+                step. Older checkpoints are removed. By default all checkpoints are kept.
 
         Returns:
             The directory of the checkpoint.
@@ -443,7 +443,7 @@ class CheckpointDirectory:
     def _replace_directory(self, path: Path, target: Path, replaced_path: Path) -> None:
         """Rename `path` to `target`. An existing target is first renamed to `replaced_path`.
 
-        At any moment, one of the two checkpoints exists. If the second rename fails, the first
+        At any moment, the old or the new checkpoint exists. If the second rename fails, the first
         rename is undone.
         """
         if has_target := target.exists():

@@ -117,7 +117,7 @@ class CheckpointGroup:
         If `compute` fails, all processes raise its error.
 
         Args:
-            compute: Computes the result. Only the first process calls it.
+            compute: Computes the result. Only the first process calls this function.
             kinds: The types of records that the result may contain.
 
         Raises:

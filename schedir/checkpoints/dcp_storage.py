@@ -153,7 +153,7 @@ def _intersect(piece: TensorPiece, stored: StoredSlice) -> tuple[list[int], list
 def read(
     directory: Path, manifest: Manifest, destinations: Iterable[tuple[str, Sequence[TensorPiece]]]
 ) -> None:
-    """Read tensor slices into memory, from the stored slices that overlap them.
+    """Read tensor slices into memory, from the overlapping stored slices.
 
     A value of another dtype is converted. Files are not verified.
 

@@ -70,7 +70,7 @@ def compute_digests(sizes: Mapping[Path, int], step: int) -> Iterator[tuple[Path
         step: The step of the checkpoint, for errors.
 
     Yields:
-        Each file with its digest in hexadecimal digits, as soon as it is computed.
+        Each file with its digest in hexadecimal digits, as soon as the digest is computed.
 
     Raises:
         IncompleteCheckpointError: See `open_regular_file`.

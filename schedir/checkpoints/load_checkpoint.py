@@ -69,7 +69,7 @@ def load(
         CheckpointError: The checkpoint is of another model, or cannot be read. Or there are
             checkpoints, but none is complete. The error lists the first three differences from the
             model, or the first three reasons why checkpoints are incomplete. All processes raise
-            it.
+            this error.
         UsageError: `run` has no state that checkpoints can load, or `directory` or `step` is not
             valid.
 
@@ -191,7 +191,7 @@ def _find_verified(
 ) -> LatestCheckpoint:
     """Return the newest complete checkpoint, or the checkpoint of `step`.
 
-    Each process verifies some files.
+    Each process verifies a part of the files.
     """
     latest = directory.find_checkpoint(
         lambda manifest: manifest.assign_files(peers.process, peers.processes),

@@ -51,8 +51,8 @@ class TensorShardSpec:
     """The shard of a tensor that a process has.
 
     The tensor-parallel slice is the part of the tensor along `dim` that the tensor-parallel rank
-    has. The local range is the share of this slice that belongs to this data-parallel replica. It
-    has the elements `low` to `high` of the flattened slice.
+    has. The local range is the share of this slice that belongs to this data-parallel replica. The
+    local range has the elements `low` to `high` of the flattened slice.
 
     Args:
         shape: The shape of the tensor-parallel slice.
@@ -116,7 +116,7 @@ class TensorShard:
     """A tensor, or the part of a tensor that a process has.
 
     Args:
-        name: The name in the checkpoint. It begins with a category, as in `weights/NAME`.
+        name: The name in the checkpoint. The name begins with a category, as in `weights/NAME`.
         memory: The local memory.
         spec: Which part of the tensor the memory has.
         should_write: True if this process writes its local range.
@@ -140,14 +140,15 @@ class SliceableWeight:
     Args:
         name: The name in the full model.
         stage: The stage.
-        owner_stage: The stage from which the weight has its name. It may differ from `stage` for a
-            tied weight.
+        owner_stage: The stage from which the weight has its name. For a tied weight, this stage may
+            differ from `stage`.
         parameter: The parameter.
         spec: Which part of the weight this process has.
         should_write: True if this process writes its local range.
         aliases: Other names of the weight in the full model.
-        main_parameter: The float32 copy of the parameter, if it has one.
-        optimized_tensor: The tensor that the optimizer steps. It is the key of the optimizer state.
+        main_parameter: The float32 copy of the parameter, or None.
+        optimized_tensor: The tensor that the optimizer steps. This tensor is also the key of the
+            optimizer state.
         optimizer: The optimizer that steps the weight, if there is one.
         param_group: The options of the parameter group that has the weight.
     """
@@ -235,7 +236,7 @@ class LocalState:
 def list_generator_shards(rank: RankCheckpointState, process: int) -> list[TensorShard]:
     """Return the states of torch's random number generators in a process.
 
-    A checkpoint has these states if the run has no seed. They are in the order of
+    A checkpoint has these states if the run has no seed. The states are in the order of
     `rank.random_streams.generators`.
 
     Args:
@@ -353,7 +354,7 @@ class OptimizerOwners:
     """The optimizer and the float32 copy of each parameter.
 
     Args:
-        optimizer: The optimizer of a rank, which may contain others, or None.
+        optimizer: The optimizer of a rank, which may contain other optimizers, or None.
 
     Raises:
         CheckpointError: Two optimizers step the same parameter.
@@ -404,8 +405,8 @@ def _iterate_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, 
 def _is_writer(rank: RankCheckpointState, stage: int, tensor: Tensor) -> bool:
     """Return whether a rank writes its local range of a tensor.
 
-    The first rank of the stage writes it. If the tensor is not sharded over tensor-parallel ranks,
-    only the first of these ranks writes it.
+    The first rank of the stage writes the tensor. If the tensor is not sharded over tensor-parallel
+    ranks, only the first of these ranks writes it.
     """
     is_first = bool(rank.program.shape.first_rank_per_stage[stage] == rank.rank)
     return is_first and (is_tp_sharded(tensor) or not rank.tp_rank)

@@ -100,8 +100,8 @@ def gather_checkpoint_states(
 
     Raises:
         CheckpointError: A state cannot be saved, two tensors have the same name, or a tensor has
-            another stage, shape or dtype in another process. A save also raises it if code outside
-            of schedir reduces the gradients, and replicas differ.
+            another stage, shape or dtype in another process. A save also raises this error if code
+            outside of schedir reduces the gradients, and replicas differ.
     """
     ranks: list[RankCheckpointState] = []
 

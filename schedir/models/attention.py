@@ -1,4 +1,4 @@
-"""Causal attention, over all earlier tokens or over a window of them.
+"""Causal attention, over all earlier tokens or over a window of earlier tokens.
 
 The windows are those of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922), in
 its causal form with one dimension. Query i attends to keys j with leader - window < j <= i. Each
@@ -7,9 +7,9 @@ keys of a query do not depend on the number of later tokens. `schedir.predict.wi
 the tiles that have pairs of a query and its key.
 
 Tiles without such pairs are skipped. On CPUs, torch's flash attention operation runs for one tile
-of queries at a time, with its keys. On GPUs, FlexAttention skips the tiles. Neither supports
-dropout. With dropout, attention is computed for all pairs and then masked. The same happens on GPUs
-without Triton, and for heads that are too narrow for FlexAttention.
+of queries at a time, with its keys. On GPUs, FlexAttention skips the tiles. Neither of these two
+implementations supports dropout. With dropout, attention is computed for all pairs and then masked.
+The same happens on GPUs without Triton, and for heads that are too narrow for FlexAttention.
 """
 
 from __future__ import annotations

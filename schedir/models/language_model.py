@@ -144,8 +144,8 @@ def find_tied_weight(
     """Return a stage's copy of a tied weight if another stage has a copy too.
 
     The gradients of both copies are summed. The result is None if the weight is not tied, or if the
-    stage has neither embedding nor head. It is also None for a stage with both, because the head
-    there uses the parameter of the embedding.
+    stage has neither embedding nor head. The result is also None for a stage with both, because the
+    head of such a stage uses the parameter of the embedding.
 
     Args:
         config: The configuration of the model.

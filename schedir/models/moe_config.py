@@ -93,7 +93,7 @@ class MoEConfig(GPTConfig):
         """Return the number of rows of a rank's buffer for the tokens of its experts.
 
         Args:
-            tokens: Number of tokens of a microbatch. Each is sent to `active` experts.
+            tokens: Number of tokens of a microbatch. Each token is sent to `active` experts.
             ep: Number of ranks among which the experts are divided.
 
         Example:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from schedir.models.language_model import ParameterPlacement
 
 # The factor of the gradient. It is so small that the bias adds less than 1e-12 to the norm of all
-# gradients. Its square, divided by the square of a step's number of tokens, must not underflow in
-# float32.
+# gradients. The square of the factor, divided by the square of a step's number of tokens, must not
+# underflow in float32.
 _GRADIENT_SCALE: Final = 2.0**-33
 # AdamW divides the gradient by its absolute value plus this number. So no step is above the rate.
 _ADAMW_EPS: Final = 1e-19

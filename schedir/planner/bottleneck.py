@@ -65,7 +65,7 @@ def no_fit_error(
             offload.
 
     Returns:
-        The error. The caller raises it.
+        The error. The caller raises this error.
     """
     least = plan_table.estimate_at(model, cluster, int(plan_table.total_memory.argmin()))
     return UsageError(
@@ -86,8 +86,8 @@ def attach_bottleneck(cluster: Cluster, estimate: PlanEstimate) -> PlanEstimate:
 
     Returns:
         The estimate with `bottleneck` and `explanation`. `bottleneck` is "memory" if the plan does
-        not fit. Otherwise it is the largest part of the step other than compute, or "compute" if
-        all other parts are 0.
+        not fit. Otherwise `bottleneck` is the largest part of the step other than compute, or
+        "compute" if all other parts are 0.
     """
     excess_bytes = estimate.memory.total - cluster.memory
     if excess_bytes > 0:

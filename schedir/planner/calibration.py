@@ -79,7 +79,8 @@ class MeasuredRun(NamedTuple):
 
     Attributes:
         model: The model.
-        plan: The plan. It has the GPUs of one or more complete nodes, or fewer GPUs than a node.
+        plan: The plan. The plan has the GPUs of one or more complete nodes, or fewer GPUs than a
+            node.
         step_time: Seconds of a step.
         memory: Peak bytes of the GPU with the highest peak, or None if not measured.
 

@@ -70,8 +70,8 @@ class TrainingCheckpoints:
     def resume(self) -> int:
         """Load the newest complete checkpoint, and return the number of complete steps.
 
-        All processes must call this. With `train.resume = "no"` it loads nothing. Process 0 prints
-        the settings that changed since the checkpoint.
+        All processes must call this. With `train.resume = "no"` this method loads nothing. Process
+        0 prints the settings that changed since the checkpoint.
 
         Returns:
             The number of complete steps, or 0 if there is no checkpoint.
@@ -156,7 +156,7 @@ class TrainingCheckpoints:
     def schedule_copy(self, step: int) -> None:
         """Request that the next step copies the current state.
 
-        This waits until the previous checkpoint is complete.
+        This method waits until the previous checkpoint is complete.
 
         Args:
             step: The last complete step, from 1.
@@ -220,7 +220,7 @@ class TrainingCheckpoints:
     def close(self) -> None:
         """Complete the checkpoint that is being written, for whatever reason the run ends.
 
-        With several processes this does nothing, because other processes may have exited.
+        With several processes this method does nothing, because other processes may have exited.
         """
         if self.saver is not None and dist.get_world_size() == 1:
             with suppress(CheckpointError, ModelError):  # The run has ended for another reason.

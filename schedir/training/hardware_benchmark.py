@@ -1,8 +1,8 @@
 """Measure the machine as a Cluster for the planner.
 
 Several processes run the same measurements at the same time: one process on each GPU, or any number
-of processes on the CPU. They measure matrix products, copies, layers of the trainer's GPT, and
-all-reduces.
+of processes on the CPU. The processes measure matrix products, copies, layers of the trainer's GPT,
+and all-reduces.
 
 On a CPU, a compute time is the processor time of the thread, so the load of other programs does not
 count. This processor time is multiplied by the number of processes that share a processor. On GPUs,
@@ -204,7 +204,7 @@ class MeasuredSamples(NamedTuple):
         layers: Seconds of each layer, in each round.
         copy_seconds: Seconds of the copy, in each round.
         all_reduces: For each all-reduce, the number of processes in the group, the bytes, and the
-            seconds in each round. There are no seconds if this process was in no group.
+            seconds in each round. The list of seconds is empty if this process was in no group.
         memory_bytes: Bytes of memory of the process.
         processor_share: Processor time divided by wall time, during the matrix products.
     """
@@ -281,7 +281,8 @@ class _Stopwatch:
         start_time = time.perf_counter()
         run()
         self._synchronize()
-        # All processes must run the function equally often, because it may contain collectives.
+        # All processes must run the function equally often, because the function may contain
+        # collectives.
         run_count = torch.tensor(self.round_seconds / max(time.perf_counter() - start_time, 1e-7))
         dist.all_reduce(run_count, dist.ReduceOp.MIN)
         times = min(max(int(run_count), 1), 10_000)
@@ -355,7 +356,7 @@ def _measure_all_reduces(
         group_ranks = [range(k, k + size) for k in range(0, world - size + 1, size)]
         groups = [dist.new_group([*ranks], backend=backend) for ranks in group_ranks]
         group_number = dist.get_rank() // size
-        # If `size` does not divide the processes, the last ones are in no group.
+        # If `size` does not divide the processes, the last processes are in no group.
         group = groups[group_number] if group_number < len(groups) else None
         for number in extent.all_reduce_bytes:
             x = torch.zeros(number // 4, device=watch.device)

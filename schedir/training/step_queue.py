@@ -36,7 +36,7 @@ class IssuedStep(NamedTuple):
         learning_rate: The learning rate of the step.
         gradient_norm: The global gradient norm before clipping. None if the program does not clip.
         skipped_updates: The number of updates that were skipped.
-        seconds: The time from the begin of this step to the begin of the next one.
+        seconds: The time from the begin of this step to the begin of the next step.
     """
 
     loss: float
@@ -128,7 +128,8 @@ class StepQueue:
 
         Args:
             batch: The batch of the step.
-            learning_rate: The learning rate, for the report. The optimizer must have it already.
+            learning_rate: The learning rate, for the report. The optimizer must have this rate
+                already.
             start_time: The time by `perf_counter` when the step began, before it waited for its
                 batch.
         """

@@ -212,7 +212,7 @@ def _run_rank(path: str, overrides: Sequence[str]) -> int:
             _train(config, program, Corpus(config))
     except TerminationNotice as notice:
         exit_after_termination(str(notice))
-    except NonFiniteError as error:  # All ranks raise it, but only one rank prints it.
+    except NonFiniteError as error:  # All ranks raise this error, but only one rank prints it.
         exit_with_error(str(error) if error.process == int(os.environ["RANK"]) else None)
     except ExecutionError as error:
         exit_with_error(str(error), is_peer_failure=_is_peer_failure(error))

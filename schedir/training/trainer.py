@@ -80,7 +80,7 @@ def train(
         ModelError: The processes do not have the same program, settings or data.
         MemoryLimitError: No program fits into `memory.memory_limit`.
         CheckpointError: A checkpoint cannot be read or written.
-        NonFiniteError: A loss or a gradient is not finite. All processes raise it.
+        NonFiniteError: A loss or a gradient is not finite. All processes raise this error.
         ExecutionError: The run fails in another way.
         TerminationNotice: The run ends after SIGTERM, and the last step is saved.
     """

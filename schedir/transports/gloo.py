@@ -88,8 +88,8 @@ class ProcessTransport:
 
     Args:
         program: The program that the transport runs.
-        timeout: The time that a process waits for others in its groups, in seconds. NCCL groups
-            wait longer, by `process_groups.WATCHDOG_MARGIN`. By default Gloo groups have the
+        timeout: The time that a process waits for other processes in its groups, in seconds. NCCL
+            groups wait longer, by `process_groups.WATCHDOG_MARGIN`. By default Gloo groups have the
             timeout of `group` or of the default group, and NCCL groups have the default of torch.
         device: The device of the tensors.
         max_message_bytes: The size of the largest message, in bytes, or 0 if it is unknown.

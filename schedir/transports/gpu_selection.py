@@ -209,7 +209,7 @@ def require_distinct_gpus(store: Any, rank: int, processes: int, gpu: str, host:
         host: The name of this process's host, as NCCL uses it.
 
     Raises:
-        ModelError: Two processes have the same GPU and host. All processes raise it.
+        ModelError: Two processes have the same GPU and host. All processes raise this error.
     """
     keys = [f"schedir: GPU of process {process}" for process in range(processes)]
     store.set(keys[rank], f"{gpu}\n{host}")

@@ -76,7 +76,8 @@ def require_safe_queues(
         The pairs of all ranks, sorted by their descriptions.
 
     Raises:
-        ModelError: The program would deadlock with these shared queues. All processes raise it.
+        ModelError: The program would deadlock with these shared queues. All processes raise this
+            error.
     """
     pairs_per_process = transport.check_agreement(
         {},

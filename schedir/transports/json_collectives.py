@@ -31,8 +31,8 @@ def gather(value: object, group: Any = None, record_types: RecordTypes = ()) -> 
     All processes of the group must call this.
 
     Args:
-        value: The value of this process. It consists of None, numbers, strings, lists, tuples,
-            dicts, dtypes of torch, and instances of `record_types`.
+        value: The value of this process. The value consists of None, numbers, strings, lists,
+            tuples, dicts, dtypes of torch, and instances of `record_types`.
         group: The process group. By default all processes.
         record_types: NamedTuples, dataclasses and Enums that values may contain.
 
@@ -81,7 +81,7 @@ def broadcast(value: object, source: int, group: Any = None, record_types: Recor
     All processes of the group must call this.
 
     Args:
-        value: The value to send, see `gather`. Only the source uses it.
+        value: The value to send, see `gather`. Only the source uses this argument.
         source: The rank of the sender in the group.
         group: The process group. By default all processes.
         record_types: NamedTuples, dataclasses and Enums that the value may contain.

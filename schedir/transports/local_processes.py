@@ -47,7 +47,8 @@ class RankError(Exception):
     Args:
         tracebacks: The traceback of each failed rank, or another description of its failure, in the
             order in which ranks failed.
-        hung_ranks: The ranks that still ran at the time limit. Their tracebacks are their stacks.
+        hung_ranks: The ranks that still ran at the time limit. The tracebacks of these ranks are
+            their stacks.
     """
 
     def __init__(self, tracebacks: Mapping[int, str], hung_ranks: tuple[int, ...] = ()) -> None:
@@ -70,16 +71,16 @@ def run_processes(
     when this process ends, even if it is killed.
 
     Args:
-        fn: The function. It is pickled by its name, except if processes are forks.
+        fn: The function. The function is pickled by its name, except if processes are forks.
         world_size: The number of processes.
-        *args: The arguments of `fn`. They are pickled, except if processes are forks.
+        *args: The arguments of `fn`. The arguments are pickled, except if processes are forks.
         context: A context of multiprocessing.
         timeout: The number of seconds after which ranks that still run count as hung.
         grace_seconds: The number of seconds for which ranks may still report after the first
             failure.
 
     Returns:
-        The results by rank. They are sent as pickles.
+        The results by rank. The results are sent as pickles.
 
     Raises:
         RankError: A rank failed, died or hung.

@@ -1,4 +1,4 @@
-"""Compare the arguments of a pipeline's processes, and raise one error in all of them."""
+"""Compare the arguments of a pipeline's processes, and raise one error in all processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gather_or_raise(
         record_types: The record types that values may have.
 
     Raises:
-        SchedirError: `make_value` of a process raised it.
+        SchedirError: `make_value` of a process raised this error.
         UsageError: `make_value` of a process returned a value that cannot be sent.
     """
     value: _T | None = None

@@ -565,8 +565,8 @@ class SharedMemoryTransport(ProcessTransport):
             A flat uint8 tensor for each slot, by kind and number: `(Value.ACT_IN, 0)`.
 
         Raises:
-            ModelError: A process has not enough memory, or cannot connect to a neighbour. Or one of
-                the programs is not among those that the transport was created for.
+            ModelError: A process has not enough memory, or cannot connect to a neighbour. Or the
+                transport was not created for one of the programs.
         """
         self.require_supported(programs)
         self.ended_steps = 0  # The counters in new memory begin at 0, too.

@@ -65,8 +65,8 @@ class Transport(Protocol):
     ) -> list[Any]:
         """Compare facts of all processes, and return their payloads.
 
-        This method blocks. A difference that it does not find would cause a hang or a wrong result
-        later.
+        This method blocks. A difference that this method does not find would cause a hang or a
+        wrong result later.
 
         Args:
             facts: The facts of this process: values by name. Each fact is compared among the
@@ -78,7 +78,8 @@ class Transport(Protocol):
             The payloads of all processes, by process.
 
         Raises:
-            ModelError: Two processes have different values of a fact. All processes raise it.
+            ModelError: Two processes have different values of a fact. All processes raise this
+                error.
         """
 
     def allocate_buffers(
@@ -86,8 +87,8 @@ class Transport(Protocol):
     ) -> dict[SlotKey, Tensor]:
         """Allocate the memory that messages of programs are received in.
 
-        All processes call this method once for each executor. It may block. Afterwards, earlier
-        executors of this transport cannot be used.
+        All processes call this method once for each executor. The method may block. Afterwards,
+        earlier executors of this transport cannot be used.
 
         Args:
             buffer_sizes: The bytes of each slot, by kind.

@@ -301,9 +301,9 @@ def _estimate_data_parallel(
     - Gradients: without ZeRO, a ring all-reduce; with ZeRO, a reduce-scatter (arXiv 1910.02054,
       section 7).
     - The share `reduction_overlap_share` of the reduction of a stage overlaps with the last
-      backward of the stage. On a rank with several stages, all reductions but the last one also
-      overlap with later backwards. If the backward is not split, the backwards of all other ranks
-      end before those of the first rank. Reductions during this time are not exposed.
+      backward of the stage. On a rank with several stages, all reductions except the last reduction
+      also overlap with later backwards. If the backward is not split, the backwards of all other
+      ranks end before those of the first rank. Reductions during this time are not exposed.
     - Weights: with ZeRO, the replicas gather the weights at the start of the step, while ranks wait
       for their first microbatch. With sharded weights, the replicas gather them several times, in
       parallel with compute.

@@ -437,8 +437,8 @@ def peak_memory(
         cluster: The cluster.
         plan: The plan. It must not offload.
         constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
-            uses those of Adam in the number type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
+            the bytes of Adam in the number type of the cluster.
 
     Raises:
         UsageError: The planner does not support the schedule, the degrees do not divide the model
@@ -479,8 +479,8 @@ def estimate_by_rank(
         cluster: The cluster.
         plan: The plan. It must not offload.
         constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
-            uses those of Adam in the number type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
+            the bytes of Adam in the number type of the cluster.
 
     Raises:
         UsageError: See `peak_memory`.

@@ -150,8 +150,8 @@ class TransformerSpec:
             batch: The number of sequences of the step.
 
         References:
-            arXiv 2205.05198, equation 7: 72 B l s h^2 (1 + s/6h + V/12lh) for a GPT. It is equation
-            3 of SC21 (arXiv 2104.04473) without recomputation.
+            arXiv 2205.05198, equation 7: 72 B l s h^2 (1 + s/6h + V/12lh) for a GPT. Without
+            recomputation, equation 3 of SC21 (arXiv 2104.04473) is the same.
 
         Example:
             >>> from schedir.planner import TransformerSpec

@@ -23,7 +23,7 @@ class Corpus:
         config: The configuration of the run.
 
     Raises:
-        UsageError: The data cannot be used. This is raised when the data is first used.
+        UsageError: The data cannot be used. The error is raised when the data is first used.
     """
 
     def __init__(self, config: Config) -> None:

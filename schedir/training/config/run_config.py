@@ -103,8 +103,8 @@ class PipelineConfig:
     - `buffer_sharing`: how values share static buffers.
       - "none" gives each value its own buffer.
       - "minimal" uses as few buffers as possible.
-      - "latency_preserving" uses as few buffers as possible without a longer step. It assumes that
-        a message takes half the time of a forward.
+      - "latency_preserving" uses as few buffers as possible without a longer step. This value
+        assumes that a message takes half the time of a forward.
       - "auto" is "latency_preserving" on GPUs and "none" on CPUs. If a `FILE.sched` shares buffers
         already, "auto" does not change them.
     - `layers_per_stage`: the number of layers of each stage. By default, the layers are divided
@@ -178,11 +178,11 @@ class MemoryConfig:
       Its values are "all", "half" (every other microbatch), stages such as "0,1", pairs of a stage
       and a microbatch such as "0.3,0.4", or "fit" (as few as `memory_limit` requires). By default,
       no forward is recomputed.
-    - `offload`: the saved activations that move to the host's memory until they are used. It takes
-      the same values as `recompute`. By default, none move.
+    - `offload`: the saved activations that move to the host's memory until they are used. `offload`
+      takes the same values as `recompute`. By default, none move.
     - `offload_to_disk`: the offloaded activations that move on to the disk, into an unnamed file in
-      `spill_dir`. It takes the same values as `recompute`; "fit" is as few as `host_memory_limit`
-      requires. By default, none move.
+      `spill_dir`. `offload_to_disk` takes the same values as `recompute`; "fit" is as few as
+      `host_memory_limit` requires. By default, none move.
     - `spill_dir`: a directory for the files of `offload_to_disk` and of `optimizer_placement =
       "disk"`, such as "/nvme". Both settings require it.
     - `optimizer_placement`: the place of the optimizer state between steps.
@@ -277,10 +277,10 @@ class DataConfig:
     A step reads the next dp * microbatches * microbatch_size windows. A window has `model.context`
     inputs. An epoch reads each window once.
 
-    - `source`: a path or a glob, or a list of them: a `.bin`, or text files. By default, it is the
+    - `source`: a path or a glob, or a list of them: a `.bin`, or text files. The default is the
       Python source of the standard library.
     - `tokenizer`: "bytes", or the path of a tokenizer.json.
-    - `end_of_document`: the token of the tokenizer.json after each document. By default, it is the
+    - `end_of_document`: the token of the tokenizer.json after each document. The default is the
       token that has one of the usual names. The tokenizer "bytes" has its own token for the end.
     - `packing`: "concatenate" joins all documents into one stream of tokens. "best_fit" packs
       complete documents into windows.
@@ -312,13 +312,13 @@ class DataConfig:
 class OutputConfig:
     """The files that a run writes, and the measurements for them.
 
-    - `dir`: the directory for results, which is created. If it has results of an earlier run,
-      `overwrite` must be true.
+    - `dir`: the directory for results, which is created. If the directory has results of an earlier
+      run, `overwrite` must be true.
     - `overwrite`: if true, results of an earlier run are removed when the first step begins.
-    - `trace`: a directory for the timeline of the last step. It requires `record = true`. By
+    - `trace`: a directory for the timeline of the last step. `trace` requires `record = true`. By
       default, no timeline is written.
     - `record`: if true, the begin and the end of each instruction are recorded in the steps that
-      are reported. Without it, no bubble is reported.
+      are reported. If false, no bubble is reported.
     - `memory`: if true, the bytes that are in use during the second step are counted. This makes
       the second step slower.
     """

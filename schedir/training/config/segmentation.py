@@ -22,7 +22,7 @@ LAYER_SEGMENTATION: Final = "layers"
 class StageSegmentation:
     """The layers and the segments of the stages of a run.
 
-    A stage here is an unsegmented stage. Each of its segments is a stage of the program.
+    A stage here is an unsegmented stage. Each segment of such a stage is a stage of the program.
 
     Args:
         layers_per_stage: The number of layers of each stage.
@@ -64,8 +64,8 @@ def make_segmentation(
 
     Args:
         layers: The number of layers of the model.
-        shape: The pipeline shape. If `segment_boundaries` is set, its stages are segments.
-            Otherwise they are unsegmented stages.
+        shape: The pipeline shape. If `segment_boundaries` is set, the stages of the shape are
+            segments. Otherwise the stages of the shape are unsegmented.
         layers_per_stage: The number of layers of each stage. None uses the division that
             `segment_boundaries` implies. Without `segment_boundaries`, None divides the layers
             evenly.
@@ -84,7 +84,7 @@ def make_segmentation(
 
     Raises:
         UsageError: The segments do not fit the layers, the chunks do not divide the microbatch, or
-            another setting contradicts them.
+            another setting contradicts the segments or chunks.
 
     Example:
         >>> make_segmentation(4, PipelineShape(2, 8), None, microbatch_size=4, microbatch_chunks=2,

@@ -64,9 +64,9 @@ class Setting(NamedTuple):
     Args:
         name: The name of the setting.
         accepted: A text with the values that the setting accepts.
-        default: The default as in TOML, or a text that describes it. "" if there is none.
+        default: The default as in TOML, or a text that describes it. "" if there is no default.
         meaning: The meaning, from the docstring of the section, or else the help of the option. ""
-            if there is neither.
+            if both are missing.
     """
 
     name: str

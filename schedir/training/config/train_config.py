@@ -48,9 +48,9 @@ class TrainConfig:
       optimizer state are float32. With "float16" the loss is scaled. The scale depends on the
       gradient norm, so `clip_grad_norm` must not be 0.
     - `on_nonfinite`: the reaction to a loss or a gradient that is infinite or NaN. "stop" ends the
-      run and reports the first instruction that computed such a value. "skip" skips the update; it
-      needs the gradient norm, so `clip_grad_norm` must not be 0. Updates that overflow because of
-      the scale of float16 are always skipped.
+      run and reports the first instruction that computed such a value. "skip" skips the update.
+      Because "skip" needs the gradient norm, `clip_grad_norm` must not be 0. Updates that overflow
+      because of the scale of float16 are always skipped.
     - `checkpoint_dir`: a directory for checkpoints. By default, none are written.
     - `checkpoint_every`: the number of steps between two checkpoints. A checkpoint is written while
       the next steps run, or between steps if a compiled `FILE.sched` has no snapshots. The last

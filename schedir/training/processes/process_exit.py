@@ -2,8 +2,8 @@
 
 A process that fails writes the reason into its black box. If another process is the cause, the
 black boxes of all processes show which process it is (`hang_diagnosis/stall_cause.py`). Only one
-process prints the reason. Under `launch`, the launcher prints it. Otherwise the first process that
-fails prints it, and the rendezvous store decides which process is the first.
+process prints the reason. Under `launch`, the launcher prints the reason. Otherwise the first
+process that fails prints it, and the rendezvous store decides which process is the first.
 
 A process that is stopped, or that never arrives, blocks all other processes. The process that
 reports the blocking process also kills it. So the launcher or torchrun receives the exit of the
@@ -39,7 +39,8 @@ from schedir.ir.program import Program
 from schedir.training.processes.rendezvous_store import connect_store
 
 EXIT_TIMEOUT: Final = 1.0  # Seconds within which a process exits after its connections close.
-EXIT_GRACE: Final = 5.0  # Seconds within which the first process that fails ends the others.
+# Seconds within which the first process that fails ends the other processes.
+EXIT_GRACE: Final = 5.0
 LAUNCHER_PID_VARIABLE: Final = "SCHEDIR_LAUNCHED"  # Its value is the process id of `launch`.
 _PR_SET_PDEATHSIG: Final = 1  # From linux/prctl.h.
 
@@ -86,7 +87,7 @@ class RunMember:
         return self.black_box.values[BlackBoxField.PID] == os.getpid()
 
     def set_program(self, program: Program) -> None:
-        """Set the program, and write it to the directory for readers of the black boxes.
+        """Set the program, and write the program to the directory for readers of the black boxes.
 
         Args:
             program: The program of the run.
@@ -140,7 +141,7 @@ class RunMember:
             self.directory.rmdir()  # This fails in all processes but the last one.
 
 
-_CURRENT_MEMBER: list[RunMember] = []  # It has one element if the run has several processes.
+_CURRENT_MEMBER: list[RunMember] = []  # The list has one element if the run has several processes.
 
 
 def get_current_member() -> RunMember | None:
@@ -175,7 +176,7 @@ def exit_with_error(
     them could be reported as the cause.
 
     Args:
-        reason: The reason. If None, nothing is printed, because another process reports it.
+        reason: The reason. If None, nothing is printed, because another process reports the error.
         code: The exit code.
         is_peer_failure: True if the error occurred because other processes exited or did not
             arrive. The report then names the process that is the cause.
@@ -186,7 +187,7 @@ def exit_with_error(
         if reason is not None:
             print(f"a child of {member.name}: {reason}", file=sys.stderr, flush=True)
         os._exit(code)
-    _REPORT_LOCK.acquire()  # It is never released.
+    _REPORT_LOCK.acquire()  # The lock is never released.
     if member is None:
         if reason is not None and _is_first_failure():
             print(f"process {os.environ.get('RANK', '0')}: {reason}", file=sys.stderr, flush=True)
@@ -239,8 +240,8 @@ def report_and_exit(
         member: This process.
         text: The text, or None to print nothing.
         code: The exit code.
-        cause: The process that is the cause, or None if it is unknown. Only a process on this
-            machine is killed, and only if it is certainly the cause.
+        cause: The process that is the cause, or None if the cause is unknown. Only a process on
+            this machine is killed, and only if it is certainly the cause.
     """
     member.black_box.report_failure(text or "", code)
     is_read = is_launched() and member.black_box.has_file
@@ -286,8 +287,8 @@ def _kill_culprit(member: RunMember, cause: StallCause) -> None:
 def _find_cause(member: RunMember, reason: str) -> StallCause | None:
     """Return the process for which this process waits.
 
-    This retries for `EXIT_TIMEOUT` seconds, because a process closes its connections before it
-    exits.
+    This function retries for `EXIT_TIMEOUT` seconds, because a process closes its connections
+    before it exits.
     """
     deadline = time.monotonic() + EXIT_TIMEOUT
     reason = reason.partition("\n")[0]

@@ -55,12 +55,12 @@ def join_process_group(
         timeout: The seconds that the processes wait for each other.
         device: The device, which selects the backends of the group.
         black_box: The black box that records the phases of this process. None records nothing.
-        facts: Facts that must be the same on all processes. The processes compare them before they
-            create the group.
+        facts: Facts that must be the same on all processes. The processes compare these facts
+            before they create the group.
 
     Raises:
         ExecutionError: A process does not arrive in time, or another process exits.
-        ModelError: Facts differ. All processes raise it.
+        ModelError: Facts differ. All processes raise this error.
     """
     black_box = black_box or BlackBox()
     black_box.enter_phase(ProcessPhase.RENDEZVOUS)

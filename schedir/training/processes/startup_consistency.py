@@ -100,7 +100,8 @@ def run_rendezvous(facts: Mapping[str, str], timeout: float) -> dict[str, Any]:
         The arguments `store`, `rank` and `world_size`.
 
     Raises:
-        ModelError: Facts differ, or two processes have the same number. All processes raise it.
+        ModelError: Facts differ, or two processes have the same number. All processes raise this
+            error.
         ExecutionError: A process does not arrive in time.
     """
     rank = int(os.environ["RANK"])
@@ -128,7 +129,8 @@ def compare_facts(
         timeout: The seconds that the processes wait for each other.
 
     Raises:
-        ModelError: Facts differ, or two processes have the same number. All processes raise it.
+        ModelError: Facts differ, or two processes have the same number. All processes raise this
+            error.
         ExecutionError: A process does not arrive in time.
     """
     if store.add(f"came {rank}", 1) > 1:
@@ -143,7 +145,8 @@ def compare_facts(
     read = store.add("read", 1)
     if verdict == _NO_DIFFERENCE:
         return
-    if rank == 0:  # The store may be in this process. Wait until the others have read the verdict.
+    # The store may be in this process. Wait until the other processes have read the verdict.
+    if rank == 0:
         deadline = monotonic() + _READ_TIMEOUT
         while (
             read < sum(store.check([f"came {k}"]) for k in range(world)) and monotonic() < deadline
@@ -173,7 +176,7 @@ def _find_difference(store: Any, world: int, deadline: float) -> str:
 
 
 def _decode_facts(data: bytes, sender: str) -> tuple[dict[str, str], tuple[str, ...] | None]:
-    """Return the facts and the machine of a process. Raises ModelError if they are invalid."""
+    """Return the facts and the machine of a process. Raises ModelError if the facts are invalid."""
     match decode_value(data, sender):
         case (dict() as facts, (tuple() | None) as place):
             if all(isinstance(text, str) for text in (*facts, *facts.values(), *(place or ()))):
