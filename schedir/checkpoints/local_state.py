@@ -262,8 +262,8 @@ def collect_tied_names(rank: RankCheckpointState, name_map: NameMap) -> dict[tup
         name_map: Returns the name in the full model.
 
     Returns:
-        (the stages that share a weight, the number of the weight among those that they share) ->
-        name.
+        (the stages that share a weight, the index of the weight among all weights that these stages
+        share) -> name.
     """
     return {key: name_map(s, n) for key, s, n in _iterate_tied_weights(rank) if s == key[0][0]}
 
@@ -271,8 +271,8 @@ def collect_tied_names(rank: RankCheckpointState, name_map: NameMap) -> dict[tup
 def _iterate_tied_weights(rank: RankCheckpointState) -> Iterator[tuple[tuple[Any, ...], int, str]]:
     """Yield key, stage and local name of each copy of a tied weight on a rank.
 
-    The key has the stages that share the weight, and the number of the weight among those that they
-    share.
+    The key has the stages that share the weight, and the index of the weight among all weights that
+    these stages share.
     """
     last_index: dict[tuple[int, ...], int] = {}
     for weight in rank.tied_weights:

@@ -152,7 +152,6 @@ class _ManifestReader:
         self.slices: list[StoredSlice] = []
 
     def build_manifest(self, digest: str) -> Manifest:
-        """Return the manifest of the lines that were read."""
         if not self.header:
             raise _InvalidManifest("it is empty")
         header = self.header

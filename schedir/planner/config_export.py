@@ -308,7 +308,6 @@ def _require_trainable(
     layers_per_stage: tuple[int, ...],
     offload_program: Program | None,
 ) -> None:
-    """Raise UsageError if `schedir train` cannot run the plan."""
     if 0 in layers_per_stage[1:-1]:
         raise _unsupported_error(
             "layers_per_stage",

@@ -207,7 +207,6 @@ def _enumerate_degrees(
 def _list_tp_sizes(
     model: TransformerSpec, cluster: Cluster, field_filter: FieldFilter
 ) -> list[int]:
-    """Return the tensor-parallel sizes that the filter and the model allow."""
     requested, node = field_filter.tp, cluster.gpus_per_node
     sizes = [t for t in requested or list_divisors(cluster.gpu_count) if requested or t <= node]
     fits = [t for t in sizes if not _find_indivisible_field(model, t)]

@@ -334,7 +334,6 @@ def _require_state_bytes(state_bytes: StateBytes | None) -> None:
 
 
 def _require_valid_plan(model: TransformerSpec, cluster: Cluster, plan: ParallelPlan) -> None:
-    """Raise UsageError if the plan is impossible for this model on this cluster."""
     formulas = get_formulas(plan.schedule)
     bounds = {"one": (1,), "two": (2,), "many": (1, model.layers)}[formulas.stages_per_rank]
     if not bounds[0] <= plan.stages_per_rank <= bounds[-1]:

@@ -493,7 +493,6 @@ def _format_milliseconds(seconds: float) -> str:
 def _find_warnings(
     samples: list[MeasuredSamples], processes: int, processor_count: int | None
 ) -> Iterator[str]:
-    """Yield possible reasons why the measurements are wrong."""
     if processor_count is not None:
         processor_share = sum(sample.processor_share for sample in samples)
         could = min(processes, processor_count)

@@ -93,7 +93,6 @@ def _require_data_files(config: Config) -> None:
 
 
 def _train_or_launch(path: str, overrides: Sequence[str], config: Config, program: Program) -> int:
-    """Train in this process, or start the processes that train."""
     try:
         _import_modules("schedir.training.batches.text_batches")
         from schedir.training.batches.text_batches import Corpus
@@ -307,7 +306,6 @@ def _require_process_count(program: Program) -> None:
 
 
 def _read_integer(name: str, minimum: int, maximum: int, default: str = "") -> int:
-    """Return an integer from an environment variable."""
     value = os.environ.get(name, default)
     try:
         number = parse_integer(value)

@@ -172,7 +172,6 @@ class _Trainer:
         loss: Callable[..., Tensor],
         boundary: StageBoundaries,
     ) -> Executor:
-        """Return the executor of the program and of its evaluation programs."""
         config = self.config
         return Executor(
             self.program,
@@ -484,7 +483,7 @@ class _Trainer:
         )
 
     def _make_timelines(self) -> tuple[Timeline, Timeline] | None:
-        """Return the timeline of the last step, and the timeline that mean times predict for it.
+        """Return the timeline of the last step, and a timeline that is predicted from mean times.
 
         All processes must call this. It returns None except on process 0.
         """

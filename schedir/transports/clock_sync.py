@@ -71,7 +71,6 @@ def _measure_offset(rounds: int) -> tuple[float, float]:
 
 
 def _answer_clock_requests(peer: int, rounds: int) -> tuple[float, float]:
-    """Answer the clock requests of a process."""
     local_time = torch.zeros((), dtype=torch.float64)
     for _ in range(rounds):
         dist.recv(local_time, peer)

@@ -222,7 +222,6 @@ def _find_queue_number(program: Program, rank: int, queue: Queue) -> int:
 
 
 def _describe_queue(queue: Queue) -> str:
-    """Return a description of a queue for error messages."""
     if isinstance(queue, Lane):
         names = {Lane.COMPUTE: "computation", Lane.TP: "gathers", Lane.EP: "all-to-alls"}
         return names.get(queue, "reductions")

@@ -159,7 +159,7 @@ def end_processes(processes: list[Any]) -> None:
 def _collect_reports(
     pipes: list[Connection], deadline: float, grace_seconds: float
 ) -> dict[int, _Report]:
-    """Return the reports of the ranks that sent one before the deadline, by rank."""
+    """Return the reports of the ranks that sent a report before the deadline, by rank."""
     reports: dict[int, _Report] = {}
     rank_by_pipe = {pipe: rank for rank, pipe in enumerate(pipes)}
     has_failed = False

@@ -213,7 +213,6 @@ _LIST_OPS = {"layer": list_layer_ops, "embedding": list_embedding_ops, "head": l
 
 
 def _to_python_floats(work: GpuWork) -> StageTimes:
-    """Return the stage times with Python floats instead of NumPy numbers."""
     return StageTimes(*(PhaseTimes(*map(float, phases)) for phases in work.stage_times))
 
 

@@ -240,7 +240,6 @@ def _get_columns(plans: PlanColumns, *names: str) -> tuple[Any, ...]:
 def _count_rank_params(
     model: TransformerSpec, plans: PlanColumns, shares: RankGroupShares
 ) -> _RankParams:
-    """Return the numbers of parameters of each rank group."""
     t, v, e = _get_columns(plans, "tp", "stages_per_rank", "ep")
     exists = shares.rank_count > 0
     common, network = count_layer_params(model, t, e)

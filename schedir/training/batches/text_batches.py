@@ -112,13 +112,10 @@ class Corpus:
 
 
 class _CorpusSplit(NamedTuple):
-    """The training documents, the held-out documents, and their tokenizer."""
-
     training_documents: Documents
     held_out_documents: Documents | None
     tokenizer: Tokenizer
 
 
 def _describe_source(source: Source | float) -> str:
-    """Return the name of a source, for errors."""
     return "the corpus" if source is None or isinstance(source, float) else str(source)

@@ -148,7 +148,6 @@ def _list_section_settings(section: type[Any]) -> tuple[str, list[Setting]]:
 
 
 def _describe_choices(choices: Iterable[str]) -> str:
-    """Return a text with the values that a setting accepts."""
     *others, last = map(json.dumps, choices)
     return f"{', '.join(others)} or {last}"
 

@@ -253,7 +253,6 @@ class _SignalForwarding:
                 process.wait(EXIT_GRACE)
 
     def restore(self) -> None:
-        """Restore the previous handler."""
         if self.kill_timer is not None:
             self.kill_timer.cancel()
         if self.previous_handler is not None:

@@ -77,7 +77,7 @@ class StreamPoint:
 
 
 class _MessageSide(NamedTuple):
-    """The send or the receive of a message, which waits for the other side.
+    """A send or a receive that waits for the other side of its message.
 
     Attributes:
         tensor: The tensor to send or to receive into.
