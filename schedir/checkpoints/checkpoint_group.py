@@ -32,7 +32,7 @@ def create_separate_group(group: Any = None) -> Any:
 
 
 class CheckpointGroup:
-    """The processes of a group of torch.distributed, or this process alone.
+    """The processes that save or load together: a group of torch.distributed, or one process.
 
     Args:
         group: The group. By default the group of all processes.

@@ -51,8 +51,8 @@ def load(
     a file cannot be read after that, some tensors are already overwritten. Then the run refuses
     further steps and saves.
 
-    The call warns if a newer checkpoint is incomplete, if weights are read from another dtype, or
-    if modules will use other random numbers.
+    The call warns in three cases: a newer checkpoint is incomplete, weights are read from another
+    dtype, or modules will use other random numbers.
 
     Args:
         run: See `save`.

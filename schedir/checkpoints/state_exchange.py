@@ -31,7 +31,8 @@ class RankManifest(NamedTuple):
         optimizers: Class name of an optimizer -> the names of the weights that it steps.
         unoptimized: The names of the trained weights that no optimizer steps, if code outside of
             schedir reduces the gradients.
-        experts: Name of a weight of experts -> the slice of the experts to which it belongs.
+        experts: Name of a weight of experts -> the slice of the experts to which the weight
+            belongs.
         written_buffers: The names of the buffers that the process writes.
         checksums: When saving, the checksums of each buffer. If code outside of schedir reduces the
             gradients, also the checksums of each weight, its float32 copy and its optimizer state.
@@ -95,8 +96,8 @@ def gather_checkpoint_states(
         is_saving: True for a save, which also needs checksums.
 
     Returns:
-        The ranks of this process, their local states, and the descriptions of all processes, which
-        are the same in all processes.
+        The ranks of this process, their local states, and the descriptions of all processes. These
+        descriptions are equal in all processes.
 
     Raises:
         CheckpointError: A state cannot be saved, two tensors have the same name, or a tensor has

@@ -88,7 +88,7 @@ def build_stage(
 
 
 class Stage(nn.Module):
-    """Consecutive layers of a Llama model, with the embedding if first and the head if last.
+    """Consecutive layers of a Llama. The first stage has the embedding, and the last has the head.
 
     The forward maps (b, T, hidden) to (b, T, hidden). With `sequence_parallel`, the input and the
     output have only the tokens of this rank, (b, T/t, hidden). The first stage takes int64 tokens

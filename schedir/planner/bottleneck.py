@@ -120,8 +120,8 @@ def attach_relative_bottleneck(
 
     The first rule that applies sets `bottleneck`:
 
-    - If another plan that fits is faster, the bottleneck is the part of the step that exceeds the
-      same part of the fastest plan by the most seconds.
+    - If another plan that fits is faster, each part of the step is compared with the same part of
+      the fastest plan. The bottleneck is the part with the largest excess in seconds.
     - If faster plans exist but none of them fits, the bottleneck is "memory". `explanation` names
       the faster plan that uses the least memory.
     - Otherwise the bottleneck is the largest part that another plan reduces, or "compute" if no

@@ -19,11 +19,11 @@ _TORCHTITAN_LAYERS_FIELD: Final = "pipeline_parallel_module_fqns_per_model_part"
 def launcher_options(model: TransformerSpec, plan: ParallelPlan) -> dict[str, str]:
     r"""Return the options with which Megatron-LM and torchtitan give each stage its layers.
 
-    Megatron-LM has `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers`,
-    which are used if they are enough, and `--pipeline-model-parallel-layout`, which can express
-    every division. torchtitan has fields of `config.parallelism`.
-    A line that begins with # describes an alternative, or the reason why the framework cannot run
-    the plan.
+    For Megatron-LM, the function uses `--decoder-first-pipeline-num-layers` and
+    `--decoder-last-pipeline-num-layers` if these options are enough.
+    `--pipeline-model-parallel-layout` can express every division. torchtitan has fields of
+    `config.parallelism`. A line that begins with # describes an alternative, or the reason why the
+    framework cannot run the plan.
 
     Args:
         model: The model.

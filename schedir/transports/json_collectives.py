@@ -26,7 +26,7 @@ RecordTypes = Sequence[type]  # NamedTuples, dataclasses and Enums
 
 
 def gather(value: object, group: Any = None, record_types: RecordTypes = ()) -> list[Any]:
-    """Return the values of all processes of a group, by their rank in the group.
+    """Return the values of all processes of a group, in the order of their ranks in the group.
 
     All processes of the group must call this.
 
@@ -45,7 +45,7 @@ def gather(value: object, group: Any = None, record_types: RecordTypes = ()) -> 
 
 
 def gather_bytes(data: bytes, group: Any = None) -> list[bytes]:
-    """Return the bytes of all processes of a group, by their rank in the group.
+    """Return the bytes of all processes of a group, in the order of their ranks in the group.
 
     All processes of the group must call this.
 

@@ -69,7 +69,7 @@ def make_group(
     device: torch.device | str = "cpu",
     max_ctas: int = 0,
 ) -> Any:
-    """Create the groups of rows of processes, and return the group of the row with this process.
+    """Create a group for each row of processes, and return the group that contains this process.
 
     Every process must call this, with the same rows. The groups are Gloo groups for a CPU, and NCCL
     groups for a GPU.

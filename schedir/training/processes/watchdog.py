@@ -175,7 +175,7 @@ class Watchdog:
                 ):
                     self.last_save_check = now
                     self._handle_stall(is_saving=True)
-            elif progress[0]:  # Not `self.executor`, which `watch` may have set meanwhile.
+            elif progress[0]:  # `watch` may have changed `self.executor` meanwhile.
                 stalled_for = now - progress_time
             else:  # In set-up, only a process that waits for others counts as stalled.
                 is_waiting_in_set_up = (
