@@ -51,8 +51,8 @@ _NAME_PATTERN = re.compile(
     rf"{_STEP_PREFIX}(\d{{8,16}})({_UNFINISHED_SUFFIX}|{_REPLACED_SUFFIX}|{_REMOVING_SUFFIX}|)"
 )
 
-# The locks that this process has, by real path of the directory. The system releases these locks
-# when the process ends.
+# The locks that this process has, by real path of the directory. The operating system releases
+# these locks when the process ends.
 _locks_by_directory: dict[str, DirectoryLock] = {}
 
 
@@ -306,8 +306,8 @@ class CheckpointDirectory:
         """Lock the directory, so that no other process writes to it.
 
         The lock is released by `release`, or when this process ends. The directory is created if it
-        does not exist. `begin` calls this, too. If the file system has no locks, this prints a
-        warning to stderr.
+        does not exist. `begin` calls this, too. If the file system has no locks, this method prints
+        a warning to stderr.
 
         Raises:
             CheckpointError: Another run has the lock, or the directory cannot be created.

@@ -110,8 +110,8 @@ def translate_os_errors(
     Args:
         action: The action that failed, as in "save step 3".
         step: The step of the checkpoint.
-        directory: The directory that is written to. If its disk is full, the error has the bytes
-            that were free when the context was entered.
+        directory: The directory to which the context writes. If its disk is full, the error has the
+            bytes that were free when the context was entered.
         needed_bytes: The number of bytes that this process writes, or None if it is unknown.
 
     Raises:

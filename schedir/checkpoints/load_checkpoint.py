@@ -43,13 +43,13 @@ def load(
 ) -> Mapping[str, Any] | None:
     """Load a checkpoint that `save` has written, into any layout of ranks.
 
-    The run may have other ranks, stages, replicas and tensor-parallel sizes than the run that
-    saved. All processes call this between two steps. A run without an optimizer loads only weights
-    and buffers.
+    The run may have other ranks, stages, replicas and tensor-parallel sizes than the run that saved
+    the checkpoint. All processes call this between two steps. A run without an optimizer loads only
+    weights and buffers.
 
     Before `load` changes a tensor, it verifies all files, and that the checkpoint fits the run. If
-    a file cannot be read after that, some tensors are already overwritten. Then the run refuses
-    further steps and saves.
+    a file cannot be read after this verification, some tensors are already overwritten. Then the
+    run refuses further steps and saves.
 
     The call warns in three cases: a newer checkpoint is incomplete, weights are read from another
     dtype, or modules will use other random numbers.

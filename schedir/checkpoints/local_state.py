@@ -1,6 +1,6 @@
 """List the tensors of a process by their names in the full model, with their local shards.
 
-Nothing is copied or communicated here. Exactly one process writes each element of a tensor:
+This module copies and communicates nothing. Exactly one process writes each element of a tensor:
 
 - Each data-parallel replica writes its range of every bucket, even if weights are not sharded.
 - The first tensor-parallel rank writes the tensors that are not sharded over these ranks.
@@ -428,7 +428,7 @@ def _make_buffer_shard(
 
 
 def _make_equal_range(p: Tensor, rank: RankCheckpointState) -> ShardRange:
-    """Return the equal share that this replica writes of a parameter without a bucket."""
+    """Return the range that this replica writes of a parameter that is in no bucket."""
     n, k, _ = rank.shard_spec.for_tensor(p)
     return ShardRange(tuple(p.shape), p.numel() * k // n, p.numel() * (k + 1) // n)
 

@@ -322,7 +322,7 @@ def is_file_name(name: object) -> bool:
 def _parse_object(line: bytes) -> dict[str, Any]:
     """Return the JSON object of a line.
 
-    Unlike Python's `json.loads`, this refuses NaN and duplicate keys.
+    Unlike Python's `json.loads`, this function refuses NaN and duplicate keys.
     """
     if len(line) > MAX_LINE_BYTES or not line.endswith(b"\n"):
         raise _InvalidManifest(f"it has more than {format_bytes(MAX_LINE_BYTES)}, or no line end")

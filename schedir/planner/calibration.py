@@ -238,7 +238,8 @@ def predict(
     """Estimate a plan in closed form, with the constants of training software.
 
     Args:
-        cluster: The cluster. `resize_cluster` sets its number of nodes to what the plan needs.
+        cluster: The cluster. `resize_cluster` gives the cluster the number of nodes that the plan
+            needs.
         stack: The training software.
         model: The model.
         plan: The plan.

@@ -21,9 +21,9 @@ def launcher_options(model: TransformerSpec, plan: ParallelPlan) -> dict[str, st
 
     For Megatron-LM, the function uses `--decoder-first-pipeline-num-layers` and
     `--decoder-last-pipeline-num-layers` if these options are enough.
-    `--pipeline-model-parallel-layout` can express every division. torchtitan has fields of
-    `config.parallelism`. A line that begins with # describes an alternative, or the reason why the
-    framework cannot run the plan.
+    `--pipeline-model-parallel-layout` can express every division. For torchtitan, the options are
+    fields of `config.parallelism`. A line that begins with # describes an alternative, or the
+    reason why the framework cannot run the plan.
 
     Args:
         model: The model.

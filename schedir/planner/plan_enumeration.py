@@ -116,8 +116,8 @@ def enumerate_plans(
       rank has more than two stages only if the total number of stages divides L or L + 2. Here L is
       the number of layers, and 2 counts the embedding and the head.
     - From ZeRO level 2 on, ranks have more than two stages, and backwards are not split. With two
-      stages per rank, both would stay unsharded. With split backwards, gradients would be reduced
-      after every microbatch.
+      stages per rank, both stages would stay unsharded. With split backwards, gradients would be
+      reduced after every microbatch.
     - A pipeline of one rank has several stages only with ZeRO level 2 or 3, or to offload optimizer
       states stage by stage (`FieldFilter.offload`).
 

@@ -343,8 +343,8 @@ def _measure_all_reduces(
     """Measure all-reduces over pairs of processes, and over all processes.
 
     All groups of a size run at the same time. The all-reduces run first without compute, and then
-    inside tensor-parallel layers. In a layer, their time is the wall time minus `slowdown` times
-    the processor time of the thread.
+    inside tensor-parallel layers. In a layer, the time of all its all-reduces is the wall time
+    minus `slowdown` times the processor time of the thread.
 
     Yields:
         The number of processes in the group, the bytes, and the seconds in each round. The list of

@@ -151,7 +151,7 @@ def find_resumed_run(config: Config) -> RunIdentity | None:
 
 
 def require_resumable(config: Config) -> None:
-    """Check the checkpoint directory against `train.resume` and the settings of its run.
+    """Check the checkpoint directory against `train.resume` and the settings of the saved run.
 
     Args:
         config: The configuration of the run.

@@ -300,7 +300,7 @@ def _list_result_files(output: OutputConfig) -> list[Path]:
 
 
 def _has_content(path: Path) -> bool:
-    """Return whether a result file has content. A `loss.csv` with only a header has none."""
+    """Return whether a result file has content. A `loss.csv` with only a header has no content."""
     if not path.exists():
         return False
     if path.name != LOSSES_FILE:

@@ -92,7 +92,7 @@ class StepQueue:
     Attributes:
         can_read_late: True if the numbers of a step can be read after the next step was issued.
         last_issued_step: The step that was issued last, from 1.
-        pending_steps: The steps that were issued, but not read.
+        pending_steps: The steps that were issued, but whose numbers were not read.
     """
 
     def __init__(

@@ -70,8 +70,8 @@ def run(path: str, overrides: Sequence[str] = ()) -> int:
         or 143 after SIGTERM.
 
     Raises:
-        SchedirError: The configuration, the program, the memory or a directory is refused, before
-            any process starts.
+        SchedirError: The configuration or the program is invalid, the memory is too small, or a
+            directory cannot be used. No process has started.
     """
     if "RANK" in os.environ:
         return _run_rank(path, overrides)

@@ -261,7 +261,7 @@ class ProcessTransport:
     def allocate_buffers(
         self, buffer_sizes: BufferSizes, device: torch.device, programs: Sequence[Program]
     ) -> dict[SlotKey, Tensor]:
-        """Allocate the memory that messages are received in.
+        """Allocate the memory into which messages are received.
 
         Args:
             buffer_sizes: The bytes of each slot, by kind (`schedir.ir.isa.instructions.Value`):
@@ -427,7 +427,7 @@ class GlooTransport(ProcessTransport):
 
     Args:
         program: The program that the transport runs.
-        timeout: The timeout of its groups in seconds, see `ProcessTransport`.
+        timeout: The timeout of the transport's groups in seconds, see `ProcessTransport`.
         device: The device of the tensors.
         max_message_bytes: Not used.
         group: The process group that runs the program. By default all processes run it.
@@ -470,7 +470,7 @@ class GlooTransport(ProcessTransport):
     def disconnect(self) -> None:
         """See `ProcessTransport.disconnect`.
 
-        Gloo closes the connections of a group when its last reference is dropped.
+        Gloo closes the connections of a group when the last reference to the group is dropped.
         """
         pipeline_group: Any = self.pipeline_group
         self.pipeline_group: Any = None

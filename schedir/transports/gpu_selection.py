@@ -21,7 +21,7 @@ from schedir.transports.process_groups import MAX_CTAS
 HOST_ID_VARIABLE = "NCCL_HOSTID"
 SHARED_GPU_VARIABLES = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 # The variable sets the number of hardware queues of a GPU. Streams that share a queue wait for each
-# other, so fewer than 8 are refused.
+# other, so fewer than 8 queues are refused.
 QUEUES_VARIABLE, MIN_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8
 _SHARED_GPU_KEY = "schedir: processes of one GPU"
 

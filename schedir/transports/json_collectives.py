@@ -128,7 +128,7 @@ def _tensor_to_bytes(data: Tensor) -> bytes:
 def find_difference(facts_per_process: Sequence[Mapping[str, str]]) -> str:
     """Return a sentence about the first fact in which two processes differ, or "".
 
-    Two processes differ if both have a fact with this name and the values are not equal.
+    Two processes differ in a fact if both have the fact and its values are not equal.
 
     Args:
         facts_per_process: The facts of each process: values by name.

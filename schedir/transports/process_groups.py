@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 WATCHDOG_MARGIN: Final = 600.0
 BYTES_PER_CTA: Final = 2 << 20  # bytes of a message per multiprocessor, see choose_max_ctas
 DEFAULT_CTAS: Final = 4  # multiprocessors of an edge if the size of its messages is unknown
-MAX_CTAS: Final = 16  # the most multiprocessors of an edge
+MAX_CTAS: Final = 16  # the largest number of multiprocessors of an edge
 
 _created_groups = 0  # the number of groups that this process has created
 
@@ -79,7 +79,8 @@ def make_group(
         timeout: The time that the processes of a group wait for each other, in seconds. NCCL groups
             wait `WATCHDOG_MARGIN` longer. By default torch's timeout.
         device: The device of the tensors.
-        max_ctas: The most multiprocessors that an NCCL group uses, or 0 for NCCL's default.
+        max_ctas: The largest number of multiprocessors that an NCCL group uses, or 0 for NCCL's
+            default.
 
     Returns:
         The group, or None if no row contains this process.
@@ -100,7 +101,7 @@ def make_group(
 
 
 def get_backend_name(group: Any, device: torch.device) -> str:
-    """Return the name of a group's backend for a device, such as "gloo", or "" without backend.
+    """Return the name of a group's backend for a device, such as "gloo", or "" if it is missing.
 
     Args:
         group: The process group.

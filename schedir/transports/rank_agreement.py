@@ -15,11 +15,11 @@ _T = TypeVar("_T")
 def gather_or_raise(
     make_value: Callable[[], _T], group: Any, record_types: RecordTypes = ()
 ) -> list[_T]:
-    """Return the value that each process of the group makes, by rank.
+    """Return the results of `make_value` in all processes of the group, in the order of ranks.
 
     If some processes raise a SchedirError, all processes raise the error of the lowest of these
-    ranks. The text names this rank, except if all processes raise the same error. All processes of
-    the group must call this.
+    ranks. The message names this rank, except if all processes raise the same error. All processes
+    of the group must call this.
 
     Args:
         make_value: Returns the value of this process: a plain value, or an instance of one of
@@ -61,7 +61,7 @@ def _error_to_values(error: SchedirError) -> tuple[Any, ...]:
     """Return an error as plain values.
 
     If the class of the error has more fields than SchedirError, the fact contains the complete
-    text.
+    message.
     """
     sites = [InstructionSite(s.rank, s.index, str(s.instr), s.note) for s in error.sites]
     fact = error.fact

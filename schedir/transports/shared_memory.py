@@ -462,7 +462,8 @@ class SharedMemoryTransport(ProcessTransport):
 
     Args:
         program: The program that the transport runs.
-        timeout: The timeout of its groups and messages in seconds, see `ProcessTransport`.
+        timeout: The timeout of the transport's groups and messages in seconds, see
+            `ProcessTransport`.
         device: The device of the tensors, which must be a CPU.
         max_message_bytes: Not used.
         group: The process group that runs the program. By default all processes run it.
@@ -550,7 +551,7 @@ class SharedMemoryTransport(ProcessTransport):
     def allocate_buffers(
         self, buffer_sizes: BufferSizes, device: torch.device, programs: Sequence[Program]
     ) -> dict[SlotKey, Tensor]:
-        """Allocate the memory that messages are received in, and share it with the neighbours.
+        """Allocate the memory into which messages are received, and share it with the neighbours.
 
         All processes call this method once for each executor. The method waits until all processes
         have called it.

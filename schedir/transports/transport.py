@@ -85,7 +85,7 @@ class Transport(Protocol):
     def allocate_buffers(
         self, buffer_sizes: BufferSizes, device: torch.device, programs: Sequence[Program]
     ) -> dict[SlotKey, Tensor]:
-        """Allocate the memory that messages of programs are received in.
+        """Allocate the memory into which messages of programs are received.
 
         All processes call this method once for each executor. The method may block. Afterwards,
         earlier executors of this transport cannot be used.

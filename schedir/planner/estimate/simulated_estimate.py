@@ -306,8 +306,8 @@ def break_down_step(
     Args:
         run: The timeline of the step.
         stage_times: The times of one microbatch in each stage.
-        recompute_ahead: The share of recomputation that is a separate instruction R. The rest is
-            part of the backward.
+        recompute_ahead: The share of recomputation that is a separate instruction R. The rest of
+            the recomputation is part of the backward.
     """
     rank = int(run.busy.argmax())
     rank_slice = slice(*run.program.offsets[rank : rank + 2].tolist())

@@ -132,7 +132,7 @@ class TransformerSpec:
 
     @property
     def embedding_params(self) -> int:
-        """The number of parameters of the token embedding. An untied head has as many."""
+        """The number of parameters of the token embedding. An untied head has the same number."""
         return self.vocab * self.hidden
 
     @property

@@ -118,7 +118,8 @@ class Prefetch:
             step: The step, from 0.
 
         Raises:
-            Exception: Any error of the read, such as UsageError for an invalid token.
+            Exception: Any error that occurred when the batch was read, such as UsageError for an
+                invalid token.
         """
         assert self.next_batch is not None, "the step is after the last one"
         tokens, data_crc = self.next_batch.result()

@@ -281,7 +281,8 @@ class DataConfig:
       Python source of the standard library.
     - `tokenizer`: "bytes", or the path of a tokenizer.json.
     - `end_of_document`: the token of the tokenizer.json after each document. The default is the
-      token that has one of the usual names. The tokenizer "bytes" has its own token for the end.
+      token that has one of the usual names. The tokenizer "bytes" has its own token for the end of
+      a document.
     - `packing`: "concatenate" joins all documents into one stream of tokens. "best_fit" packs
       complete documents into windows.
     - `validation`: the data for evaluation, on which the run never trains: another source, or the

@@ -39,7 +39,7 @@ class TrainConfig:
     - `clip_grad_norm`: the largest global gradient norm. 0 disables clipping.
     - `log_every`: the number of steps between two reports of the loss.
     - `timeout`: the time limit of an instruction, including its wait for other ranks, in seconds.
-      The processes also wait this time for each other at the start.
+      At the start of the run, the processes also wait at most this time for each other.
     - `threads`: the number of torch threads of a process.
     - `device`: "cpu", or "cuda" for one GPU per process.
     - `transport`: the transport of messages. "auto" is the first transport of the device that

@@ -74,7 +74,7 @@ class GracefulStop:
     def try_begin_step(self, step: int) -> bool:
         """Return True and begin a step, or return False if the processes stop before this step.
 
-        After a stop request, this waits until the processes agree on the last step.
+        After a stop request, this method waits until the processes agree on the last step.
 
         Args:
             step: The step, from 1.
@@ -109,7 +109,7 @@ class GracefulStop:
 
     def _send_request(self) -> None:
         # If the process with the store has exited, no request is sent. The other processes then
-        # exit when their own messages fail.
+        # exit when they detect that this process has exited.
         with suppress(Exception):
             connect_store(STORE_TIMEOUT).set(make_store_key("stop request"), b"")
 

@@ -71,8 +71,8 @@ def launch(
     line, with the number of the process in front, up to `MAX_OUTPUT_BYTES` per process.
 
     When a process fails, the launcher prints the reason that the process reported. If the process
-    reported no reason, the launcher prints its exit code or signal, and its position. The launcher
-    then kills the other processes.
+    reported no reason, the launcher prints the exit code or signal of the process, and its
+    position. The launcher then kills the other processes.
 
     Args:
         arguments: The arguments of schedir.

@@ -208,7 +208,7 @@ def exit_with_error(
 
 
 def stop_waiting() -> None:
-    """End all waits of this process for other processes before its exit."""
+    """End all waits in which this process waits for other processes before it exits."""
     _TERMINATION_EVENT.set()
 
 
