@@ -53,7 +53,8 @@ class CheckpointGroup:
         """Return the results of all processes, in order of rank.
 
         All processes call this. If `compute` fails in some processes, all processes raise the error
-        of the first process in which it failed. The error names that process.
+        of the first process in which it failed. The error names that process, except if all
+        processes have the same error.
 
         Args:
             compute: Computes the result of this process: plain values, or records of `kinds`.

@@ -109,7 +109,7 @@ class GracefulStop:
 
     def _send_request(self) -> None:
         # If the process with the store has exited, no request is sent. The other processes then
-        # exit when they detect that this process has exited.
+        # exit because that process is missing.
         with suppress(Exception):
             connect_store(STORE_TIMEOUT).set(make_store_key("stop request"), b"")
 

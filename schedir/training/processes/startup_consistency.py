@@ -145,7 +145,7 @@ def compare_facts(
     read = store.add("read", 1)
     if verdict == _NO_DIFFERENCE:
         return
-    # The store may be in this process. Wait until the other processes have read the verdict.
+    # The store may be in this process. Wait until the other processes have read the result.
     if rank == 0:
         deadline = monotonic() + _READ_TIMEOUT
         while (
