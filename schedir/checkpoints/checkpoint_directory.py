@@ -492,8 +492,8 @@ class CheckpointDirectory:
     def _remove(self, path: Path) -> None:
         """Rename a directory, and then remove it.
 
-        If the removal fails, this only prints a message to stderr. A save must not fail because an
-        old checkpoint cannot be removed.
+        If the removal fails, this method only prints a message to stderr. A save must not fail
+        because an old checkpoint cannot be removed.
         """
         removing_path = path.with_name(path.name.partition(".")[0] + _REMOVING_SUFFIX)
         try:

@@ -56,7 +56,7 @@ def make_load_term(bias: Tensor, counts: Tensor) -> Tensor:
 def make_adamw_groups(
     parameters: Sequence[nn.Parameter], model_parameters: Sequence[nn.Parameter]
 ) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
-    """Separate the routing biases from the other parameters, and return AdamW groups for them.
+    """Return the parameters without the routing biases, and AdamW groups for the routing biases.
 
     Without momentum, the step of AdamW is the sign of the gradient.
 

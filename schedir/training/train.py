@@ -103,7 +103,7 @@ def _train_or_launch(path: str, overrides: Sequence[str], config: Config, progra
         for samples in filter(None, (corpus.batches, corpus.held_out_batches)):
             samples.read_batch(0, samples.batch_size)
         if config.world_size > 1:
-            # This raises an error if the checkpoints are from a run with other data.
+            # `from_config` raises an error if the checkpoints are from a run with other data.
             RunIdentity.from_config(config, corpus.facts)
             arguments = [
                 "train",

@@ -262,7 +262,7 @@ class _Trainer:
     ) -> None:
         """Take the batch of a step, and issue the step with its learning rate.
 
-        With `output.memory`, this also counts the memory during the second step, or the only step.
+        With `output.memory`, also count the memory during the second step, or the only step.
         """
         train, start_time = self.config.train, perf_counter()
         rate = compute_learning_rate(train, step)

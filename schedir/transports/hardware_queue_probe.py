@@ -43,7 +43,7 @@ class SharedQueuePair(NamedTuple):
 
     Attributes:
         rank: The rank.
-        edge: A directed edge. If both queues are edges, this is the first of them in sorted order.
+        edge: A directed edge. If both queues are edges, `edge` is the first edge in sorted order.
         other_queue: Another edge, or a lane.
     """
 

@@ -148,7 +148,7 @@ class PipelineConfig:
         require_known("buffer_sharing", self.buffer_sharing, known)
         for f in ATTRIBUTE_FIELDS:
             if f.in_config and f.section == "pipeline":
-                # This raises an error if the value is invalid.
+                # `resolve` raises an error if the value is invalid.
                 f.field_type.resolve(f.name, getattr(self, f.name), self.shape)
 
     @property
@@ -311,7 +311,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """The files that a run writes, and the measurements for them.
+    """The files that a run writes, and the measurements for these files.
 
     - `dir`: the directory for results, which is created. If the directory has results of an earlier
       run, `overwrite` must be true.
@@ -320,8 +320,8 @@ class OutputConfig:
       default, no timeline is written.
     - `record`: if true, the begin and the end of each instruction are recorded in the steps that
       are reported. If false, no bubble is reported.
-    - `memory`: if true, the bytes that are in use during the second step are counted. This makes
-      the second step slower.
+    - `memory`: if true, the bytes that are in use during the second step are counted. Counting
+      makes the second step slower.
     """
 
     dir: str = "schedir-output"

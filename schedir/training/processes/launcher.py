@@ -247,7 +247,7 @@ class _SignalForwarding:
             process.kill()
 
     def wait(self) -> None:
-        """Wait until all processes have exited, at most `EXIT_GRACE` seconds each."""
+        """Wait until all processes have exited, or one takes more than `EXIT_GRACE` seconds."""
         with suppress(subprocess.TimeoutExpired):
             for process in self.processes:
                 process.wait(EXIT_GRACE)

@@ -106,7 +106,7 @@ class RunMember:
         return black_boxes
 
     def inspect_stall(self) -> StalledRun:
-        """Return the state of all processes on all machines, and which of them wait for which."""
+        """Return the state of the processes on all machines: which process waits for which."""
         black_boxes = self.collect_black_boxes()
         missing, unheard = list[int](), list[int]()
         if len(black_boxes) < self.world_size:

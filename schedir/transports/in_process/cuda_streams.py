@@ -43,7 +43,7 @@ class StreamPoint:
             self.record(stream)
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        """Record the point on a stream, after the work that the host has issued to it.
+        """Record the point on a stream, after the work that the host has issued to this stream.
 
         Args:
             stream: The stream.
