@@ -174,8 +174,9 @@ def _parse_override(override: str) -> tuple[tuple[str, str], _SettingValue]:
 def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
     """Return the settings that the schedule or the program file decides.
 
-    For a schedule, these are its defaults for settings that are not set. For a program in a file,
-    they are the settings of the program. A setting that contradicts the program is an error.
+    For a schedule, the result has the schedule's defaults for settings that are not set. For a
+    program in a file, the result has the settings of the program. A setting that contradicts the
+    program is an error.
     """
     source = Source(values.get(("pipeline", "schedule"), PipelineConfig.schedule))
     try:
