@@ -91,9 +91,9 @@ class RecordedOperation(NamedTuple):
         state: `issued`, `started` or `ended`.
         sizes: The shape of each input tensor.
         dtypes: The dtype of each input tensor.
-        created_time: The time when it was issued, in nanoseconds, or 0 if it is unknown.
-        ended_time: The time when its end was discovered, in nanoseconds, or 0 if it is unknown.
-        source_line: The line of user code that issued it, as `file:line`, or empty.
+        created_time: The time when the operation was issued, in nanoseconds, or 0 if unknown.
+        ended_time: The time when torch discovered the end, in nanoseconds, or 0 if unknown.
+        source_line: The line of user code that issued the operation, as `file:line`, or empty.
     """
 
     number: int
@@ -166,7 +166,7 @@ class FlightRecorderDump:
 
     @cached_property
     def current_op(self) -> RecordedOperation | None:
-        """The first operation that was issued and has not ended, or None. The rank waits there."""
+        """The first operation that was issued and has not ended, or None. The rank waits for it."""
         return next((op for op in self.ops if not op.is_done), None)
 
     @cached_property

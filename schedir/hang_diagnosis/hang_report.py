@@ -289,7 +289,7 @@ def _describe_old_dumps(ranks: Sequence[int]) -> list[str]:
 def describe_named_job(
     job: DistributedJob, program: Program, copies: Sequence[MatchedProgram]
 ) -> list[str]:
-    """Report where each rank waits, if its transfers are in another order than the program's.
+    """Report where each rank waits, if its transfers are in another order than in the program.
 
     The report names messages after instructions of the program. The messages between two ranks are
     numbered, and the number of a message determines its instruction. Deadlocks of the program are
@@ -337,7 +337,7 @@ def describe_program(job: DistributedJob, verdicts: Sequence[ProgramVerdict]) ->
 
 
 class _ProgramCopyReport:
-    """The report of one copy of the program.
+    """The report of one copy of the program. Each pipeline of the job runs a copy.
 
     Args:
         job: The dumps of the job.

@@ -45,7 +45,7 @@ class PostMortem:
     Args:
         directory: The directory of the black boxes.
         snapshots: The contents of the black boxes, by process. There is at least one.
-        program: The program of the run, if it was saved there.
+        program: The program of the run, if it was saved in this directory.
         verdict: The last message of the launcher, or "".
     """
 
@@ -56,7 +56,7 @@ class PostMortem:
 
     @cached_property
     def stalled_run(self) -> StalledRun:
-        """The waits between the processes that have a black box here."""
+        """The waits between the processes that have a black box in this directory."""
         return StalledRun(self.snapshots, self.layout, self.program)
 
     @property
@@ -206,7 +206,7 @@ def read_post_mortem(path: str) -> PostMortem | None:
     """Read the black boxes of the newest run in a directory.
 
     Args:
-        path: The directory of the black boxes, or the directory that contains it.
+        path: The directory of the black boxes, or the parent of this directory.
 
     Returns:
         The black boxes, or None if there are none.

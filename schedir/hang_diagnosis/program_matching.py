@@ -118,8 +118,8 @@ def find_communicating_ranks(job: DistributedJob) -> list[tuple[int, ...]]:
 def _find_pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ...]]:
     """Return the ranks of each copy of the program, in the order of the program's ranks.
 
-    If a process group has exactly the ranks of a copy, their order is that of the group. Otherwise
-    the ranks are in ascending order.
+    If a process group has exactly the ranks of a copy, the result has the order of this group.
+    Otherwise the ranks are in ascending order.
     """
     num_ranks, rank_groups = program.shape.ranks, find_communicating_ranks(job)
     if not rank_groups and num_ranks > 1:
@@ -226,7 +226,7 @@ class TransferSequence:
             unknown.
         previous_transfers: The number of transfers before the first message, in the same step.
         is_unique_fit: True if the messages match the program at only one place in a step. If they
-            match at several, the place comes from torch's counters.
+            match at several places, torch's counters determine the place.
     """
 
     transfers: NDArray[np.int32]
@@ -305,15 +305,16 @@ class _Direction(NamedTuple):
 class _RecordedRank:
     """A rank of the program with its recorded messages.
 
-    If `order_mismatch` is not empty, the rank has another order than its Stream. Then `sequences`
-    has one entry for all sends of a group, and one for the receives from each rank.
+    If `order_mismatch` is not empty, the messages of the rank have another order than its Stream.
+    Then `sequences` has one entry for all sends of a group, and one for the receives from each
+    rank.
 
     Args:
         graph: The graph of the program.
         program_rank: The rank of the program.
         ranks: The rank of the job that runs each rank of the program.
         dump: The dump of the rank.
-        carriers: See `_find_carriers`.
+        carriers: (sender, receiver) -> the process groups of their messages.
 
     Attributes:
         position_of_message: The step and the position of each message, by its number in the dump.
@@ -371,8 +372,8 @@ class _RecordedRank:
     def has_unused_groups(self) -> bool:
         """Return whether the rank has not used all of its process groups yet.
 
-        The result is False if entries were overwritten, because it is unknown which groups they
-        used.
+        The result is False if entries were overwritten, because the groups of these entries are
+        unknown.
         """
         num_used = sum(len(sequence.transfers) for sequence in self.sequences)
         return not self.dump.num_lost and num_used < len(self.directions)
@@ -418,8 +419,8 @@ class _RecordedRank:
     def _find_groups(self, direction: _Direction) -> list[RecordedGroup]:
         """Return the process groups of the messages in a direction, in order of first use.
 
-        If the entries of these messages may be overwritten, return a group that contains both
-        ranks. If not exactly one group contains both ranks, set `has_ambiguous_group`.
+        If the entries of these messages may have been overwritten, return a group that contains
+        both ranks. If not exactly one group contains both ranks, set `has_ambiguous_group`.
         """
         rank, peer = self.dump.rank, self.ranks[direction.peer]
         groups = self.carriers[(rank, peer) if direction.kind == "send" else (peer, rank)]
@@ -438,7 +439,7 @@ class _RecordedRank:
         return shared_groups[:1]
 
     def _require_step_order(self) -> None:
-        """Raise UsageError if a step begins before the previous one was fully issued.
+        """Raise UsageError if a step begins before the previous step was fully issued.
 
         The messages of such a rank are not those of the program, or the rank has more messages than
         the program.
@@ -550,7 +551,8 @@ class _RecordedRank:
     def _has_usable_counters(self, group: RecordedGroup) -> bool:
         """Return whether the counters of a process group show the number of earlier transfers.
 
-        They show it if torch counts each operation exactly once, and if all messages are transfers.
+        They show this number if torch counts each operation exactly once, and if all messages are
+        transfers.
         """
         ops = self._ops_by_group[group]
         is_steady = all(

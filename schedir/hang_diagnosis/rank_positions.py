@@ -5,9 +5,9 @@ have surely ended. An instruction may have ended if it does not wait for an open
 a transfer that has not ended.
 
 The position of a rank is the first instruction that cannot start yet, or that the host has not
-issued. From there, the analysis follows the chain of waits across ranks. If the chain ends at a
-rank that does not wait for another rank, this rank is the cause of the hang. If the chain ends in a
-cycle, the ranks are in a deadlock.
+issued. From this position, the analysis follows the chain of waits across ranks. If the chain ends
+at a rank that does not wait for another rank, this rank is the cause of the hang. If the chain ends
+in a cycle, the ranks are in a deadlock.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RankPosition(NamedTuple):
 
 
 class PendingTransfer(NamedTuple):
-    """A transfer or collective that has not ended, and another one that it waits for.
+    """A transfer or collective that waits for another transfer or collective.
 
     Attributes:
         position: The position of the transfer or collective that waits.
@@ -437,8 +437,9 @@ class ProgramVerdict:
 
     Args:
         positioned: The ranks with their positions.
-        check_error: The error that `check` raises for the program, or None. If there is a cycle but
-            no error, this is the error that `check` raises with blocking hosts.
+        check_error: The error that `check` raises for the program, or None. If there is a cycle,
+            and `check` raises no error without blocking hosts, this is its error with blocking
+            hosts.
         positions: The position of each rank with a dump.
         causes: The ends of the chains of waits.
         cycle: The waits around a cycle of transfers. Each transfer waits for the next one. Empty

@@ -96,7 +96,7 @@ class _SafeUnpickler(pickle._Unpickler):
     """The Python implementation of the standard unpickler, with restrictions.
 
     Its memo is a dict. The C implementation has an array as memo, whose length is the largest index
-    in the file. So a small file could fill the memory.
+    in the file. So a small file could make that array fill the memory.
     """
 
     stack: list[Any]

@@ -155,7 +155,7 @@ def _parse_value(location: str, name: str, text: str) -> Any:
         return PROGRAM_OPTIONS[name].kind.parse(text)
     except ValueError as error:
         hint = get_rename_hint(name, text) or f"schedir options {name}"
-        # A configuration accepts "none", which was named "own".
+        # A configuration accepts "none", which had the name "own" in older versions.
         if name == "buffer_sharing" and text in ("none", "own"):
             hint = "leave out buffer_sharing: this is its default"
         separator = ": " if location.startswith("-O") else " "

@@ -390,7 +390,7 @@ def find_changed_state(
 
     Args:
         state: The state before the change.
-        shape: The shape of its program.
+        shape: The shape of the program of this state.
         change: The change.
 
     Returns:

@@ -109,9 +109,9 @@ def _find_in_draft(words: Words, draft: Words, index: int, before: int) -> tuple
 
 
 def _move_word(words: Words, index: int, before: int) -> Words:
-    """Return the words with the word at `index` moved before the word at `before`.
+    """Return the encoded instructions, with the one at `index` moved before the one at `before`.
 
-    If the word was in a joined pair, the pair is no longer joined.
+    If the moved instruction ran together with a neighbour, the two then run separately.
     """
     words = words.copy()
     if before < len(words) and words[before] & JOINED_BIT and before != index:

@@ -1,7 +1,7 @@
 """Define the state of a studio: a schedule, a program or code, and options.
 
 The values of options are texts, as on the command line. So the studio can write the state as a
-command, and errors can name its options.
+command, and errors can name the options of this command.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CodeError(UsageError):
 
 @dataclass(frozen=True)
 class StudioState:
-    """The input from which a studio computes what it shows.
+    """The input of a studio: a schedule, a program or code, and options.
 
     Args:
         schedule: The name of a built-in schedule, with its options in brackets.
