@@ -146,8 +146,7 @@ def _require_explain_options(args: argparse.Namespace) -> None:
 
 
 def _compile_or_draw(request: Request, output: str | None) -> Program:
-    """Return the program of a request. If `compile` refuses it, draw its draft to `output`, and
-    raise."""
+    """Return the program of a request. If it is refused, draw its draft to `output`, and raise."""
     try:
         return request.program
     except SchedirError as error:

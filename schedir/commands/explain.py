@@ -336,9 +336,7 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     durations = spans["end"] - spans["start"]
     pair = timeline.is_second_of_pair.copy()
     pair[:-1] |= pair[1:]
-    is_same_op = (
-        spans["op"] == op
-    ) & ~pair  # Two instructions that run together share one time, so leave them out.
+    is_same_op = (spans["op"] == op) & ~pair  # Leave out pairs that share one time.
     stage_times, comparison = durations[is_same_op & (spans["stage"] == stage)], ""
     name, lines = INSTRUCTIONS[op].text, []
     if (

@@ -1,7 +1,7 @@
 """Build the graph of the waits between ranks from recorded operations, without a program.
 
 A rank waits at its first operation that was issued and has not ended. The dumps of the other ranks
-show for which of them the rank waits. Messages from a rank to another rank in a process group are
+show for which of these ranks it waits. Messages from a rank to another rank in a process group are
 paired by their order: the k-th message in the dump of the sender with the k-th message in the dump
 of the receiver. Collectives are paired by their sequence number.
 """
@@ -159,8 +159,8 @@ class DistributedJob:
     ) -> RecordedOperation | None:
         """Return the operation of another rank that pairs with an operation, or None.
 
-        A collective in a batch pairs with the one at the same place in the other rank's batch. If
-        entries are lost, messages that have not ended are paired in order.
+        A collective in a batch pairs with the collective at the same place in the other rank's
+        batch. If entries are lost, messages that have not ended are paired in order.
 
         Args:
             rank: The rank of the operation.

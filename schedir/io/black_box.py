@@ -1,4 +1,4 @@
-"""Memory-mapped files with the progress of each process. They remain when the process dies.
+"""Memory-mapped files with the progress of each process. A file remains when its process dies.
 
 The output folder of a run has a folder `BLACK_BOX_DIRECTORY` with one file for each process. The
 process maps its file into memory. Every process of the machine can read a value as soon as it is
@@ -446,7 +446,7 @@ def compute_run_id(parent: int, environment: Mapping[str, str] = os.environ) -> 
     """Compute a number that is the same for all processes of a run on this machine.
 
     Args:
-        parent: The PID of the process that started them.
+        parent: The PID of the process that started the processes of the run.
         environment: The environment variables of the processes. The address of the rendezvous and
             the torchelastic ids are used.
     """

@@ -29,8 +29,8 @@ from torch.distributed.pipelining import _backward as theirs
 def split_loses_gradients(stage: Any, backward_inputs: Sequence[object], mb: int) -> bool:
     """Return whether torch's split backward would be wrong for a microbatch.
 
-    It is wrong if it leaves out a weight that is used, or a path from a weight to an output. It is
-    also wrong if it counts a path twice, or calls a `torch.autograd.Function` twice.
+    A split backward is wrong if it leaves out a weight that is used, or a path from a weight to an
+    output. It is also wrong if it counts a path twice, or calls a `torch.autograd.Function` twice.
 
     Args:
         stage: A stage of torch, after its forward.

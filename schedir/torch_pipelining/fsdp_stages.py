@@ -36,8 +36,8 @@ COMPUTE: Final = (FORWARD, *BACKWARDS)
 def insert_unshards(actions: Sequence[Any], unsharded_stages: int) -> list[Any]:
     """Return the actions of a rank with UNSHARD and RESHARD added.
 
-    They are placed like Unshard and Reshard in a program with zero 3. A stage is used by its
-    compute actions and by its REDUCE_GRAD, which needs unsharded gradients.
+    The added actions are placed like Unshard and Reshard in a program with zero 3. A stage is used
+    by its compute actions and by its REDUCE_GRAD, which needs unsharded gradients.
 
     Args:
         actions: The actions of the rank.
@@ -67,7 +67,7 @@ def _max_unsharded(actions: Sequence[Any], unsharded_stages: int) -> int:
 def _stages_of_action(
     action: Any, kinds: Sequence[Any] = (*COMPUTE, REDUCE_GRAD)
 ) -> tuple[int, ...]:
-    """Return the stages of an action, or of its sub-actions. Leave out actions of other kinds.
+    """Return the stages of an action or of its sub-actions, if the action is of one of `kinds`.
 
     The default kinds are those that need unsharded parameters or gradients.
     """

@@ -392,7 +392,7 @@ class Schedule(CheckedRuntime):
             )
 
     def _refuse_step(self, reason: str, hint: str, field: str) -> NoReturn:
-        """Raise an error about the arguments of a step: the executor raises it on all ranks."""
+        """Raise an error about the arguments of a step. With the executor, all ranks raise it."""
         if self._executor_runtime is not None:
             self._executor_runtime.refuse_step(reason, trains=self._has_backward)
         raise UsageError(reason, program=self.program.name, hint=hint, fields=[field])

@@ -68,7 +68,8 @@ def patch_torchtitan(
     source_option = {"schedule": schedule} if program is None else {"program": program}
     replacement = Schedule.with_options(**source_option, **options)
     if shape.stages_per_rank == 1:
-        # torchtitan makes one stage per rank for such classes, and several for all others.
+        # torchtitan makes one stage per rank for subclasses of PipelineScheduleSingle, and several
+        # for all other classes.
         theirs.PipelineScheduleSingle.register(replacement)
 
     def get_schedule_class(name: str) -> type[Schedule]:

@@ -58,8 +58,7 @@ class PlanRequest:
 
     @property
     def software(self) -> dict[str, Any]:
-        """The constants and state bytes of `--stack`, as keyword arguments of functions of the
-        planner."""
+        """The constants and state bytes of `--stack`, as keyword arguments of the planner."""
         names = ("constants", "state_bytes")
         return {name: self.planner_options.get(name) for name in names}
 
