@@ -134,7 +134,7 @@ class _Tracks:
         return self.thread_ids.setdefault((rank, name), self.timeline.ranks + len(self.thread_ids))
 
     def _assign_spans(self) -> list[int]:
-        """Return a thread of its lane for each span: the first that is free at the span's start."""
+        """Return, for each span, the first thread of its lane that is free when the span starts."""
         spans = self.timeline.spans
         # (rank, track) -> the time from which each thread is free.
         free_times: dict[tuple[int, str], list[int]] = defaultdict(list)

@@ -90,8 +90,8 @@ IGNORED_ACTIONS: Final = {
     "WAIT_SEND_B": True,
     "WAIT_REDUCE_GRAD": False,
 }
-# Action -> the word of its instruction without stage and microbatch (None if the action is
-# ignored), and True if the action has a microbatch.
+# Action -> its encoded instruction without stage and microbatch (None if the action is ignored),
+# and True if the action has a microbatch.
 _ACTION_WORDS: Final[dict[str, tuple[int | None, bool]]] = {
     **{
         action: (int(op) << OP_SHIFT, INSTRUCTIONS[op].scope is Scope.MICROBATCH)
@@ -322,13 +322,13 @@ def _parse_rows(text: str) -> list[list[str]]:
 
 
 class _CsvReader:
-    """Converts the cells of a CSV to words of instructions, row by row."""
+    """Converts the cells of a CSV to encoded instructions, row by row."""
 
     def __init__(self, sharded_actions: Mapping[Opcode, str]) -> None:
         self.sharded_actions = {
             action: int(op) << OP_SHIFT for op, action in sharded_actions.items()
         }
-        # Word of a sharding action and its stage -> the number of its occurrences so far.
+        # Encoded instruction of a sharding action of a stage -> the number of such actions so far.
         self.occurrences = Counter[int]()
         self.rank_words: list[list[int]] = []
         # Stage -> the first cell of the stage, and the first cell with a message to or from it.
@@ -372,7 +372,7 @@ class _CsvReader:
         words += [first, second | JOINED_BIT]
 
     def parse_action(self, location: _CellLocation, text: str) -> int | None:
-        """Return the word of an action, or None for an action that is ignored."""
+        """Return the encoded instruction of an action, or None for an action that is ignored."""
         match = _ACTION_PATTERN.fullmatch(text)
         kind = match[2] if match else ""
         if not match or kind not in _ACTION_WORDS:

@@ -1,8 +1,8 @@
 """Find when a rank ran each instruction, from profiler ranges and kernels.
 
-On a CPU, the time of an instruction is the time of its range, without the waits for messages in it.
-For example, torch's runtime waits for a receive inside of the F or B that needs it. A range of Gloo
-gives the end of a wait, and the end of the previous operator gives its start.
+On a CPU, the time of an instruction is the time of its range, without the waits for messages inside
+the range. For example, torch's runtime waits for a receive inside of the F or B that needs it. A
+range of Gloo gives the end of a wait, and the end of the previous operator gives its start.
 
 On a GPU, the ranges of the host only show which instruction launched which kernels. The time of an
 instruction is the time of the kernels launched in its range. The launching thread is the thread of
@@ -98,7 +98,7 @@ def split_repetitions(
     repetitions: list[list[ExecutedSpan]] = []
     seen_actions: set[NamedInstruction] = set()
     for item in items:
-        # A step ran its schedule again.
+        # An instruction occurs again, so the rank ran its schedule again.
         if not repetitions or not seen_actions.isdisjoint(item.actions):
             repetitions.append([])
             seen_actions.clear()
