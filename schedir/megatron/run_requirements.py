@@ -129,8 +129,9 @@ class ChunkLayout(NamedTuple):
     """The part of the model that a chunk contains.
 
     Attributes:
-        pre_process: True if the chunk has the embedding. None if its model does not define it.
-        post_process: True if the chunk has the output layer. None if its model does not define it.
+        pre_process: True if the chunk has the embedding. None if its model has no such attribute.
+        post_process: True if the chunk has the output layer. None if its model has no such
+            attribute.
         ties_embeddings: True if the embedding and the output layer share their weight.
         layer_numbers: The numbers of the chunk's transformer layers in the full model, from 1.
     """

@@ -85,7 +85,7 @@ def _needs_autograd(weight: Tensor) -> bool:
 
 
 class _LinearSettings(NamedTuple):
-    """A linear layer's weight, and the arguments of Megatron's function for it.
+    """A linear layer's weight, and the arguments of Megatron's function for this layer.
 
     Attributes:
         weight: The weight, of shape (output size, input size) of this tensor-parallel rank.
@@ -194,7 +194,7 @@ def _add_weight_gradient(settings: _LinearSettings, input: Tensor, grad_output: 
 
 
 def _full_input(input: Tensor, settings: _LinearSettings) -> Tensor:
-    """Return the input of all tokens. With sequence parallelism, gather it from all ranks."""
+    """Return the input of all tokens. With sequence parallelism, gather the shards."""
     if not settings.sequence_parallel:
         return input
     size = settings.tp_group.size()

@@ -78,7 +78,8 @@ def assert_same_gradients(
         ranks: The number of processes.
         microbatches: The number of microbatches of all replicas together.  It may be None if
             `batch` is a list.
-        loss_fn: Returns the loss of one microbatch.  If None, the model returns the loss.
+        loss_fn: A function that returns the loss of one microbatch.  If None, the model returns the
+            loss.
         reduction: The reduction of the losses of all microbatches: "mean", "sum", or a number, by
             which their sum is divided.  The expected gradient is the gradient of the result.
         replicas: The number of data-parallel replicas.  The first replica gets the first
@@ -206,7 +207,7 @@ def _require_nonnegative(name: str, number: object) -> None:
 def _forks_are_unsafe() -> bool:
     """Return whether processes must be spawned, because this process cannot be forked safely.
 
-    With a GPU, autograd starts threads for it at the first backward, and then refuses forks.
+    With a GPU, autograd starts threads for the GPU at the first backward, and then refuses forks.
     """
     is_linux = sys.platform.startswith("linux")
     return not is_linux or dist.is_initialized() or torch.accelerator.is_available()

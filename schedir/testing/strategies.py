@@ -159,11 +159,11 @@ def compute_programs(
 
     Args:
         draw: Passed by hypothesis.
-        ranks: As for `shapes`.
-        microbatches: As for `shapes`.
-        stages_per_rank: As for `shapes`.
+        ranks: The largest number of ranks.
+        microbatches: The largest number of microbatches.
+        stages_per_rank: The largest number of stages per rank.
         split: The share of backwards that are split into I and W, from 0 to 1.
-        placements: As for `shapes`.
+        placements: The kinds of placement to draw from, as in `shapes`.
         optimizer_steps: The largest number of optimizer steps.  A draft with several steps has no
             stage replicas, at most `microbatches` microbatches per step, and weight delays from 0
             to 2.
@@ -215,9 +215,9 @@ def programs(
 
     Args:
         draw: Passed by hypothesis.
-        ranks: As for `shapes`.
-        microbatches: As for `shapes`.
-        stages_per_rank: As for `shapes`.
+        ranks: The largest number of ranks.
+        microbatches: The largest number of microbatches.
+        stages_per_rank: The largest number of stages per rank.
 
     Returns:
         The lowered program.
@@ -460,7 +460,7 @@ class _StepOrder:
             self.missing[update, int(shape.rank_of_stage(stage, mb))] += 1
 
     def find_possible(self, ready: list[Instr]) -> list[Instr]:
-        """Return the ready instructions that need no optimizer step with missing gradients."""
+        """Return the ready instructions that wait for no optimizer step with missing gradients."""
         if self.shape.optimizer_steps == 1:
             return ready
         return [instr for instr in ready if self._is_possible(instr)]
