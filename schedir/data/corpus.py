@@ -67,7 +67,7 @@ def read_documents(
 
     Raises:
         UsageError: The source cannot be read, or `vocab` is too small for the end token of the
-            tokenizer "bytes". Also if the source has tokens already and `tokenizer` is not "bytes".
+            tokenizer "bytes". Or the source already has tokens, and `tokenizer` is not "bytes".
     """
     paths = find_files(source) if source is not None else []
     if any(path.suffix == ".bin" for path in paths):

@@ -10,7 +10,7 @@ The format is that of Megatron-LM's IndexedDataset (megatron/core/datasets/index
 - the document indices: the first sequence of each document, and last the number of sequences
   (int64).
 
-A mode for each sequence may follow. It is ignored.
+A mode for each sequence may follow. The reader ignores these modes.
 """
 
 from __future__ import annotations

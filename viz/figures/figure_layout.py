@@ -137,8 +137,8 @@ def lay_out(
 
     Args:
         timelines: The timelines, from the top.
-        titles: The title of each, as in `ChartLayout`.
-        bounds: The lower bound on the span of each, or None.
+        titles: The title of each timeline, as in `ChartLayout`.
+        bounds: The lower bound on the span of each timeline, or None.
         style: The style.
 
     Raises:
