@@ -87,7 +87,7 @@ def compute_losses(all_statistics: Tensor, targets: Tensor, ignore_index: int) -
 
 
 def _combine_statistics(all_statistics: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maximum over all ranks, and the sum of exponentials relative to it."""
+    """Return the maximum over all ranks, and the sum of exponentials relative to this maximum."""
     top = all_statistics[:, MAXIMUM].amax(0)
     return top, (all_statistics[:, EXP_SUM] * (all_statistics[:, MAXIMUM] - top).exp()).sum(0)
 

@@ -35,8 +35,8 @@ _DIGIT_WIDTH: Final = 0.65
 class ChartRectangles:
     """The rectangles of all instructions of a timeline.
 
-    x is the time since the start of the timeline, in its unit. y grows downwards from 0 at the top.
-    The height of a compute lane is 1.
+    x is the time since the start of the timeline, in the unit of the timeline. y grows downwards
+    from 0 at the top. The height of a compute lane is 1.
 
     Each rank has these parts from top to bottom: the compute lane, the communication lanes, the
     bands of unsharded stages, and space for curves.

@@ -16,8 +16,8 @@ from schedir.schedule_search.memory_frontier import MemoryFrontier
 from schedir.schedule_search.search_results import SearchResult
 from schedir.viz.svg_thumbnail import draw_thumbnail
 
-# Number of instructions. A run with more has no picture, because a notebook draws the picture of
-# every result that it shows, and a large picture takes long.
+# The largest number of instructions of a run with a picture. A notebook draws the picture of every
+# result that it shows, and a large picture takes long.
 _MAX_INSTRUCTIONS = 400_000
 _MAX_TEXT_LENGTH = 20_000  # characters
 

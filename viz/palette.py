@@ -121,7 +121,7 @@ OP_NAMES: Final = {
     Opcode.OptimizerStep: "optimizer step",
 }
 LANE_NAMES: Final = {row.lane: row.label or row.doc for row in LANES[1:]}
-# Lanes with incoming and outgoing transfers. The incoming ones have a lighter colour.
+# Lanes with incoming and outgoing transfers. Incoming transfers have a lighter colour.
 TWO_WAY_LANES: Final = (Lane.ACT, Lane.GRAD, Lane.DISK)
 UNSHARDED_LABEL: Final = "unsharded weights"
 

@@ -130,7 +130,7 @@ def compare(
 
 
 def _require_titles(value: object, chart_count: int) -> Sequence[str | None]:
-    """Return a title for each chart, or None for each."""
+    """Return a title for each chart, or None for each chart."""
     if value is None:
         return [None] * chart_count
     titles = [value] if isinstance(value, str) else value
@@ -150,7 +150,7 @@ def _require_titles(value: object, chart_count: int) -> Sequence[str | None]:
 
 
 def _require_bounds(value: object, chart_count: int) -> Sequence[float | None]:
-    """Return a lower bound for each chart, or None for each."""
+    """Return a lower bound for each chart, or None for each chart."""
     if value is None:
         return [None] * chart_count
     bounds = (
@@ -269,7 +269,7 @@ def _format_axes(axes: Axes, chart: ChartLayout, style: ResolvedStyle, row_heigh
 
 
 def _draw_lane_names(axes: Axes, name: str, positions: NDArray[np.floating[Any]]) -> None:
-    """Write the name of a lane to the left of it in each rank."""
+    """Write the name of a lane to the left of the lane of each rank."""
     for y in positions.tolist():
         axes.annotate(
             name, (0, y), (-4, 0), textcoords="offset points",
@@ -279,7 +279,7 @@ def _draw_lane_names(axes: Axes, name: str, positions: NDArray[np.floating[Any]]
 
 
 def _draw_title(axes: Axes, chart: ChartLayout, width_inches: float) -> None:
-    """Write the name of a chart on the left above it, and its numbers on the right."""
+    """Write the name of a chart above its left end, and its numbers above its right end."""
     timeline, title, is_narrow = chart.rectangles.timeline, chart.title, width_inches < NARROW_WIDTH
     if title == "":
         return
