@@ -1,4 +1,4 @@
-"""The Triton kernels of `layer_norm`. They read each input from memory once.
+"""The Triton kernels of `layer_norm`. The kernels read each input from memory once.
 
 In this module, a program is an instance of a Triton kernel, and runs as one block. A thread
 computes 16 bytes of a row (8 numbers of bfloat16), because one load instruction reads 16 bytes. A
@@ -255,7 +255,7 @@ def backward(
         weight: The gain, of shape (n,).
         moments: The moments, from the forward.
         limits: Multiprocessors and bytes of shared memory, as from `get_device_limits`. None uses
-            those of the device.
+            the limits of the device.
     """
     dh = dh.contiguous()
     dy = dy.contiguous()

@@ -126,8 +126,8 @@ def program_to_html(program: Program) -> str:
         program: The program.
 
     Returns:
-        HTML that needs no other file. It has an error message instead of a chart if the program
-        cannot be simulated.
+        HTML that needs no other file. The HTML has an error message instead of a chart if the
+        program cannot be simulated.
     """
     facts = f"<p>{escape(repr(program).strip('<>'))}</p>"
     if len(program) > _MAX_INSTRUCTIONS:

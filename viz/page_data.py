@@ -317,7 +317,7 @@ def _encode_deltas(values: NDArray[Any]) -> NDArray[np.int64]:
 def _pack_columns(
     columns: dict[str, NDArray[Any]], compression: int
 ) -> tuple[str, dict[str, tuple[str, int, int]]]:
-    """Return all columns as one text, and the type, first byte and length of each column by name."""
+    """Return all columns as one text, and the type, first byte and length of each by name."""
     layout, parts, offset = {}, [], 0
     for name, column in columns.items():
         layout[name] = (column.dtype.str[1:], offset, len(column))

@@ -220,7 +220,7 @@ def choose_box_color(
 
     Args:
         op: The opcode.
-        local_stage: The local stage. It changes the shade of compute only.
+        local_stage: The local stage. The local stage changes the shade of compute only.
         stages: The number of stages of the rank.
         palette: The palette.
     """

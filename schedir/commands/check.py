@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> str:
     Raises:
         UsageError: The options cannot be combined.
         SchedirError: The program is wrong, or does not finish under the requested progress model.
-            The hint of the error names the models under which it finishes.
+            The hint of the error names the models under which the program finishes.
     """
     from schedir.analysis.progress_models import MODELS
 
@@ -355,7 +355,7 @@ def _draw_deadlock(program: Program, error: SchedirError, output: str) -> None:
 
 
 def _draw_refused_draft(request: Request, error: SchedirError, output: str) -> None:
-    """Write a picture of a draft in which `compile` found a deadlock before lowering it.
+    """Write a picture of a draft in which `compile` found a deadlock before the lowering.
 
     For other errors, add a note to the error that no picture was written.
     """

@@ -153,7 +153,7 @@ def _find_lower_bounds(advice: Advice, costs: Costs) -> list[LowerBound]:
 
     Returns:
         One bound. If the program has only full backwards, also a second bound for split backwards.
-        Empty if no bound is known or the advice is not reliable.
+        The list is empty if no bound is known or the advice is not reliable.
     """
     from schedir.ir.isa.instructions import BACKWARD_INPUT
     from schedir.schedule_search.bounds.program_bound import compute_program_bound

@@ -38,7 +38,7 @@ from schedir.ir.program import Program
 if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
 
-# A time that is a smaller share of the span than this is a rounding error.
+# A time is a rounding error if it is a smaller share of the span than this number.
 _ROUNDING_ERROR: Final = 1e-12
 
 

@@ -25,7 +25,7 @@ def get_tokenizer(name: str, vocab: int, end_token: str | None = None) -> Tokeni
     Args:
         name: "bytes", or the path of a tokenizer.json.
         vocab: The vocabulary size of the model.
-        end_token: The token that ends a document. By default the first common name, such as
+        end_token: The token that ends a document. The default is the first common name, such as
             `<|endoftext|>`, that is in the vocabulary.
 
     Raises:
@@ -48,7 +48,7 @@ def get_tokenizer(name: str, vocab: int, end_token: str | None = None) -> Tokeni
 def read_documents(
     source: Source, tokenizer: Tokenizer, vocab: int, *, with_document_ends: bool = False
 ) -> Documents:
-    """Return the tokens of a source, and the ends of its documents if it defines them.
+    """Return the tokens of a source, and the ends of its documents if the source defines these.
 
     - A `.bin` contains tokens. An `.idx` next to it contains the ends of documents. Both are
       memory-mapped.

@@ -43,8 +43,8 @@ class Documents(NamedTuple):
 
     Attributes:
         tokens: The tokens. Shape (n,).
-        ends: The ascending positions after the last token of each document. None if they are not
-            given.
+        ends: The ascending positions after the last token of each document. None if these positions
+            are not given.
     """
 
     tokens: Tokens

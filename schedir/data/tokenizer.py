@@ -85,8 +85,8 @@ class BPE:
     Args:
         text: The contents of the `tokenizer.json`.
         source: The name of the tokenizer, for errors.
-        end_token: The token that ends a document. By default, the first of the usual names,
-            such as `<|endoftext|>`, in the vocabulary.
+        end_token: The token that ends a document. The default is the first of the usual names, such
+            as `<|endoftext|>`, that is in the vocabulary.
 
     Raises:
         UsageError: The tokenizer is not a byte-level BPE, so it may lose text. Or it does not have

@@ -354,7 +354,7 @@ class _ProgramCopyReport:
         self.old_dump_ranks = sorted({*job.old_dump_ranks} & {*ranks} | old_ranks)
 
     def name_rank(self, program_rank: int) -> str:
-        """Name a rank of the program. Add its rank in the job if this is another number."""
+        """Name a rank of the program. Add the rank of the job if it has another number."""
         rank = self.matched.ranks[program_rank]
         return (
             f"rank {program_rank}"

@@ -84,7 +84,8 @@ class PostMortem:
     def cause(self) -> StallCause | None:
         """The process that delays the other processes or caused their end, or None.
 
-        It is None if the run makes progress, or if all processes were stopped at the same time.
+        The cause is None if the run makes progress, or if all processes were stopped at the same
+        time.
         """
         visible_snapshots = [
             snapshot for snapshot in self.snapshots.values() if snapshot.state != "unknown"
@@ -209,7 +210,7 @@ def read_post_mortem(path: str) -> PostMortem | None:
         path: The directory of the black boxes, or the parent of this directory.
 
     Returns:
-        The black boxes, or None if there are none.
+        The black boxes, or None if neither directory has black boxes.
 
     Raises:
         UsageError: The boxes are damaged, or do not belong to one run.
@@ -288,7 +289,7 @@ def _make_post_mortem(directory: Path, all_snapshots: Mapping[int, BlackBoxSnaps
 
 
 def load_program(directory: Path) -> Program | None:
-    """Load the program that the processes run, or None if it was not saved or is not valid.
+    """Load the program that the processes run. Return None without a valid saved program.
 
     Args:
         directory: The directory of the black boxes.

@@ -1,9 +1,9 @@
 """Match the messages that ranks recorded with the transfers of a program.
 
-In a process group, a rank executes the transfers of its Stream that use this group. It executes
-them in the order of the Stream, and repeats them in every step. So the number of a message in its
-group determines its transfer. The direction and the peer of the message must be those of the
-transfer. Otherwise the dump is not of this program.
+In a process group, a rank executes the transfers of its Stream that use this group. The rank
+executes these transfers in the order of the Stream, and repeats them in every step. So the number
+of a message in its group determines its transfer. The direction and the peer of the message must be
+those of the transfer. Otherwise the dump is not of this program.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class MatchedProgram:
         counter_ranks: The ranks of the job whose place in the step is known only from torch's
             counters. The place is wrong if an overwritten entry was a control message.
         order_mismatch: The first message of a rank that is not in the order of its Stream, as text.
-            Empty if all messages are in this order. If it is not empty, the sends of a rank still
-            have the order of the program, and so do its receives from any one rank.
+            Empty if all messages are in this order. If there is a mismatch, the sends of a rank
+            still have the order of the program, and so do its receives from any one rank.
     """
 
     ranks: tuple[int, ...]
@@ -249,8 +249,8 @@ class TransferSequence:
     def open_step(self) -> int:
         """The step that contains the first of the messages that have not ended.
 
-        Steps are counted from 0 at the first message. If all messages have ended, this is the step
-        of the next message.
+        Steps are counted from 0 at the first message. If all messages have ended, the result is the
+        step of the next message.
         """
         open_numbers = [
             n for n, op in zip(self.transfer_numbers, self.ops, strict=True) if not op.is_done
@@ -274,7 +274,7 @@ class TransferSequence:
             ended_mask: The mask of ended transfers.
         """
         # The entries of transfers before the first message were overwritten, so these transfers
-        # have ended. In a step before step 0, these are all transfers.
+        # have ended. In a step before step 0, all transfers have ended.
         overwritten = self.transfers[
             : self.previous_transfers if step == 0 else len(self.transfers) * (step < 0)
         ]
@@ -306,8 +306,8 @@ class _RecordedRank:
     """A rank of the program with its recorded messages.
 
     If `order_mismatch` is not empty, the messages of the rank have another order than its Stream.
-    Then `sequences` has one entry for all sends of a group, and one for the receives from each
-    rank.
+    Then `sequences` has one entry for all sends of a group, and one entry for the receives from
+    each rank.
 
     Args:
         graph: The graph of the program.
@@ -571,7 +571,7 @@ class _RecordedRank:
     def _number_messages(
         self, ops: list[RecordedOperation], transfers: list[int], place: int
     ) -> list[int]:
-        """Return the transfer numbers of messages, if the first is at `place` in its step.
+        """Return the transfer numbers of messages, if the first one is at `place` in its step.
 
         The result ends before the first message that does not match. The messages of a batch may be
         recorded in any order.

@@ -40,7 +40,7 @@ def loads(data: bytes, path: str = "") -> Any:
 
     Args:
         data: The pickle.
-        path: The name of its file, for errors.
+        path: The name of the file with the pickle, for errors.
 
     Raises:
         TraceError: The pickle is damaged, cut off or too large, or contains other values.

@@ -70,7 +70,8 @@ class PendingOperation(NamedTuple):
         op: The operation at which the rank waits.
         awaited_rank: The other rank.
         reason: The progress of the other rank.
-        counterpart: The other rank's side of the operation, or None if its dump does not have it.
+        counterpart: The other rank's side of the operation, or None if this side is not in the
+            dump.
     """
 
     rank: int

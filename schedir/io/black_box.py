@@ -77,7 +77,7 @@ class BlackBoxField(IntEnum):
         POSITION_TIME: The time when the host began this instruction.
         HEARTBEAT: The time when the watchdog last ran.
         IS_WAITING: 1 if the watchdog found that the process waits for other processes, else 0.
-        FAILURE_TIME: The time when the process reported a failure, 0 if it did not.
+        FAILURE_TIME: The time when the process reported a failure, 0 if it reported none.
         EXIT_CODE: The exit code of the failure.
         HAS_ENDED: 1 if the process ended as planned.
         KILLED_PROCESS: The number, plus 1, of a process that this process killed because others
@@ -200,7 +200,7 @@ class BlackBox:
         """Write the location in the code at which the process is.
 
         Args:
-            text: The location. It is cut if it is too long for the file. "" removes the note.
+            text: The location. A text that is too long for the file is cut. "" removes the note.
         """
         self._write_text(NOTE_OFFSET, REASON_OFFSET, text)
 
@@ -343,7 +343,7 @@ class BlackBoxSnapshot:
     def position(self) -> int:
         """The index in the Stream of the first instruction that has not ended.
 
-        With a GPU, it is the smallest index over all lanes.
+        With a GPU, the result is the smallest index over all lanes.
         """
         return min(map(self.find_lane_position, Lane))
 

@@ -208,8 +208,8 @@ def require_suffix(output: str, subject: str, suffix: str) -> None:
 def require_writable(path: str | Path) -> None:
     """Raise UsageError if no file can be written at `path`.
 
-    Call this before the long work that makes the content. An existing file at `path` stays as it
-    is.
+    Call this function before a long computation of the content. An existing file at `path` stays as
+    it is.
 
     Args:
         path: The file that will be written.

@@ -41,10 +41,9 @@ def to_json(timeline: Timeline) -> str:
 
     Each rank is a process, and its lanes are threads: compute, idle, and the communication lanes.
     The idle thread shows the cause of every idle interval. A lane of transfers has separate threads
-    for incoming and outgoing transfers. It has more threads if transfers overlap. A message is an
-    arrow.
-    Activations in flight, unsharded stages and memory are counters. A pair of instructions that run
-    together is one slice.
+    for incoming and outgoing transfers. The lane has more threads if transfers overlap. A message
+    is an arrow. Activations in flight, unsharded stages and memory are counters. A pair of
+    instructions that run together is one slice.
 
     Args:
         timeline: The timeline.

@@ -100,7 +100,7 @@ def format_range_name(instr: Instr, is_joined: bool = False) -> str:
 
     Args:
         instr: The instruction.
-        is_joined: True if it runs as one with the instruction before it.
+        is_joined: True if the instruction runs as one with the instruction before it.
 
     Example:
         >>> from schedir import Instr, Opcode

@@ -1,6 +1,6 @@
 """Resolve a source and its options into a program, costs and sizes.
 
-The command line creates a Request from its options. A training run creates it from its
+The command line creates a Request from its options. A training run creates a Request from its
 configuration.
 """
 
@@ -90,13 +90,13 @@ class Request:
         defaults: Values for the fields of a schedule's shape that are not in `specified`. `ranks`
             and `microbatches` must be in `specified` or in `defaults`.
         costs: Costs of a prediction, per stage and microbatch. None uses the defaults of `Costs`.
-        cluster: The cluster. It computes the costs that `costs` does not specify, in seconds.
+        cluster: The cluster for computing the costs that `costs` does not specify, in seconds.
         sizes: Sizes of a prediction, per stage and microbatch.
-        progress_model: The progress model. None means that the user did not set it.
+        progress_model: The progress model. None means that the user did not set a progress model.
         blocking_hosts: The argument `blocking_hosts` of `compile`.
         overlap: The argument `overlap` of `compile`.
         buffer_sharing: The argument `buffer_sharing` of `compile`. None means that the user did not
-            set it.
+            set this option.
         memory_limit: The largest number of bytes that a rank may use. None means no limit.
         compile_options: Other options of `compile`, by name.
         draft: True if `program` is the draft, without communication.
@@ -211,7 +211,7 @@ class Request:
         if not isinstance(source_object, Program):
             if not self.draft:  # refuse a large shape before the schedule is expanded
                 # All built-in schedules except `forward_only` have a backward. Whether a user's
-                # schedule has one is unknown here.
+                # schedule has a backward is unknown here.
                 training_schedules = [
                     s for name, s in get_built_in_schedules().items() if name != "forward_only"
                 ]
@@ -329,7 +329,7 @@ class Request:
 
     @cached_property
     def prediction_costs(self) -> Costs | None:
-        """The costs of each stage that predict `timeline`. None if `timeline` is measured."""
+        """The costs of each stage for predicting `timeline`. None if `timeline` is measured."""
         source_run = self.source_timeline
         if source_run is None:
             return self.program_costs
@@ -569,7 +569,7 @@ class Request:
 
     @property
     def _segment_options(self) -> dict[str, Any]:
-        """The option `stage_segments`, converted to values per stage. Empty if it is not set."""
+        """The option `stage_segments`, converted to values per stage, or {} if it is not set."""
         segments, shape = self.compile_options.get("stage_segments"), self.shape
         if segments is not None and max(self._unsegmented_shape.segments_per_stage) > 1:
             raise UsageError(

@@ -181,7 +181,7 @@ def load_timeline(path: str | Path) -> Timeline:
 
 
 class _TimelineReader:
-    """Reads the members of the archive in order. It checks the size of a member before it reads."""
+    """Reads the members of the archive in order. It checks the size of a member before reading."""
 
     def __init__(self, archive: ZipFile) -> None:
         self.archive = archive
@@ -192,7 +192,7 @@ class _TimelineReader:
     def read_timeline(self) -> Timeline:
         header = self._read_header()
         n = header["instructions"]
-        # The sizes of the two members with times are checked first. They limit the number of
+        # The sizes of the two members with times are checked first. These sizes limit the number of
         # instructions, because one line of a program's text can expand to millions of instructions.
         # float32 times pass this check, but `_read_times` refuses them.
         self._require_size(_START_FILE, 8 * n + 1024, 4 * n)

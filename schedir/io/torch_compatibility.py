@@ -139,8 +139,8 @@ def require_torch_pair(program: Program, rank: int, index: int) -> None:
     Args:
         program: The program.
         rank: The rank.
-        index: The index in the Stream of the second instruction. It is joined with the previous
-            instruction.
+        index: The index in the Stream of the second instruction. This instruction is joined with
+            the previous instruction.
 
     Raises:
         GroupError: The two instructions are not a forward and a backward, or more than two are

@@ -82,7 +82,7 @@ _ACTION_TEXTS: Final = {op: action for action, op in ACTIONS.items()}
 _SHARDED_REDUCE_ACTIONS: Final = {_O.ReduceScatter: "REDUCE_GRAD"}
 _SHARDED_ACTIONS: Final = _SHARDED_REDUCE_ACTIONS | {_O.Unshard: UNSHARD, _O.Reshard: RESHARD}
 # Actions that are ignored by default -> True if the action has a microbatch. torch writes unshards
-# and reshards for all stages. Waits are not needed, because our instructions include them.
+# and reshards for all stages. Waits are not needed, because schedir's instructions include them.
 IGNORED_ACTIONS: Final = {
     UNSHARD: False,
     RESHARD: False,
@@ -117,7 +117,7 @@ def to_csv(program: Program, csv_format: str = "torch") -> str:
     with format="compute_comms". A program with zero 3 is for stages with FSDP. Other programs are
     for stages without FSDP. With zero 3, the file has UNSHARD and RESHARD where the program has
     Unshard and Reshard. torch also needs an unsharded stage for W and REDUCE_GRAD. If the program
-    has sharded the stage by then, `to_csv` places all UNSHARD and RESHARD again, with the same
+    shards a stage before one of these, `to_csv` places all UNSHARD and RESHARD again, with the same
     number of unsharded stages.
 
     Instructions without an action are left out: scatters and gathers, because torch sends full

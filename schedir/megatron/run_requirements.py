@@ -50,7 +50,7 @@ def require_supported_settings(chunks: Sequence[Any], config: Any) -> None:
         config: Megatron's TransformerConfig of the chunks.
 
     Raises:
-        UsageError: A setting is not supported. The error has its name and its value.
+        UsageError: A setting is not supported. The error names the setting and its value.
     """
     for name, (is_unsupported, reason) in _UNSUPPORTED_SETTINGS.items():
         value = getattr(config, name, None)

@@ -345,7 +345,8 @@ def _draw_state_placement(draw: st.DrawFn, shape: PipelineShape, clips: bool) ->
 def tied_weights(shape: PipelineShape) -> st.SearchStrategy[TiedStages]:
     """Return a strategy of the stages that share weights in a shape.
 
-    It draws no tied weights, a weight of the first and the last stage, or up to two sets of stages.
+    The strategy draws no tied weights, a weight of the first and the last stage, or up to two sets
+    of stages.
 
     Args:
         shape: The shape.
@@ -406,7 +407,7 @@ def random_compute_program(
     steps = _StepOrder(shape)
 
     def offer(stage: int, row: int) -> None:
-        """Add a stage's next backward to `ready` if it can run.  B runs after all earlier W."""
+        """Add a stage's next backward to `ready` if possible.  B runs after all earlier W."""
         mb = next_backward[row][stage]
         if (stage, mb) in arrived_gradients and (
             backward_op[stage, mb] is _I or not waiting_weights[row][stage]

@@ -54,9 +54,9 @@ def infer_stage_boundaries(
 ) -> dict[int, tuple[Boundary, ...]]:
     """Return the boundaries of each stage except the last, by stage number.
 
-    The stages run one after the other. Each runs on zeros with the shapes of the previous stage's
-    outputs. Afterwards buffers, gradients and random generators are restored. All ranks of the
-    group must call this.
+    The stages run one after the other. Each stage runs on zeros with the shapes of the previous
+    stage's outputs. Afterwards buffers, gradients and random generators are restored. All ranks of
+    the group must call this.
 
     Args:
         modules: The modules of this rank's stages, by stage number.

@@ -1,7 +1,7 @@
 """Reduce, sum and scale the gradients of a step of torch's runtime, once per step.
 
-If gradients are accumulated over steps, those of earlier steps are set aside and added at the end.
-Otherwise a step would divide the gradients of earlier steps again.
+If gradients are accumulated over steps, the gradients of earlier steps are set aside and added at
+the end. Otherwise a step would divide the gradients of earlier steps again.
 """
 
 from __future__ import annotations

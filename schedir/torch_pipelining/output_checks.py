@@ -70,8 +70,8 @@ class PendingOutputs:
         """Record that the next stage, on the same rank, has read the outputs of a forward.
 
         From now on, only outputs with a gradient are needed, until their backward. Later checks
-        compare them with their present state, because the next stage may have written to its
-        inputs.
+        compare these outputs with their present state, because the next stage may have written to
+        its inputs.
 
         Args:
             stage: The stage of the outputs.

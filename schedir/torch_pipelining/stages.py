@@ -204,7 +204,7 @@ def unwrap_module(module: nn.Module) -> nn.Module:
 class SharedWeights:
     """Finds the tied weights of a rank: the weights that several stages share.
 
-    All ranks of the group must create it together.
+    All ranks of the group must create this object together.
 
     Args:
         stages: The stages of this rank.

@@ -5,7 +5,7 @@ clock, and host b receives the message at time `got` of its clock. Then offset(b
 - sent. Messages from b to a give a lower bound of offset(b) - offset(a).
 
 Shortest paths combine these bounds over several hosts, as in NTP. The result is the middle of the
-allowed range. Its largest error is its distance from the bounds.
+allowed range. The largest error is the distance of the result from the bounds.
 """
 
 from __future__ import annotations

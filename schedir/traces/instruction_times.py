@@ -43,7 +43,8 @@ class ExecutedSpan(NamedTuple):
         end: The end, in nanoseconds. None for a posted message whose arrival is not recorded.
         wait_time: The time in their profiler range that was a wait for messages, in nanoseconds.
             This time is not between `start` and `end`.
-        is_joined: True if they are in one group with the previous span (`&` in the text form).
+        is_joined: True if the instructions are in one group with the previous span (`&` in the text
+            form).
         has_operators: True if an operator ran in their profiler range.
     """
 
@@ -77,7 +78,7 @@ def split_repetitions(
     Args:
         trace: The trace of the rank.
         interval: The start and the end, in nanoseconds by the clock of the host.
-        default_stage: The stage of ranges that do not name one.
+        default_stage: The stage of ranges that do not name a stage.
 
     Returns:
         One list for each repetition, in the order in which the host issued the instructions.

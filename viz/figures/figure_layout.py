@@ -1,7 +1,7 @@
 """Compute the positions of charts, titles and axes on a figure, in inches.
 
 `schedir.viz.layout` places the boxes of one chart, in units of time and of lanes. This module
-decides their size on the figure, before anything is drawn.
+decides the size of these boxes on the figure, before anything is drawn.
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ def format_plans(
         request: The request of the plans.
         plans: The plans, the preferred plan first.
         selected_number: The number of the plan whose details are printed, from 1.
-        tokens: The number of tokens of the training run. If it is not None, the duration of the run
-            is printed.
+        tokens: The number of tokens of the training run. If this number is given, the duration of
+            the run is printed.
         fastest: The fastest plan. A line describes the fastest plan if it is not the first plan.
     """
     model, cluster = request.model, request.cluster

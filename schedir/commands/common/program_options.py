@@ -47,7 +47,8 @@ class ProgramOption(NamedTuple):
     Attributes:
         kind: The type of the values of the option.
         help: A description.
-        config_key: The name in a configuration, such as "pipeline.zero", or "" if it has none.
+        config_key: The name in a configuration, such as "pipeline.zero", or "" if a configuration
+            cannot have the option.
         is_shape_option: True for an option of the shape, False for an option of the lowering.
     """
 

@@ -98,8 +98,8 @@ def list_built_in_schedules(*, has_weight_delay: bool) -> dict[str, Schedule]:
 
     Args:
         has_weight_delay: If True, return only the schedules with weight delay. If False, return
-            only those without. Weight delay changes the trained weights, so schedules with and
-            without it are not compared.
+            only the schedules without weight delay. Weight delay changes the trained weights, so
+            schedules with and without it are not compared.
     """
     from schedir.schedules import get_built_in_schedules
     from schedir.schedules.schedule_algebra import get_weight_delay_mark, has_free_v

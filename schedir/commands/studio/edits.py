@@ -70,8 +70,8 @@ def move_instruction(request: Request, rank: int, index: int, before: int) -> Pr
         request: The request of the program.
         rank: The rank.
         index: The index of the instruction in the stream of the lowered program.
-        before: The index of the instruction before which it is moved. The number of instructions in
-            the stream means the end of the stream.
+        before: The index of the instruction before which the other instruction is moved. The number
+            of instructions in the stream means the end of the stream.
 
     Raises:
         UsageError: There is no such instruction, or it cannot be moved.
@@ -134,7 +134,7 @@ def export_program(request: Request, file_format: str) -> tuple[str, str]:
             and simulate the program.
 
     Raises:
-        SchedirError: The format is unknown, or the program cannot be written in it.
+        SchedirError: The format is unknown, or the program cannot be written in this format.
     """
     name = request.program.name
     if file_format == "sched":
