@@ -96,7 +96,6 @@ def plan_to_html(plan: PlanEstimate) -> str:
 
 
 def _make_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return an HTML table."""
     lines = [
         "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
         for tag, row in [("th", headings), *(("td", row) for row in rows)]

@@ -336,7 +336,8 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     durations = spans["end"] - spans["start"]
     pair = timeline.is_second_of_pair.copy()
     pair[:-1] |= pair[1:]
-    is_same_op = (spans["op"] == op) & ~pair  # Leave out pairs that share one time.
+    # Two instructions that run together share one time, so both are left out.
+    is_same_op = (spans["op"] == op) & ~pair
     stage_times, comparison = durations[is_same_op & (spans["stage"] == stage)], ""
     name, lines = INSTRUCTIONS[op].text, []
     if (

@@ -209,7 +209,6 @@ class _SearchRequest:
 
 
 def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
-    """Return the search problem that the options of `search` define."""
     from schedir.io.program_request import Request
     from schedir.io.source_loader import Source
 

@@ -128,7 +128,6 @@ def _memory_map(path: Path, dtype: str) -> Tokens:
 
 
 def _join_files(paths: Iterable[Path], target: Path) -> None:
-    """Write the contents of all files to `target`, atomically."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Several ranks may do this at the same time. Each writes and renames a separate file, and

@@ -24,7 +24,7 @@ from schedir.extras import require_package
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
-MAX_TEXT_BYTES: Final = 2**20  # longer texts are split before the library encodes them
+MAX_TEXT_BYTES: Final = 2**20  # Longer texts are split before the library encodes them.
 # Common names of the token that ends a document.
 _END_TOKENS: Final = (
     "<|endoftext|>",

@@ -274,7 +274,6 @@ def _describe_source_line(op: RecordedOperation) -> str:
 
 
 def _describe_old_dumps(ranks: Sequence[int]) -> list[str]:
-    """Warn of dumps that are older than others."""
     if not ranks:
         return []
     return [

@@ -32,7 +32,7 @@ from schedir.io.black_box import (
 from schedir.io.files import open_regular_file, read_text, require_path
 from schedir.ir.program import Program
 
-MAX_PROCESSES: Final = 2**20  # the most processes of a run
+MAX_PROCESSES: Final = 2**20  # The most processes of a run.
 # A run makes progress if an instruction began less than this time ago.
 PROGRESS_SECONDS: Final = 1.0
 SAME_END_SECONDS: Final = 0.5  # Processes that end within this time were stopped together.

@@ -455,7 +455,6 @@ class StalledRun:
         return self.snapshots[process].seconds_at_position < SLOW_SHARE * waiting_seconds
 
     def _describe_activity(self, process: int) -> str:
-        """Describe the phase and the instruction of a process."""
         snapshot, current_instr = self.snapshots[process], self._current_instruction(process)
         return (
             snapshot.activity

@@ -186,7 +186,6 @@ class DistributedJob:
         return other_ops[index] if index < len(other_ops) else None
 
     def _matching_collectives(self, rank: int, op: RecordedOperation) -> list[RecordedOperation]:
-        """Return the collectives of a rank with the sequence number of an operation."""
         return self._collectives.get((rank, op.group), {}).get(op.sequence_number, [])
 
     def _last_collective_number(self, rank: int, group: RecordedGroup) -> int:
@@ -323,7 +322,6 @@ class DistributedJob:
 
 
 def _sender_and_receiver(rank: int, op: RecordedOperation) -> tuple[int, int]:
-    """Return the sender and the receiver of a message."""
     return (rank, op.peer) if op.kind == "send" else (op.peer, rank)
 
 

@@ -39,8 +39,8 @@ BLACK_BOX_DIRECTORY: Final = "boxes"
 PROGRAM_FILE: Final = "program.sched"
 VERDICT_FILE: Final = "launcher_message"
 FORMER_VERDICT_FILE: Final = "said"  # Older versions wrote the last message to this file.
-FILE_SIZE: Final = 16384  # bytes
-FILE_FORMAT: Final = 0x5343_4845_4402  # identifies the format and its version
+FILE_SIZE: Final = 16384  # In bytes.
+FILE_FORMAT: Final = 0x5343_4845_4402  # Identifies the format and its version.
 # Bytes from the start of the file to each text. A text begins with its length, in 8 bytes.
 NOTE_OFFSET: Final = 1024
 REASON_OFFSET: Final = 2048

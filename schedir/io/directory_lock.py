@@ -93,7 +93,6 @@ class DirectoryLock:
         self._file = -1
 
     def _is_at_path(self) -> bool:
-        """Return whether the open file is the file at `path`."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._file))
         except OSError:

@@ -209,7 +209,7 @@ class Request:
         shape, source_object = self.shape, self.source.schedule_or_program
         options = dict[str, Any]()
         if not isinstance(source_object, Program):
-            if not self.draft:  # refuse a large shape before the schedule is expanded
+            if not self.draft:  # Refuse a large shape before the schedule is expanded.
                 # All built-in schedules except `forward_only` have a backward. Whether a user's
                 # schedule has a backward is unknown here.
                 training_schedules = [

@@ -45,7 +45,8 @@ _HEADER_FILE = "header.json"
 _PROGRAM_FILE = "program.sched"
 _START_FILE = "start.npy"
 _END_FILE = "end.npy"
-_EXTRA_PROGRAM_BYTES = 2**16  # limit for a program's text, without the lines of its instructions
+# The limit for a program's text, without the lines of its instructions.
+_EXTRA_PROGRAM_BYTES = 2**16
 _MAX_HEADER_BYTES = 2**23  # A header may have a size per stage and microbatch.
 
 

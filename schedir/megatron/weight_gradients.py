@@ -204,5 +204,4 @@ def _full_input(input: Tensor, settings: _LinearSettings) -> Tensor:
 
 
 def _flatten_tokens(tensor: Tensor) -> Tensor:
-    """Return a tensor of shape (tokens, features)."""
     return tensor.contiguous().view(-1, tensor.shape[-1])

@@ -255,7 +255,7 @@ def _list_gradients(
                 and gradient is not None
                 and not bool(gradient.any())
             ):
-                gradient = None  # a step may return zeros for the parameters of other ranks
+                gradient = None  # A step may return zeros for parameters of other ranks.
             # Otherwise, the rank does not have the parameter.
             if gradient is not None or name in stage_by_name:
                 result.append((StageLocation(stage_by_name.get(name), rank), name, gradient))

@@ -399,7 +399,7 @@ def random_compute_program(
     streams: list[list[Instr]] = [[] for _ in range(shape.ranks)]
     ready = [Instr(_F, 0, mb) for mb in range(m)]
     backward_op = {(s, mb): _I if rng.random() < split else _B for s in range(S) for mb in range(m)}
-    arrived_gradients: set[tuple[int, int]] = set()  # (stage, mb) whose output gradient has arrived
+    arrived_gradients: set[tuple[int, int]] = set()  # (stage, mb) whose output gradient arrived.
     # By row of stage replicas and by stage: the microbatch whose backward is next.
     next_backward = [[begin] * S for begin in shape.microbatch_row_offsets[:-1]]
     # By row and by stage: the microbatches with an I and no W yet.

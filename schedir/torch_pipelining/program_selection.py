@@ -135,7 +135,6 @@ def compile_for_stages(
 
 
 def _describe_shape(shape: PipelineShape) -> str:
-    """Return a shape in words, with the stages of each rank."""
     rank_stages = "; ".join(
         f"rank {rank}: {', '.join(map(str, stages))}"
         for rank, stages in enumerate(shape.stages_on_rank)

@@ -43,7 +43,6 @@ Runtime = Literal["torch", "schedir"]
 
 
 def _require_runtime(runtime: Any) -> None:
-    """Raise UsageError if `runtime` is not the name of a runtime."""
     if runtime not in get_args(Runtime):
         raise UsageError(
             f"runtime must be 'torch' or 'schedir', not {describe(runtime)}",
@@ -228,7 +227,6 @@ class Schedule(CheckedRuntime):
         return full_program
 
     def _init_step_state(self) -> None:
-        """Set the attributes that change from step to step."""
         self._losses_by_mb = {}
         self._given_microbatches: tuple[Any, Any, Any] | None = None
         self._loss_kwargs = None

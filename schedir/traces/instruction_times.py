@@ -258,7 +258,6 @@ def _list_wait_intervals(
 
 
 def _union_length(intervals: list[tuple[int, int]]) -> int:
-    """Return the length of the union of some intervals."""
     total, covered_end = 0, 0
     for start, end in sorted(intervals):
         total += max(0, end - max(start, covered_end))

@@ -164,7 +164,6 @@ def _require_bounds(value: object, chart_count: int) -> Sequence[float | None]:
 
 
 def _require_bound(value: object) -> float | None:
-    """Return a bound as a float, or None."""
     if value is None or (isinstance(value, Real) and 0 < float(value) < inf):
         return None if value is None else float(value)
     raise UsageError(
@@ -217,7 +216,6 @@ def _draw_figure(layout: FigureLayout, style: ResolvedStyle) -> Figure:
 
 
 def _draw_overlays(axes: Axes, chart: ChartLayout, style: ResolvedStyle, row_height: float) -> None:
-    """Draw the overlays of the style on a chart."""
     rectangles = chart.rectangles
     if "phases" in style.overlays:
         overlays.draw_phases(axes, rectangles)

@@ -328,7 +328,6 @@ def _set_axis_limits(
 
 
 def _mark_plan(axes: Axes, best: PlanEstimate, unit_time: float) -> None:
-    """Mark a plan with a circle and its label."""
     x = best.memory.total / 1e9
     y = best.step_time / unit_time
     axes.scatter(

@@ -60,7 +60,7 @@ _COLUMN_MEANINGS: Final = {
     "ep": "ranks that share the experts", "SP": "sequence parallel", "dp": "replicas",
     "v": "stages per rank", "b": "microbatch size", "m": "microbatches",
 }  # fmt: skip
-_MAX_SENTENCE_WIDTH: Final = 110  # about the width of the table of plans
+_MAX_SENTENCE_WIDTH: Final = 110  # About the width of the table of plans.
 _MAX_OPTION_LENGTH: Final = 100  # The rest of a longer option is not printed; `--json` has all.
 
 

@@ -254,7 +254,6 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def _read_options(text: str, path: str) -> dict[str, Any]:
-    """Return the options in the text of a configuration."""
     from schedir.training.config.settings_table import list_settings
 
     known = {
