@@ -2,10 +2,10 @@
 
 A bug in schedir raises another exception.
 
-An error has its facts as attributes, and builds its message from them.  So a program can read the
-same facts as a person.  The first line of the message has the name of the program and the fact.
-Then follow the instructions concerned (`rank R #I instr`), and for some errors a part of a Stream.
-The last line is a hint, if a fix is certain.
+An error has its facts as attributes, and builds its message from them.  So code can read the same
+facts as a person.  The first line of the message has the name of the program and the fact. Then
+follow the instructions concerned (`rank R #I instr`), and for some errors a part of a Stream. The
+last line is a hint, if a fix is certain.
 
 Example:
     >>> from schedir import PipelineShape, check, compile, errors, from_text, schedules, to_text
@@ -47,7 +47,7 @@ def format_bytes(size: float) -> str:
 
 
 def describe_exception(error: BaseException) -> str:
-    r"""Return the type of an exception and the first line of its message, if it has one.
+    r"""Return the type of an exception and the first line of its message, if there is a message.
 
     Args:
         error: The exception.
@@ -92,7 +92,7 @@ class CycleWait:
         rank: Rank of the instruction that waits.
         index: Index of this instruction in the rank's Stream.
         instr: The instruction that waits.
-        needed_instr: The instruction that it waits for.
+        needed_instr: The instruction for which `instr` waits.
         needed_rank: Rank of `needed_instr`.
         needed_index: Index of `needed_instr` in the Stream of its rank.
         current_index: Index of the instruction that is next in the queue of `needed_instr`.
@@ -236,8 +236,8 @@ def to_float(value: object) -> float | None:
         value: Any object.  Numbers include those of numpy and `fractions`, but not booleans.
 
     Returns:
-        The float.  It is None for NaN, for a number that is too large for a float, and for all
-        objects that are not real numbers.
+        The float.  The result is None for NaN, for a number that is too large for a float, and for
+        all objects that are not real numbers.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
@@ -323,7 +323,8 @@ class CostsError(SchedirError):
 class ScheduleError(SchedirError):
     """A schedule function that raises or that returns a wrong rank schedule.
 
-    For example, it returns no rank schedule, or one with a stage that the rank does not have.
+    For example, the function returns no rank schedule, or a rank schedule with a stage that the
+    rank does not have.
     """
 
 
@@ -375,7 +376,7 @@ class ParseError(SchedirError):
 class TraceError(SchedirError):
     """A timeline, trace or dump file that cannot be used.
 
-    For example, it is cut off, has another format, or has times that no run can have.
+    For example, the file is cut off, has another format, or has times that no run can have.
     """
 
 
@@ -417,7 +418,7 @@ class SlotError(SchedirError):
 
 
 class MemoryLimitError(SchedirError):
-    """A rank that needs more bytes on a memory tier than its limit.
+    """A rank that needs more bytes on a memory tier than the limit of this tier.
 
     Each argument is also an attribute, except that `site` is in `sites`.
 
@@ -571,13 +572,13 @@ class NonFiniteError(ExecutionError):
     Args:
         fact: One sentence with the reason.
         program: Name of the program.
-        sites: The instruction that produced the first such value; empty if it was not found.  For a
-            loss, it is a forward of the first stage with an infinite or NaN output.  For a
-            gradient, it is a backward or a reduction of the last stage with such a gradient,
-            because backwards begin at the last stage.
+        sites: The instruction that produced the first such value; empty if no such instruction was
+            found.  For a loss, the instruction is a forward of the first stage with an infinite or
+            NaN output. For a gradient, the instruction is a backward or a reduction of the last
+            stage with such a gradient, because backwards begin at the last stage.
         hint: A fix, given only if it is certain.
         step: Number of the training step, from 1.
-        process: The process that runs this instruction; 0 if it was not found.
+        process: The process that runs this instruction; 0 if no such instruction was found.
     """
 
     def __init__(

@@ -169,7 +169,7 @@ class _SearchRequest:
     notes: list[str] = field(default_factory=list)
 
     def find_excess(self, request: Request) -> Excess | None:
-        """Return the largest number in flight on a rank if it exceeds `max_in_flight`, or None."""
+        """Return the largest number in flight on a rank if it exceeds the limit, else None."""
         peak = request.timeline.peak_in_flight
         if self.max_in_flight is None or not (peak > self.max_in_flight).any():
             return None
@@ -209,7 +209,6 @@ class _SearchRequest:
 
 
 def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
-    """Return the search problem that the options of `search` define."""
     from schedir.io.program_request import Request
     from schedir.io.source_loader import Source
 
