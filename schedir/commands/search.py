@@ -39,6 +39,7 @@ from schedir.predict.possible_saving import compute_saving, describe_saving
 from schedir.predict.simulate import simulate
 from schedir.retired_names import get_current_value
 from schedir.schedule_search.problem import is_full_backward_cheaper
+from schedir.schedule_search.search_arguments import DEFAULT_TIME_LIMIT
 from schedir.schedule_search.search_results import describe_numba
 
 if TYPE_CHECKING:
@@ -109,8 +110,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-split-backward", action="store_true",
         help="search only schedules that do not split backwards into I and W",
     )  # fmt: skip
-    search_group.add_argument("--time-limit", type=parse_number, default=10.0, metavar="S",
-                     help="the longest time of the search, in seconds (10)")  # fmt: skip
+    search_group.add_argument(
+        "--time-limit", type=parse_number, default=DEFAULT_TIME_LIMIT, metavar="S",
+        help=f"the longest time of the search, in seconds ({DEFAULT_TIME_LIMIT:g})",
+    )  # fmt: skip
     search_group.add_argument("--max-evaluations", type=parse_count, metavar="N",
                      help="the most schedules to evaluate after the initial schedules; if the "
                      "search reaches this number before the time limit, its result is the same on "

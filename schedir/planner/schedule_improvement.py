@@ -26,6 +26,7 @@ from schedir.planner.transformer.memory_estimate import StateBytes
 from schedir.planner.transformer.stage_sizes import compute_sizes
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.schedule_search.search import search_schedule
+from schedir.schedule_search.search_arguments import DEFAULT_TIME_LIMIT
 from schedir.schedule_search.search_results import combine_numba
 
 
@@ -57,7 +58,7 @@ def improve_schedule(
     constants: SoftwareConstants | None = None,
     *,
     state_bytes: StateBytes | None = None,
-    time_limit: float = 10.0,
+    time_limit: float = DEFAULT_TIME_LIMIT,
     max_evaluations: int | None = None,
     seed: int = 0,
 ) -> ImprovedPlan:
