@@ -37,10 +37,11 @@ _FIRST_MOVES = 16  # The number of moves before the first check of the budget.
 _POOL_SIZE = 24  # The number of policies from whose orders annealing starts.
 _COMPILE_AFTER_SECONDS = 0.2  # For a shorter search, loading the compiled loops takes too long.
 _MAX_FAILED_ROUNDS = 64  # Annealing ends after this many successive rounds without improvement.
-# For each round: (initial temperature, in mean times of a task; number of moves per task).
+# For each round: (initial temperature, number of moves per task). The unit of temperatures is the
+# mean time of a task.
 _ANNEALING_ROUNDS = ((4.0, 100), (8.0, 400), (16.0, 100), (4.0, 1600), (2.0, 400))
 _UNLIMITED_EVALUATIONS = 2**62  # The number that means "no limit".
-_MIN_TEMPERATURE = 0.1  # The least initial temperature, in mean times of a task.
+_MIN_TEMPERATURE = 0.1  # The smallest initial temperature, in the same unit.
 _FINAL_TEMPERATURE_SHARE = 1 / 30  # The final temperature of a round, as a share of the initial.
 
 
