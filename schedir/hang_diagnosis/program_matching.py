@@ -67,8 +67,8 @@ class MatchedProgram:
         counter_ranks: The ranks of the job whose place in the step is known only from torch's
             counters. The place is wrong if an overwritten entry was a control message.
         order_mismatch: The first message of a rank that is not in the order of its Stream, as text.
-            Empty if all messages are in this order. If there is a mismatch, the sends of a rank
-            still have the order of the program, and so do its receives from any one rank.
+            Empty if all messages are in this order. Even with a mismatch, the sends of a rank are
+            in the order of its Stream. The receives from each single peer are also in this order.
     """
 
     ranks: tuple[int, ...]

@@ -60,8 +60,8 @@ def assert_same_gradients(
     `start_method` is "spawn".
 
     A gradient is correct if the norm of its difference from the expected gradient is at most
-    `tolerance` times a size.  The size is the sum of the norms of the gradients of the single
-    microbatches.
+    `tolerance` times a reference.  The reference is the sum of the norms of the gradients of the
+    single microbatches.
 
     Args:
         step: Called as `step(rank, ranks, model, batch)` in each process.  torch.distributed is
@@ -84,9 +84,9 @@ def assert_same_gradients(
             which their sum is divided.  The expected gradient is the gradient of the result.
         replicas: The number of data-parallel replicas.  The first replica gets the first
             microbatches.  The same gradient is expected on each replica.
-        tolerance: The largest difference relative to the size above.  The default is 1e-6 in
-            float32, 1e-12 in float64, and 8 times the `eps` of any other type, which hides small
-            errors.  0 requires equal bits.
+        tolerance: The largest allowed norm of a difference, divided by the sum of the norms of the
+            microbatches' gradients.  The default is 1e-6 in float32, 1e-12 in float64, and 8 times
+            the `eps` of any other type, which hides small errors.  0 requires equal bits.
         timeout: Seconds after which a rank that still runs the step counts as hung.
         start_method: "fork" or "spawn".  The default is described above.
 

@@ -91,7 +91,9 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
                 else f'{name} = "{setting.value}{"GB" * name.endswith("_limit")}"'
                 if str in get_args(kind)
                 and not isinstance(setting.value, list | dict | bool)
-                and (section, name) != ("data", "validation")  # A number is a share of the source.
+                # A number in data.validation is a share of the source. In quotes, it would be the
+                # name of another source.
+                and (section, name) != ("data", "validation")
                 else "",
             ) from None
     for name in ("checkpoint_every", "checkpoint_keep"):
