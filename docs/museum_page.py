@@ -146,7 +146,7 @@ def table(found: list[Case]) -> str:
         if len({*verdicts}) > 1:
             split.append([name, *verdicts])
         else:
-            error = f"`{case.refused['every'][0]}`" if case.refused else "-"
+            error = f"`{case.expected('per_device')[0]}`" if case.refused else "-"
             other.append([name, error])
     by_model = pages.table(["case", *(f"`{model}`" for model in MODELS)], split)
     return f"{by_model}\n\n{pages.table(['case', 'under every progress model'], other)}"

@@ -71,18 +71,17 @@ def check_replicas(
         UsageError: `programs` is not a list of such programs.
 
     Example:
-        >>> from schedir import check_replicas, compile, from_text, to_text
-        >>> program = compile("gpipe", ranks=1, microbatches=2, dp=2)
-        >>> other = compile("one_f_one_b", ranks=1, microbatches=2, dp=2)
-        >>> check_replicas([program, other])
-        >>> experts = {"dp": 2, "ep": 2, "stage_segments": "dc"}
-        >>> program = compile("gpipe", ranks=1, microbatches=2, **experts)
-        >>> other = compile("one_f_one_b", ranks=1, microbatches=2, **experts)
-        >>> check_replicas([program, other])
+        >>> from schedir import check_replicas, compile
+        >>> experts = {"ranks": 1, "microbatches": 2, "dp": 2, "ep": 2, "stage_segments": "dc"}
+        >>> gpipe, one_f_one_b = compile("gpipe", **experts), compile("one_f_one_b", **experts)
+        >>> check_replicas([gpipe, gpipe])
+        >>> check_replicas([gpipe, one_f_one_b])
         Traceback (most recent call last):
             ...
-        schedir.errors.CollectiveOrderError: x
-    """
+        schedir.errors.CollectiveOrderError: gpipe, one_f_one_b: rank 0 of replica 0 issues dispatch 1.1, but rank 0 of replica 1 issues combine_grad 1.0: replicas must issue all-to-alls of the expert-parallel group in one order
+          rank 0 of replica 0 #6   dispatch 1.1      waits for replica 1
+          rank 0 of replica 1 #6   combine_grad 1.0  waits for replica 0
+    """  # noqa: E501
     require_model(progress_model)
     _require_same_settings(programs)
     for program in programs:
@@ -117,8 +116,8 @@ def _require_same_settings(programs: Sequence[Program]) -> None:
             )
     if len(programs) != first.dp:
         raise UsageError(
-            f"{first.name} has dp={first.dp}, but there are {len(programs)} programs",
-            hint="give one program for each of the dp replicas",
+            f"programs must have a program for each of the {first.dp} replicas (dp={first.dp}), "
+            f"not {len(programs)}",
             fields=["programs", "dp"],
         )
 

@@ -217,8 +217,8 @@ def test_programs_of_other_settings_are_refused() -> None:
     program = PROGRAMS[0]
     wrong: Any
     for wrong, text in (
-        ([program], "gpipe has dp=2, but there are 1 programs"),
-        ([program] * 3, "gpipe has dp=2, but there are 3 programs"),
+        ([program], "for each of the 2 replicas (dp=2), not 1"),
+        ([program] * 3, "for each of the 2 replicas (dp=2), not 3"),
         ([program, PROGRAMS[1]], "microbatches is 2 and 3"),
         ([program, replace(program, clip_grad_norm=True)], "clip_grad_norm is False and True"),
         ([program, "gpipe"], "programs[1] must be a Program"),

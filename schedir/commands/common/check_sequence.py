@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from schedir.commands.common.schedule_options import make_request
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> str:
             raise UsageError(f"{name} cannot be combined with several programs")
     if args.replicas and args.rank_programs:
         raise UsageError("--replicas cannot be combined with --rank-programs")
-    find_error = _find_replica_error if args.replicas else _find_sequence_error
+    find_error = partial(_find_error, has_replicas=args.replicas)
     runs, proven_models = _load_rank_programs(args)
     first = proven_models.pop() if len(proven_models) == 1 else "per_device"
     other_models = [model for model in MODELS if args.progress_model is None and model != first]
@@ -149,25 +150,21 @@ def _load_rank_programs(args: argparse.Namespace) -> tuple[list[list[Program]], 
     return rank_programs, proven_models
 
 
-def _find_sequence_error(
-    rank_programs: Sequence[Sequence[Program]], progress_model: ProgressModel
+def _find_error(
+    rank_programs: Sequence[Sequence[Program]],
+    progress_model: ProgressModel,
+    *,
+    has_replicas: bool,
 ) -> SchedirError | None:
+    """Return the error of the programs of each rank, or of the programs of replicas."""
     from schedir.verify.program_sequence import check_program_sequence
-
-    try:
-        check_program_sequence(rank_programs, progress_model)
-    except SchedirError as error:
-        return error
-    return None
-
-
-def _find_replica_error(
-    rank_programs: Sequence[Sequence[Program]], progress_model: ProgressModel
-) -> SchedirError | None:
     from schedir.verify.replicas import check_replicas
 
     try:
-        check_replicas(rank_programs[0], progress_model)
+        if has_replicas:
+            check_replicas(rank_programs[0], progress_model)
+        else:
+            check_program_sequence(rank_programs, progress_model)
     except SchedirError as error:
         return error
     return None
