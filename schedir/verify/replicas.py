@@ -178,7 +178,7 @@ class _ReplicaGraph(Graph):
     @cached_property
     def partner(self) -> Positions:
         """The position of the other end of each transfer, shape (n,); -1 where there is none."""
-        return self._join_positions([graph.partner[None] for graph in self.graphs])[0]
+        return self._join_positions([graph.partner[None] for graph in self.graphs]).reshape(-1)
 
     @cached_property
     def local_waits(self) -> NDArray[np.int32]:
@@ -190,7 +190,9 @@ class _ReplicaGraph(Graph):
         """The number of the in-order queue of each instruction, shape (n,)."""
         sizes = [int(graph.queue.max(initial=0)) + 1 for graph in self.graphs]
         pairs = zip(self.graphs, np.cumsum([0, *sizes]), strict=False)
-        return np.concatenate([graph.queue + np.uint64(start) for graph, start in pairs])
+        return np.concatenate(
+            [graph.queue.astype(np.uint64) + np.uint64(start) for graph, start in pairs]
+        )
 
     @cached_property
     def mismatched_sends(self) -> Positions:
