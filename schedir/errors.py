@@ -76,12 +76,14 @@ class InstructionSite:
         index: Index of the instruction in the rank's Stream.
         instr: The instruction.
         note: Text that follows the instruction in the message, such as "gives it".
+        replica: The data-parallel replica of the rank; None if all replicas have the instruction.
     """
 
     rank: int
     index: int
     instr: object
     note: str = ""
+    replica: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class CycleWait:
         needed_rank: Rank of `needed_instr`.
         needed_index: Index of `needed_instr` in the Stream of its rank.
         current_index: Index of the instruction that is next in the queue of `needed_instr`.
+        replica: The data-parallel replica of the instruction that waits; None in one program.
+        needed_replica: The replica of `needed_instr`; None in one program.
     """
 
     rank: int
@@ -105,6 +109,13 @@ class CycleWait:
     needed_rank: int
     needed_index: int
     current_index: int
+    replica: int | None = None
+    needed_replica: int | None = None
+
+
+def _format_rank(rank: int, replica: int | None) -> str:
+    """Return the name of a rank in a message."""
+    return f"rank {rank}" if replica is None else f"rank {rank} of replica {replica}"
 
 
 class SchedirError(Exception):
@@ -142,7 +153,8 @@ class SchedirError(Exception):
         """Return the lines of the message between the first line and the hint."""
         width = max((len(str(s.instr)) for s in self.sites), default=0)
         return [
-            f"rank {s.rank} #{s.index:<3} {s.instr!s:<{width}}  {s.note}".rstrip()
+            f"{_format_rank(s.rank, s.replica)} #{s.index:<3} {s.instr!s:<{width}}  "
+            f"{s.note}".rstrip()
             for s in self.sites
         ]
 
@@ -511,10 +523,10 @@ class DeadlockError(SchedirError):
         """Return a line for each wait of the cycle, and the lines of `window`."""
         width = max(len(str(w.instr)) for w in self.cycle)
         chain = [
-            f"rank {w.rank} #{w.index:<3} {w.instr!s:<{width}}  needs {w.needed_instr}, "
-            f"#{w.needed_index} on rank {w.needed_rank}; rank {w.needed_rank} is at "
-            f"#{w.current_index}"
+            f"{_format_rank(w.rank, w.replica)} #{w.index:<3} {w.instr!s:<{width}}  needs "
+            f"{w.needed_instr}, #{w.needed_index} on {needed}; {needed} is at #{w.current_index}"
             for w in self.cycle
+            for needed in [_format_rank(w.needed_rank, w.needed_replica)]
         ]
         if not self.sites:
             return chain
@@ -524,7 +536,7 @@ class DeadlockError(SchedirError):
             f"{'>' if s.index == head else ' '} #{s.index:<3} {s.instr!s:<{width}}  {s.note}"
             for s in self.sites
         ]
-        title = f"around the position of rank {self.sites[0].rank}:"
+        title = f"around the position of {_format_rank(self.sites[0].rank, self.sites[0].replica)}:"
         return [*chain, title, *map(str.rstrip, shown_indices)]
 
 
@@ -535,6 +547,33 @@ class ChannelMismatchError(SchedirError):
     communicators.  With eager messages, two messages of one channel can arrive in another order
     than their receives.
     """
+
+
+class CollectiveOrderError(SchedirError):
+    """Replicas that issue the collectives of one group in different orders.
+
+    Each argument is also an attribute.
+
+    Args:
+        fact: One sentence with the reason.
+        program: Name of the program of the first of the two replicas.
+        rank: The rank whose collectives differ.
+        replicas: The two replicas.
+        sites: The first collective that differs, of each of these replicas that has one.
+    """
+
+    def __init__(
+        self,
+        fact: str,
+        *,
+        program: str = "",
+        rank: int,
+        replicas: tuple[int, int],
+        sites: Sequence[InstructionSite],
+    ) -> None:
+        super().__init__(fact, program=program, sites=sites)
+        self.rank: int = rank
+        self.replicas: tuple[int, int] = replicas
 
 
 class ProgramSequenceError(SchedirError):
