@@ -47,8 +47,8 @@ GROUPS = {
         "[file formats](file-formats.md#programs-sched) describes the text of a program. "
         "[Errors](errors.md) lists the errors. "
         "[The checker](../explanation/checker.md) lists the checks.",
-        ["compile", "evaluation_program", "recognize", "check", "check_program_sequence", "errors",
-         "Program", "Stream", "Instr",
+        ["compile", "evaluation_program", "recognize", "check", "check_program_sequence",
+         "check_replicas", "errors", "Program", "Stream", "Instr",
          "Opcode", "to_text", "from_text", "input_limits", "find_tied_weights", "TiedWeights",
          "torch_csv.to_csv", "torch_csv.from_csv"],
     ),

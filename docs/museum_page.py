@@ -85,6 +85,9 @@ def told(case: Case) -> str:
     if case.runs:
         rows = [f"rank {rank}: {', '.join(row)}" for rank, row in enumerate(case.runs)]
         parts.append("```\n" + "\n".join(rows) + "\n```")
+    if case.replicas:
+        rows = [f"replica {number}: {name}" for number, name in enumerate(case.replicas)]
+        parts.append("```\n" + "\n".join(rows) + "\n```")
     if is_drawn(case):
         parts.append(f"![{case.title}](../images/museum/{case.name}.svg)")
     if found := shown(case) if case.is_said else None:
@@ -92,7 +95,7 @@ def told(case: Case) -> str:
         parts.append(f"{under(case, model)}\n\n```\n{type(error).__name__}: {error}\n```")
     elif case.is_said:
         parts.append("The program finishes under every progress model.")
-    if case.runs:
+    if case.steps:
         texts = "\n".join(text.replace(DEFAULTS, "").strip() + "\n" for text in case.steps.values())
         parts.append(block("The programs", f"```\n{texts.strip()}\n```"))
     if text := case.program.replace(DEFAULTS, "") or case.make:
@@ -121,7 +124,7 @@ def block(summary: str, text: str) -> str:
 
 def under(case: Case, model: ProgressModel) -> str:
     """Return the line above an error: the conditions under which the checker raises it."""
-    if all(case.expected(other) for other in MODELS) and not case.activation:
+    if all(case.expected(other) for other in MODELS) and not (case.activation or case.show):
         return "Under every progress model:"
     lazily = " with `--lazy-communicators`" * (model in case.lazy)
     limit = format_bytes(case.activation).replace(" ", "")
@@ -143,7 +146,7 @@ def table(found: list[Case]) -> str:
         if len({*verdicts}) > 1:
             split.append([name, *verdicts])
         else:
-            error = f"`{case.refused['every'][0]}`" if case.refused else "-"
+            error = f"`{case.expected('per_device')[0]}`" if case.refused else "-"
             other.append([name, error])
     by_model = pages.table(["case", *(f"`{model}`" for model in MODELS)], split)
     return f"{by_model}\n\n{pages.table(['case', 'under every progress model'], other)}"

@@ -20,9 +20,10 @@ def has_triton() -> bool:
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Return whether Triton kernels run for a tensor: it is on a GPU, and Triton is installed.
+    """Return whether Triton kernels run for a tensor.
 
-    The environment variable SCHEDIR_KERNELS=reference disables the kernels.
+    Triton kernels run for a tensor on a GPU if Triton is installed. The environment variable
+    SCHEDIR_KERNELS=reference disables the kernels.
 
     Args:
         tensor: The tensor.

@@ -1,4 +1,7 @@
-"""The Triton kernels of `cross_entropy`: one reads the logits, and the other overwrites them."""
+"""The Triton kernels of `cross_entropy`: one reads the logits, and the other overwrites them.
+
+In this module, a program is an instance of a Triton kernel.
+"""
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 

@@ -1,7 +1,7 @@
 """The gradient of an embedding, for only the rows that tokens use.
 
 A dense gradient has a row for each token of the vocabulary. Each microbatch would allocate, write
-and add all of these rows, although its few thousand tokens use only a few thousand of them.
+and add all of these rows, although its few thousand tokens use only a few thousand of these rows.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from torch import Tensor
 
 
 def sum_rows(tokens: Tensor, dy: Tensor, padding_index: int = -1) -> tuple[Tensor, Tensor]:
-    """Return the rows that tokens use, and the gradient of each of them.
+    """Return the rows that tokens use, and the gradient of each row.
 
     The result has n entries for n tokens. So a GPU does not have to send the number of distinct
     rows to the host. Each row that tokens use has one entry. The remaining entries are zeros for
-    row 0. So the order of later additions has no effect, and a GPU may use atomics. Each gradient
-    is bitwise equal to the same row of the result of `embedding_dense_backward`.
+    row 0. Because a row has only one entry that is not zero, the order of later additions has no
+    effect, and a GPU may use atomics. Each gradient is bitwise equal to the same row of the result
+    of `embedding_dense_backward`.
 
     Args:
         tokens: int64 or int32, of any shape (...).

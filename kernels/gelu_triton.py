@@ -1,4 +1,4 @@
-"""The Triton kernels of `gelu`."""
+"""The Triton kernels of `gelu`. In this module, a program is an instance of a Triton kernel."""
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 

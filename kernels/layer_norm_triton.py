@@ -1,7 +1,8 @@
-"""The Triton kernels of `layer_norm`. They read each input from memory once.
+"""The Triton kernels of `layer_norm`. The kernels read each input from memory once.
 
-A thread computes 16 bytes of a row (8 numbers of bfloat16), because one load instruction reads 16
-bytes. A thread of the backward keeps two sums per number, and has at most 64 registers. So at least
+In this module, a program is an instance of a Triton kernel, and runs as one block. A thread
+computes 16 bytes of a row (8 numbers of bfloat16), because one load instruction reads 16 bytes. A
+thread of the backward keeps two sums per number, and has at most 64 registers. So at least
 32 warps fit on a multiprocessor: one block for rows of 8192 numbers, or 8 blocks for rows of 1024.
 While a row is computed, the next row is loaded to shared memory, so a block waits for memory only
 once.
@@ -155,8 +156,8 @@ def backward_kernel(
     """Compute `each` rows per program, and their partial sums for weight and bias.
 
     `parts` has the shape (2, programs, n). If a row has several tiles, a program computes one of
-    them. It also reads the other tiles, for two sums over the row. Neighboring programs read the
-    same tiles, so the other tiles are in the cache.
+    these tiles. It also reads the other tiles, for two sums over the row. Neighboring programs read
+    the same tiles, so the other tiles are in the cache.
     """
     tile = tl.program_id(1)
     c = tile * width + tl.arange(0, COLUMNS)
@@ -254,7 +255,7 @@ def backward(
         weight: The gain, of shape (n,).
         moments: The moments, from the forward.
         limits: Multiprocessors and bytes of shared memory, as from `get_device_limits`. None uses
-            those of the device.
+            the limits of the device.
     """
     dh = dh.contiguous()
     dy = dy.contiguous()

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from schedir.schedules.schedule_expansion import expand_schedule
     from schedir.verify.check import check
     from schedir.verify.program_sequence import check_program_sequence
+    from schedir.verify.replicas import check_replicas
 
 __version__ = "0.1.0"
 
@@ -92,6 +93,7 @@ _LAZY_IMPORTS: Final = {
     "lower_bound": "schedule_search.bounds.lower_bound:lower_bound",
     "check": "verify.check:check",
     "check_program_sequence": "verify.program_sequence:check_program_sequence",
+    "check_replicas": "verify.replicas:check_replicas",
     "checkpoints": "checkpoints",
     "compile": "compiler.compile:compile",
     "concat": "schedules.schedule_algebra:concat",
@@ -173,6 +175,7 @@ __all__ = [
     "activation_bytes_per_layer",
     "check",
     "check_program_sequence",
+    "check_replicas",
     "compile",
     "concat",
     "errors",

@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SchedirError as error:
         from schedir.io.terminal_output import format_error
 
-        # `train` has no such options: its settings have the names of Python's arguments.
+        # `train` has settings instead of options. They have the names of the arguments in Python.
         is_command = not argv or argv[0] != "train"
         if is_command and parser is not None and parser.command_parser is not None:
             parser.command_parser.use_option_name(error)

@@ -52,7 +52,7 @@ def explain_wrong_calls(example: str) -> Callable[[_Public], _Public]:
 def _make_call_error(
     public: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any], example: str
 ) -> UsageError | None:
-    """Return the error for arguments that a function does not accept; None if it accepts them."""
+    """Return the error for arguments that a function does not accept, else None."""
     name = public.__name__
     parameters = {
         each.name: each

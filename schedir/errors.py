@@ -2,10 +2,10 @@
 
 A bug in schedir raises another exception.
 
-An error has its facts as attributes, and builds its message from them.  So a program can read the
-same facts as a person.  The first line of the message has the name of the program and the fact.
-Then follow the instructions concerned (`rank R #I instr`), and for some errors a part of a Stream.
-The last line is a hint, if a fix is certain.
+An error has its facts as attributes, and builds its message from them.  So code can read the same
+facts as a person.  The first line of the message has the name of the program and the fact. Then
+follow the instructions concerned (`rank R #I instr`), and for some errors a part of a Stream. The
+last line is a hint, if a fix is certain.
 
 Example:
     >>> from schedir import PipelineShape, check, compile, errors, from_text, schedules, to_text
@@ -47,7 +47,7 @@ def format_bytes(size: float) -> str:
 
 
 def describe_exception(error: BaseException) -> str:
-    r"""Return the type of an exception and the first line of its message, if it has one.
+    r"""Return the type of an exception and the first line of its message, if there is a message.
 
     Args:
         error: The exception.
@@ -76,12 +76,14 @@ class InstructionSite:
         index: Index of the instruction in the rank's Stream.
         instr: The instruction.
         note: Text that follows the instruction in the message, such as "gives it".
+        replica: The data-parallel replica of the rank; None if all replicas have the instruction.
     """
 
     rank: int
     index: int
     instr: object
     note: str = ""
+    replica: int | None = None
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,12 @@ class CycleWait:
         rank: Rank of the instruction that waits.
         index: Index of this instruction in the rank's Stream.
         instr: The instruction that waits.
-        needed_instr: The instruction that it waits for.
+        needed_instr: The instruction for which `instr` waits.
         needed_rank: Rank of `needed_instr`.
         needed_index: Index of `needed_instr` in the Stream of its rank.
         current_index: Index of the instruction that is next in the queue of `needed_instr`.
+        replica: The data-parallel replica of the instruction that waits; None in one program.
+        needed_replica: The replica of `needed_instr`; None in one program.
     """
 
     rank: int
@@ -105,6 +109,13 @@ class CycleWait:
     needed_rank: int
     needed_index: int
     current_index: int
+    replica: int | None = None
+    needed_replica: int | None = None
+
+
+def _format_rank(rank: int, replica: int | None) -> str:
+    """Return the name of a rank in a message."""
+    return f"rank {rank}" if replica is None else f"rank {rank} of replica {replica}"
 
 
 class SchedirError(Exception):
@@ -142,7 +153,8 @@ class SchedirError(Exception):
         """Return the lines of the message between the first line and the hint."""
         width = max((len(str(s.instr)) for s in self.sites), default=0)
         return [
-            f"rank {s.rank} #{s.index:<3} {s.instr!s:<{width}}  {s.note}".rstrip()
+            f"{_format_rank(s.rank, s.replica)} #{s.index:<3} {s.instr!s:<{width}}  "
+            f"{s.note}".rstrip()
             for s in self.sites
         ]
 
@@ -236,8 +248,8 @@ def to_float(value: object) -> float | None:
         value: Any object.  Numbers include those of numpy and `fractions`, but not booleans.
 
     Returns:
-        The float.  It is None for NaN, for a number that is too large for a float, and for all
-        objects that are not real numbers.
+        The float.  The result is None for NaN, for a number that is too large for a float, and for
+        all objects that are not real numbers.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
@@ -323,7 +335,8 @@ class CostsError(SchedirError):
 class ScheduleError(SchedirError):
     """A schedule function that raises or that returns a wrong rank schedule.
 
-    For example, it returns no rank schedule, or one with a stage that the rank does not have.
+    For example, the function returns no rank schedule, or a rank schedule with a stage that the
+    rank does not have.
     """
 
 
@@ -375,7 +388,7 @@ class ParseError(SchedirError):
 class TraceError(SchedirError):
     """A timeline, trace or dump file that cannot be used.
 
-    For example, it is cut off, has another format, or has times that no run can have.
+    For example, the file is cut off, has another format, or has times that no run can have.
     """
 
 
@@ -417,7 +430,7 @@ class SlotError(SchedirError):
 
 
 class MemoryLimitError(SchedirError):
-    """A rank that needs more bytes on a memory tier than its limit.
+    """A rank that needs more bytes on a memory tier than the limit of this tier.
 
     Each argument is also an attribute, except that `site` is in `sites`.
 
@@ -510,10 +523,10 @@ class DeadlockError(SchedirError):
         """Return a line for each wait of the cycle, and the lines of `window`."""
         width = max(len(str(w.instr)) for w in self.cycle)
         chain = [
-            f"rank {w.rank} #{w.index:<3} {w.instr!s:<{width}}  needs {w.needed_instr}, "
-            f"#{w.needed_index} on rank {w.needed_rank}; rank {w.needed_rank} is at "
-            f"#{w.current_index}"
+            f"{_format_rank(w.rank, w.replica)} #{w.index:<3} {w.instr!s:<{width}}  needs "
+            f"{w.needed_instr}, #{w.needed_index} on {needed}; {needed} is at #{w.current_index}"
             for w in self.cycle
+            for needed in [_format_rank(w.needed_rank, w.needed_replica)]
         ]
         if not self.sites:
             return chain
@@ -523,7 +536,7 @@ class DeadlockError(SchedirError):
             f"{'>' if s.index == head else ' '} #{s.index:<3} {s.instr!s:<{width}}  {s.note}"
             for s in self.sites
         ]
-        title = f"around the position of rank {self.sites[0].rank}:"
+        title = f"around the position of {_format_rank(self.sites[0].rank, self.sites[0].replica)}:"
         return [*chain, title, *map(str.rstrip, shown_indices)]
 
 
@@ -534,6 +547,33 @@ class ChannelMismatchError(SchedirError):
     communicators.  With eager messages, two messages of one channel can arrive in another order
     than their receives.
     """
+
+
+class CollectiveOrderError(SchedirError):
+    """Replicas that issue the collectives of one group in different orders.
+
+    Each argument is also an attribute.
+
+    Args:
+        fact: One sentence with the reason.
+        program: Name of the program of the first of the two replicas.
+        rank: The rank whose collectives differ.
+        replicas: The two replicas.
+        sites: The first collective that differs, of each of these replicas that has one.
+    """
+
+    def __init__(
+        self,
+        fact: str,
+        *,
+        program: str = "",
+        rank: int,
+        replicas: tuple[int, int],
+        sites: Sequence[InstructionSite],
+    ) -> None:
+        super().__init__(fact, program=program, sites=sites)
+        self.rank: int = rank
+        self.replicas: tuple[int, int] = replicas
 
 
 class ProgramSequenceError(SchedirError):
@@ -571,13 +611,13 @@ class NonFiniteError(ExecutionError):
     Args:
         fact: One sentence with the reason.
         program: Name of the program.
-        sites: The instruction that produced the first such value; empty if it was not found.  For a
-            loss, it is a forward of the first stage with an infinite or NaN output.  For a
-            gradient, it is a backward or a reduction of the last stage with such a gradient,
-            because backwards begin at the last stage.
+        sites: The instruction that produced the first such value; empty if no such instruction was
+            found.  For a loss, the instruction is a forward of the first stage with an infinite or
+            NaN output. For a gradient, the instruction is a backward or a reduction of the last
+            stage with such a gradient, because backwards begin at the last stage.
         hint: A fix, given only if it is certain.
         step: Number of the training step, from 1.
-        process: The process that runs this instruction; 0 if it was not found.
+        process: The process that runs this instruction; 0 if no such instruction was found.
     """
 
     def __init__(

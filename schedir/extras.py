@@ -123,5 +123,4 @@ def _make_missing_error(package: str, reason: str, field: str = "") -> MissingPa
 
 
 def _parse_version(version: str) -> list[int]:
-    """Return the major and the minor number of a version."""
     return [int(number) for number in re.findall(r"\d+", version)[:2]]

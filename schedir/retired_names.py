@@ -444,9 +444,10 @@ def make_attribute_error(module: str, name: str) -> AttributeError | ImportError
         name: The missing name.
 
     Returns:
-        An ImportError with the right name, if the name was renamed or is in another place.  It is
-        no AttributeError, because `from module import name` would replace the message.  For all
-        other names, an AttributeError, with a similar name of the module if there is one.
+        An ImportError with the right name, if the name was renamed or is in another place.  The
+        error is no AttributeError, because `from module import name` would replace the message of
+        an AttributeError.  For all other names, an AttributeError, with a similar name of the
+        module if there is one.
     """
     text = f"module {module!r} has no attribute {name!r}"
     if new_name := RENAMED_ATTRIBUTES.get(module, {}).get(name):

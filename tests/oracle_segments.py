@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from schedir.ir.isa.instructions import Instr, Opcode
+from tests import oracle_sharding
 from tests.oracle_values import Wrong
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def exchange(host: Host, i: Instr) -> None:
     if met(host, i.stage if grad else i.stage - 1) != letter:
         raise Wrong(f"{i}: the program has no such all-to-all there")
     host.queue("all-to-alls")
+    oracle_sharding.meet_experts(host, i)
     kind, maker = ("grad", i.stage + 1) if grad else ("act", i.stage - 1)
     slot = (f"{kind}_in", i.stage, i.mb)
     host.expect(host.take(*slot), kind, maker, i.mb, f"not exchanged at {letter}")

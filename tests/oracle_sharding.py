@@ -51,6 +51,16 @@ def meet_replicas(host: Host, i: Instr, lane: str) -> None:
     host.entry.meets.append(met)
 
 
+def meet_experts(host: Host, i: Instr) -> None:
+    """Join an all-to-all of this rank in the replicas of its expert-parallel group."""
+    machine, met = host.machine, Event()
+    ep = min(machine.program.ep, machine.replicas)
+    place = "replicas", "ep", host.rank, host.replica // ep
+    member = met, int(i.op) << 48 | i.stage << 32 | i.mb
+    host.entry.actions.append(lambda: machine.join(place, ep, member))
+    host.entry.meets.append(met)
+
+
 def reduced(host: Host, *stages: int) -> None:
     """Verify that the shards have all gradients of some stages when the current entry runs."""
     for stage in stages if host.machine.zero else ():

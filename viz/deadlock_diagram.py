@@ -49,7 +49,7 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
 
     Args:
         program: The program.
-        error: The error that `check` raised for it.
+        error: The error that `check` raised for the program.
 
     Returns:
         The text of the SVG.
@@ -104,8 +104,8 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
 def _find_ended(program: Program, error: DeadlockError) -> NDArray[np.bool_]:
     """Return a mask of the instructions that have ended.
 
-    If only blocking hosts cause the deadlock, the mask is of the instructions that come before the
-    waiting instruction of each rank in the cycle.
+    If only blocking hosts cause the deadlock, the mask contains the instructions before the waiting
+    instruction of each rank in the cycle.
     """
     graph = Graph.from_program(program, cast(ProgressModel, error.progress_model))
     has_ended = compute_earliest_times(graph).is_done
@@ -118,7 +118,7 @@ def _find_ended(program: Program, error: DeadlockError) -> NDArray[np.bool_]:
 
 
 def _is_crossing(error: GroupError) -> bool:
-    """Return whether an error names two receives, and the two sends that they get."""
+    """Return whether an error names two receives, and the two sends whose messages they get."""
     ops = [site.instr.op for site in error.sites if isinstance(site.instr, Instr)]
     return len(ops) == 4 and {*ops[:2]} <= {*RECV_OPS} and {*ops[2:]} <= {*SEND_OPS}
 

@@ -22,11 +22,11 @@ from schedir.viz.time_bins import UnshardedIntervals, find_local_stages, find_un
 Floats = NDArray[np.float64]
 
 # Heights, where the height of a compute lane is 1.
-LANE_HEIGHT: Final = 0.24  # a communication lane
-LANE_INSET: Final = 0.06  # the gap above each communication lane, band group and curve
-BAND_HEIGHT: Final = 0.24  # the band of an unsharded stage
-_RANK_GAP: Final = 0.2  # the gap between two ranks
-CURVE_HEIGHT: Final = 0.7  # a curve
+LANE_HEIGHT: Final = 0.24  # A communication lane.
+LANE_INSET: Final = 0.06  # The gap above each communication lane, band group and curve.
+BAND_HEIGHT: Final = 0.24  # The band of an unsharded stage.
+_RANK_GAP: Final = 0.2  # The gap between two ranks.
+CURVE_HEIGHT: Final = 0.7  # A curve.
 # Widths of letters and of digits, as a multiple of the font size.
 _LETTER_WIDTHS: Final = {"F": 0.6, "B": 0.7, "I": 0.35, "W": 1.0, "R": 0.7}
 _DIGIT_WIDTH: Final = 0.65
@@ -35,8 +35,8 @@ _DIGIT_WIDTH: Final = 0.65
 class ChartRectangles:
     """The rectangles of all instructions of a timeline.
 
-    x is the time since the start of the timeline, in its unit. y grows downwards from 0 at the top.
-    The height of a compute lane is 1.
+    x is the time since the start of the timeline, in the unit of the timeline. y grows downwards
+    from 0 at the top. The height of a compute lane is 1.
 
     Each rank has these parts from top to bottom: the compute lane, the communication lanes, the
     bands of unsharded stages, and space for curves.

@@ -16,8 +16,8 @@ from schedir.schedule_search.memory_frontier import MemoryFrontier
 from schedir.schedule_search.search_results import SearchResult
 from schedir.viz.svg_thumbnail import draw_thumbnail
 
-# Number of instructions. A run with more has no picture, because a notebook draws the picture of
-# every result that it shows, and a large picture takes long.
+# The largest number of instructions of a run with a picture. A notebook draws the picture of every
+# result that it shows, and a large picture takes long.
 _MAX_INSTRUCTIONS = 400_000
 _MAX_TEXT_LENGTH = 20_000  # characters
 
@@ -96,7 +96,6 @@ def plan_to_html(plan: PlanEstimate) -> str:
 
 
 def _make_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return an HTML table."""
     lines = [
         "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
         for tag, row in [("th", headings), *(("td", row) for row in rows)]
@@ -126,8 +125,8 @@ def program_to_html(program: Program) -> str:
         program: The program.
 
     Returns:
-        HTML that needs no other file. It has an error message instead of a chart if the program
-        cannot be simulated.
+        HTML that needs no other file. The HTML has an error message instead of a chart if the
+        program cannot be simulated.
     """
     facts = f"<p>{escape(repr(program).strip('<>'))}</p>"
     if len(program) > _MAX_INSTRUCTIONS:

@@ -13,7 +13,8 @@ from schedir.viz.page_data import build_table, describe_run, describe_runs, labe
 def widget(timeline: Timeline, other: Timeline | None = None) -> Any:
     """Return a widget with the interactive timeline of a run, or of two runs.
 
-    It needs the package anywidget, whose widgets work in Jupyter, VS Code, Colab and marimo.
+    This function needs the package anywidget, whose widgets work in Jupyter, VS Code, Colab and
+    marimo.
 
     Args:
         timeline: The run.

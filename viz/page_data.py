@@ -35,7 +35,7 @@ from schedir.viz.time_bins import (
     list_lower_tiers,
 )
 
-_TICKS_PER_SPAN: Final = 2**31 - 1  # the page's times are integers: ticks of span / this number
+_TICKS_PER_SPAN: Final = 2**31 - 1  # The page's times are integers in ticks of span / this number.
 # The number of shades for the stages of a rank, equal to SHADES in data.js. Further stages of a
 # rank use the shades again.
 _MAX_SHADES: Final = 8
@@ -207,7 +207,6 @@ def _color_instructions(runs: Sequence[Timeline], palette: Palette) -> list[list
 
 
 def _color_unsharded_stages(stages: int, palette: Palette) -> list[str]:
-    """Return the colour of each local stage while it is unsharded."""
     return [format_hex(choose_unsharded_shade(k, stages, palette)) for k in range(stages)]
 
 
@@ -317,7 +316,7 @@ def _encode_deltas(values: NDArray[Any]) -> NDArray[np.int64]:
 def _pack_columns(
     columns: dict[str, NDArray[Any]], compression: int
 ) -> tuple[str, dict[str, tuple[str, int, int]]]:
-    """Return all columns as one text, and the type, first byte and length of each, by name."""
+    """Return all columns as one text, and the type, first byte and length of each by name."""
     layout, parts, offset = {}, [], 0
     for name, column in columns.items():
         layout[name] = (column.dtype.str[1:], offset, len(column))

@@ -104,9 +104,9 @@ PALETTES: Final = {
         | {Lane.HOST: "#3d6b00"},
     ),
 }
-HATCHED_OPS: Final = frozenset({RECOMPUTE})  # R has the hue of F, so hatching distinguishes it
-ACCENT_COLOR: Final = "#c8005f"  # the critical path
-IDLE_COLOR: Final = "#9a9a9a"  # the hatching of a bubble
+HATCHED_OPS: Final = frozenset({RECOMPUTE})  # R has the hue of F, so hatching distinguishes R.
+ACCENT_COLOR: Final = "#c8005f"  # The critical path.
+IDLE_COLOR: Final = "#9a9a9a"  # The hatching of a bubble.
 # CIE L* of the bands of a rank's first and last stage while they are unsharded.
 _UNSHARDED_LIGHTNESS: Final = (89.0, 70.0)
 _OUTLINE_LIGHTNESS: Final = 95.0  # CIE L*: a lighter box needs an outline on white paper
@@ -121,7 +121,7 @@ OP_NAMES: Final = {
     Opcode.OptimizerStep: "optimizer step",
 }
 LANE_NAMES: Final = {row.lane: row.label or row.doc for row in LANES[1:]}
-# Lanes with incoming and outgoing transfers. The incoming ones have a lighter colour.
+# Lanes with incoming and outgoing transfers. Incoming transfers have a lighter colour.
 TWO_WAY_LANES: Final = (Lane.ACT, Lane.GRAD, Lane.DISK)
 UNSHARDED_LABEL: Final = "unsharded weights"
 
@@ -220,7 +220,7 @@ def choose_box_color(
 
     Args:
         op: The opcode.
-        local_stage: The local stage. It changes the shade of compute only.
+        local_stage: The local stage. The local stage changes the shade of compute only.
         stages: The number of stages of the rank.
         palette: The palette.
     """

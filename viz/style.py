@@ -117,7 +117,6 @@ def _resolve_overlays(show: str | Collection[str]) -> frozenset[str]:
 
 
 def _resolve_memory_limits(value: object) -> Mapping[str, float]:
-    """Return the memory limits by tier, in bytes."""
     require_type(value, "limits", Mapping, '{"device": 40e9}')
     assert isinstance(value, Mapping)
     for tier, limit in value.items():
@@ -134,7 +133,6 @@ def _resolve_memory_limits(value: object) -> Mapping[str, float]:
 
 
 def _resolve_width(value: object) -> float | None:
-    """Return the width of the axes in inches, or None."""
     if isinstance(value, str) and value in PAPER_WIDTHS:
         return PAPER_WIDTHS[value] - LEFT_MARGIN - RIGHT_MARGIN
     if value is None:

@@ -158,7 +158,6 @@ def _choose_style(op: int, local_stage: int, stages: int) -> str:
 
 
 def _merge_cells(cells: list[StyledText]) -> StyledLine:
-    """Join adjacent texts of the same style."""
     line: StyledLine = []
     for text, style in cells:
         if line and line[-1][1] == style:

@@ -7,7 +7,7 @@
     save(executor, "checkpoints", step=100)
 
 Each process saves slices of tensors under the names that the tensors have in the full model. So a
-run with other ranks, stages, replicas or tensor-parallel sizes can load them.
+run with other ranks, stages, replicas or tensor-parallel sizes can load these slices.
 """
 
 from __future__ import annotations

@@ -53,18 +53,18 @@ class SavedCheckpoint(NamedTuple):
 class Saver:
     """Saves checkpoints of an executor as `save` does, but while later steps run.
 
-    The program must have been compiled with `checkpoint_snapshots`. Its Snapshot instructions copy
-    the tensors that a step changes. `schedule_save` itself copies all other tensors, such as
-    buffers, because a forward may write to them. A thread then writes the files.
+    The program must have been compiled with `checkpoint_snapshots`. The Snapshot instructions of
+    the program copy the tensors that a step changes. `schedule_save` itself copies all other
+    tensors, such as buffers, because a forward may write to them. A thread then writes the files.
 
-    All processes create their Saver together, and call the same methods in the same order. They
-    wait at most 30 minutes for the files of other processes.
+    All processes create their Saver together, and call the same methods in the same order. A
+    process waits at most 30 minutes for the files of other processes.
 
     Args:
         executor: The executor to save.
-        directory: The directory of the checkpoints. It is created if it does not exist.
-        name_map: A function of the number of a stage and a name in it. It returns the name of this
-            parameter or buffer in the full model.
+        directory: The directory of the checkpoints. The directory is created if it does not exist.
+        name_map: A function of the number of a stage and the name of a parameter or buffer in this
+            stage. It returns the name of the parameter or buffer in the full model.
         keep: The number of newest checkpoints to keep. By default all are kept.
 
     Attributes:
@@ -141,16 +141,16 @@ class Saver:
         self._error: BaseException | None = None
 
     def schedule_save(self, step: int, extra_state: Mapping[str, Any] | None = None) -> None:
-        """Schedule a save of the current state; the next step copies it.
+        """Schedule a save of the current state; the next step copies this state.
 
         Until the end of that step, no other code may change weights or optimizer states. The call
-        waits until the previous checkpoint is written, and raises its errors as `wait` does. All
-        processes call it.
+        waits until the previous checkpoint is written, and raises the errors of that save as `wait`
+        does. All processes must call this method.
 
         Args:
             step: The number of steps that were made so far.
             extra_state: More values for the checkpoint, as JSON values. The first process saves
-                them.
+                these values.
 
         Raises:
             ModelError: Another save is scheduled, and neither `write` nor `cancel` was called.
@@ -193,14 +193,15 @@ class Saver:
     def write(self) -> None:
         """Start to write the scheduled checkpoint, if there is one.
 
-        Call it after the step that copies the state, and only when this state is final. For
-        example, it is not final while post-validation can still undo the update. All processes call
-        it.
+        Call this after the step that copies the state, and only when the copied state is final. For
+        example, the state is not final while post-validation can still undo the update. All
+        processes must call this method.
 
         Raises:
             ModelError: No step was made since `schedule_save`. The save remains scheduled. Or the
                 weights changed before a step copied them: by `load`, by another Saver, or by a step
-                of a program without snapshots. The save is then canceled. All processes raise it.
+                of a program without snapshots. The save is then canceled. All processes raise this
+                error.
         """
         plan, self._save_plan = self._save_plan, None
         if plan is None:
@@ -238,7 +239,7 @@ class Saver:
                 self.saved_checkpoint = SavedCheckpoint(
                     plan.step, path, perf_counter() - begin_time
                 )
-            except BaseException as error:  # `wait` raises it.
+            except BaseException as error:  # `wait` raises this error.
                 self._error = error
 
         self._writer_thread = Thread(target=run, name="checkpoint", daemon=True)
@@ -263,7 +264,8 @@ class Saver:
         """Wait until the checkpoint that is being written is complete.
 
         Raises:
-            CheckpointError: A process could not write its files. All processes raise it, once.
+            CheckpointError: A process could not write its files. All processes raise this error
+                once.
             ModelError: A save is scheduled, and neither `write` nor `cancel` was called.
         """
         if self._writer_thread is not None:
@@ -279,7 +281,7 @@ class Saver:
             )
 
     def _get_host_buffer(self, name: str, piece: TensorPiece) -> Tensor:
-        """Return the host memory for a slice. It is allocated once, and reused by later saves."""
+        """Return the host memory for a slice, which is allocated once and reused by later saves."""
         key, source = (name, piece.offset), piece.memory
         buffer = self._host_buffers.get(key)
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:

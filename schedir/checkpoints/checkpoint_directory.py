@@ -51,8 +51,8 @@ _NAME_PATTERN = re.compile(
     rf"{_STEP_PREFIX}(\d{{8,16}})({_UNFINISHED_SUFFIX}|{_REPLACED_SUFFIX}|{_REMOVING_SUFFIX}|)"
 )
 
-# The locks that this process has, by real path of the directory. The system releases them when the
-# process ends.
+# The locks that this process has, by real path of the directory. The operating system releases
+# these locks when the process ends.
 _locks_by_directory: dict[str, DirectoryLock] = {}
 
 
@@ -77,7 +77,7 @@ class CheckpointDirectory:
     """The directory of a run's checkpoints.
 
     Args:
-        path: The directory. It need not exist. A relative path stays the same directory if the
+        path: The directory, which need not exist. A relative path stays the same directory if the
             process changes its working directory later.
 
     Raises:
@@ -114,9 +114,10 @@ class CheckpointDirectory:
         )
 
     def locate_step(self, step: int) -> Path:
-        """Return the directory of a step's checkpoint, which need not exist.
+        """Return the directory of a step's checkpoint. The directory need not exist.
 
-        If a save was interrupted while it replaced this checkpoint, this is the `.old` directory.
+        If a save was interrupted while it replaced this checkpoint, the result is the `.old`
+        directory.
 
         Args:
             step: The step.
@@ -136,8 +137,8 @@ class CheckpointDirectory:
     def load_manifest(self, step: int, *, include_tensors: bool = True) -> Manifest:
         """Read and verify the manifest of a step's checkpoint.
 
-        This verifies the digest and the format of the manifest, and that its slices cover each
-        tensor exactly. It does not verify the other files.
+        This method verifies the digest and the format of the manifest, and that the slices in the
+        manifest cover each tensor exactly. It does not verify the other files.
 
         Args:
             step: The step.
@@ -208,24 +209,25 @@ class CheckpointDirectory:
     ) -> LatestCheckpoint:
         """Find and verify the newest complete checkpoint, or the checkpoint of a given step.
 
-        If several processes load the checkpoint, they call this together. Each process then
-        verifies only some of the files, and all processes get the same checkpoint.
+        If several processes load the checkpoint, all of them call this method together. Each
+        process then verifies only some of the files, and all processes get the same checkpoint.
 
         Args:
             select_files: Returns the files of a manifest that this process verifies, for example
-                the files that it will read, or those that `Manifest.assign_files` returns. By
-                default it verifies all files.
+                the files that this process will read, or the result of `Manifest.assign_files`. By
+                default this process verifies all files.
             gather_texts: Takes the text of this process, and returns the texts of all processes in
                 order of rank. By default this process works alone.
-            step: The step of the checkpoint. By default the newest complete one is found, and
-                incomplete newer ones are skipped.
+            step: The step of the checkpoint. By default the result is the newest complete
+                checkpoint, and newer incomplete checkpoints are skipped.
 
         Raises:
             CheckpointError: A checkpoint cannot be read, but may be complete. For example, it has a
-                newer format or the process has no permission. It is not skipped, because resuming
-                from an older one would lose steps. All processes raise it.
+                newer format or the process has no permission. Such a checkpoint is not skipped,
+                because resuming from an older checkpoint would lose steps. All processes raise this
+                error.
             IncompleteCheckpointError: `step` is given, and its checkpoint is incomplete. All
-                processes raise it.
+                processes raise this error.
         """
         skip_reasons: list[str] = []
         all_steps = {
@@ -304,8 +306,8 @@ class CheckpointDirectory:
         """Lock the directory, so that no other process writes to it.
 
         The lock is released by `release`, or when this process ends. The directory is created if it
-        does not exist. `begin` calls this, too. If the file system has no locks, this prints a
-        warning to stderr.
+        does not exist. `begin` calls this, too. If the file system has no locks, this method prints
+        a warning to stderr.
 
         Raises:
             CheckpointError: Another run has the lock, or the directory cannot be created.
@@ -404,8 +406,8 @@ class CheckpointDirectory:
 
         Args:
             manifest: The manifest to write.
-            keep: The number of checkpoints to keep: the newest complete ones up to this step. Older
-                checkpoints are removed. By default all checkpoints are kept.
+            keep: The number of checkpoints to keep: the newest complete checkpoints up to this
+                step. Older checkpoints are removed. By default all checkpoints are kept.
 
         Returns:
             The directory of the checkpoint.
@@ -441,7 +443,7 @@ class CheckpointDirectory:
     def _replace_directory(self, path: Path, target: Path, replaced_path: Path) -> None:
         """Rename `path` to `target`. An existing target is first renamed to `replaced_path`.
 
-        At any moment, one of the two checkpoints exists. If the second rename fails, the first
+        At any moment, the old or the new checkpoint exists. If the second rename fails, the first
         rename is undone.
         """
         if has_target := target.exists():
@@ -471,7 +473,7 @@ class CheckpointDirectory:
                 self._remove(path)
 
     def _remove_older(self, step: int, keep: int) -> None:
-        """Remove checkpoints older than the `keep` newest complete ones up to `step`."""
+        """Remove checkpoints older than the `keep` newest complete checkpoints up to `step`."""
         num_complete = 0
         for other_step in reversed([s for s in self.list_steps() if s <= step]):
             if num_complete >= keep:
@@ -490,8 +492,8 @@ class CheckpointDirectory:
     def _remove(self, path: Path) -> None:
         """Rename a directory, and then remove it.
 
-        If the removal fails, this only prints a message to stderr. A save must not fail because an
-        old checkpoint cannot be removed.
+        If the removal fails, this method only prints a message to stderr. A save must not fail
+        because an old checkpoint cannot be removed.
         """
         removing_path = path.with_name(path.name.partition(".")[0] + _REMOVING_SUFFIX)
         try:

@@ -12,7 +12,7 @@ from schedir.errors import CheckpointError, SchedirError, describe_exception
 from schedir.transports.json_collectives import RecordTypes, gather
 from schedir.transports.transport import describe_peer_error
 
-# The time that a process waits for the files of others. This is torch's default timeout.
+# The time that a process waits for the files of other processes. This is torch's default timeout.
 DISK_TIMEOUT: Final = timedelta(minutes=30)
 
 _T = TypeVar("_T")
@@ -32,7 +32,7 @@ def create_separate_group(group: Any = None) -> Any:
 
 
 class CheckpointGroup:
-    """The processes of a group of torch.distributed, or this process alone.
+    """The processes that save or load together: a group of torch.distributed, or one process.
 
     Args:
         group: The group. By default the group of all processes.
@@ -53,7 +53,8 @@ class CheckpointGroup:
         """Return the results of all processes, in order of rank.
 
         All processes call this. If `compute` fails in some processes, all processes raise the error
-        of the first process in which it failed. The error names that process.
+        of the first process in which it failed. The error names that process, except if all
+        processes have the same error.
 
         Args:
             compute: Computes the result of this process: plain values, or records of `kinds`.
@@ -117,7 +118,7 @@ class CheckpointGroup:
         If `compute` fails, all processes raise its error.
 
         Args:
-            compute: Computes the result. Only the first process calls it.
+            compute: Computes the result. Only the first process calls this function.
             kinds: The types of records that the result may contain.
 
         Raises:

@@ -66,8 +66,8 @@ def write(
         tensors: The slices to write.
 
     Returns:
-        The position of each slice, and name of the file -> its size and digest. Both are empty if
-        there are no slices.
+        The position of each slice, and a mapping from the file name to the size and digest of the
+        file. Both are empty if there are no slices.
 
     Raises:
         OSError: The file could not be written.
@@ -126,7 +126,7 @@ def write_metadata(
         chunks[stored.tensor].append(
             ChunkStorageMetadata(torch.Size(stored.offset), torch.Size(stored.size))
         )
-        # This class has no public name.
+        # torch has no public name for `_StorageInfo`.
         storage_info = _StorageInfo(stored.file, stored.begin, stored.length)
         results.append(
             WriteResult(MetadataIndex(stored.tensor, stored.offset), stored.length, storage_info)
@@ -153,7 +153,7 @@ def _intersect(piece: TensorPiece, stored: StoredSlice) -> tuple[list[int], list
 def read(
     directory: Path, manifest: Manifest, destinations: Iterable[tuple[str, Sequence[TensorPiece]]]
 ) -> None:
-    """Read tensor slices into memory, from the stored slices that overlap them.
+    """Read tensor slices into memory, from the overlapping stored slices.
 
     A value of another dtype is converted. Files are not verified.
 

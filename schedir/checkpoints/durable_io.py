@@ -70,7 +70,7 @@ def compute_digests(sizes: Mapping[Path, int], step: int) -> Iterator[tuple[Path
         step: The step of the checkpoint, for errors.
 
     Yields:
-        Each file with its digest in hexadecimal digits, as soon as it is computed.
+        Each file with its digest in hexadecimal digits, as soon as the digest is computed.
 
     Raises:
         IncompleteCheckpointError: See `open_regular_file`.
@@ -110,8 +110,8 @@ def translate_os_errors(
     Args:
         action: The action that failed, as in "save step 3".
         step: The step of the checkpoint.
-        directory: The directory that is written to. If its disk is full, the error has the bytes
-            that were free when the context was entered.
+        directory: The directory to which the context writes. If its disk is full, the error has the
+            bytes that were free when the context was entered.
         needed_bytes: The number of bytes that this process writes, or None if it is unknown.
 
     Raises:

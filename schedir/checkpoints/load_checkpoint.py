@@ -43,16 +43,16 @@ def load(
 ) -> Mapping[str, Any] | None:
     """Load a checkpoint that `save` has written, into any layout of ranks.
 
-    The run may have other ranks, stages, replicas and tensor-parallel sizes than the run that
-    saved. All processes call this between two steps. A run without an optimizer loads only weights
-    and buffers.
+    The run may have other ranks, stages, replicas and tensor-parallel sizes than the run that saved
+    the checkpoint. All processes call this between two steps. A run without an optimizer loads only
+    weights and buffers.
 
     Before `load` changes a tensor, it verifies all files, and that the checkpoint fits the run. If
-    a file cannot be read after that, some tensors are already overwritten. Then the run refuses
-    further steps and saves.
+    a file cannot be read after this verification, some tensors are already overwritten. Then the
+    run refuses further steps and saves.
 
-    The call warns if a newer checkpoint is incomplete, if weights are read from another dtype, or
-    if modules will use other random numbers.
+    The call warns in three cases: a newer checkpoint is incomplete, weights are read from another
+    dtype, or modules will use other random numbers.
 
     Args:
         run: See `save`.
@@ -68,7 +68,8 @@ def load(
     Raises:
         CheckpointError: The checkpoint is of another model, or cannot be read. Or there are
             checkpoints, but none is complete. The error lists the first three differences from the
-            model, or the first three reasons. All processes raise it.
+            model, or the first three reasons why checkpoints are incomplete. All processes raise
+            this error.
         UsageError: `run` has no state that checkpoints can load, or `directory` or `step` is not
             valid.
 
@@ -190,7 +191,7 @@ def _find_verified(
 ) -> LatestCheckpoint:
     """Return the newest complete checkpoint, or the checkpoint of `step`.
 
-    Each process verifies some files.
+    Each process verifies a part of the files.
     """
     latest = directory.find_checkpoint(
         lambda manifest: manifest.assign_files(peers.process, peers.processes),

@@ -68,7 +68,7 @@ class LoadPlan:
     def find_stored_name(self, weight: SliceableWeight) -> str:
         """Return the name under which the checkpoint has a weight.
 
-        For a tied weight, it may be another of its names.
+        For a tied weight, the result may be another name of this weight.
 
         Args:
             weight: The weight.

@@ -1,6 +1,6 @@
 """List the tensors of a process by their names in the full model, with their local shards.
 
-Nothing is copied or communicated here. Exactly one process writes each element of a tensor:
+This module copies and communicates nothing. Exactly one process writes each element of a tensor:
 
 - Each data-parallel replica writes its range of every bucket, even if weights are not sharded.
 - The first tensor-parallel rank writes the tensors that are not sharded over these ranks.
@@ -51,8 +51,8 @@ class TensorShardSpec:
     """The shard of a tensor that a process has.
 
     The tensor-parallel slice is the part of the tensor along `dim` that the tensor-parallel rank
-    has. The local range is the share of this slice that belongs to this data-parallel replica. It
-    has the elements `low` to `high` of the flattened slice.
+    has. The local range is the share of this slice that belongs to this data-parallel replica. The
+    local range has the elements `low` to `high` of the flattened slice.
 
     Args:
         shape: The shape of the tensor-parallel slice.
@@ -113,10 +113,10 @@ class TensorShardSpec:
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A tensor, or the part of it that a process has.
+    """A tensor, or the part of a tensor that a process has.
 
     Args:
-        name: The name in the checkpoint. It begins with a category, as in `weights/NAME`.
+        name: The name in the checkpoint. The name begins with a category, as in `weights/NAME`.
         memory: The local memory.
         spec: Which part of the tensor the memory has.
         should_write: True if this process writes its local range.
@@ -140,16 +140,17 @@ class SliceableWeight:
     Args:
         name: The name in the full model.
         stage: The stage.
-        owner_stage: The stage from which the weight has its name. It may differ from `stage` for a
-            tied weight.
+        owner_stage: The stage from which the weight has its name. For a tied weight, this stage may
+            differ from `stage`.
         parameter: The parameter.
         spec: Which part of the weight this process has.
         should_write: True if this process writes its local range.
         aliases: Other names of the weight in the full model.
-        main_parameter: The float32 copy of the parameter, if it has one.
-        optimized_tensor: The tensor that the optimizer steps. It is the key of the optimizer state.
+        main_parameter: The float32 copy of the parameter, or None.
+        optimized_tensor: The tensor that the optimizer steps. This tensor is also the key of the
+            optimizer state.
         optimizer: The optimizer that steps the weight, if there is one.
-        param_group: The options of its parameter group.
+        param_group: The options of the parameter group that has the weight.
     """
 
     name: str
@@ -235,7 +236,7 @@ class LocalState:
 def list_generator_shards(rank: RankCheckpointState, process: int) -> list[TensorShard]:
     """Return the states of torch's random number generators in a process.
 
-    They are saved if the run has no seed. They are in the order of
+    A checkpoint has these states if the run has no seed. The states are in the order of
     `rank.random_streams.generators`.
 
     Args:
@@ -261,7 +262,8 @@ def collect_tied_names(rank: RankCheckpointState, name_map: NameMap) -> dict[tup
         name_map: Returns the name in the full model.
 
     Returns:
-        (the stages that share a weight, its number among their shared weights) -> name.
+        (the stages that share a weight, the index of the weight among all weights that these stages
+        share) -> name.
     """
     return {key: name_map(s, n) for key, s, n in _iterate_tied_weights(rank) if s == key[0][0]}
 
@@ -269,7 +271,8 @@ def collect_tied_names(rank: RankCheckpointState, name_map: NameMap) -> dict[tup
 def _iterate_tied_weights(rank: RankCheckpointState) -> Iterator[tuple[tuple[Any, ...], int, str]]:
     """Yield key, stage and local name of each copy of a tied weight on a rank.
 
-    The key has the stages that share the weight, and its number among their shared weights.
+    The key has the stages that share the weight, and the index of the weight among all weights that
+    these stages share.
     """
     last_index: dict[tuple[int, ...], int] = {}
     for weight in rank.tied_weights:
@@ -283,7 +286,8 @@ def collect_local_state(
 ) -> LocalState:
     """Return the weights and buffers of a rank.
 
-    If the loss is a module, it counts as part of the last stage. Its names begin with `loss.`.
+    If the loss is a module, it counts as part of the last stage. The names in this module begin
+    with `loss.`.
 
     Args:
         rank: The state of the rank.
@@ -350,7 +354,7 @@ class OptimizerOwners:
     """The optimizer and the float32 copy of each parameter.
 
     Args:
-        optimizer: The optimizer of a rank, which may contain others, or None.
+        optimizer: The optimizer of a rank, which may contain other optimizers, or None.
 
     Raises:
         CheckpointError: Two optimizers step the same parameter.
@@ -375,7 +379,7 @@ class OptimizerOwners:
                         )
 
     def find_owner(self, p: nn.Parameter) -> tuple[Tensor | None, Any, Any, dict[str, Any]]:
-        """Return the optimizer of a parameter, and the tensor that it steps.
+        """Return the optimizer of a parameter, and the tensor that the optimizer steps.
 
         Args:
             p: The parameter.
@@ -401,8 +405,8 @@ def _iterate_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, 
 def _is_writer(rank: RankCheckpointState, stage: int, tensor: Tensor) -> bool:
     """Return whether a rank writes its local range of a tensor.
 
-    The first rank of the stage writes it. If the tensor is not sharded over tensor-parallel ranks,
-    only the first of these ranks writes it.
+    The first rank of the stage writes the tensor. If the tensor is not sharded over tensor-parallel
+    ranks, only the first of these ranks writes it.
     """
     is_first = bool(rank.program.shape.first_rank_per_stage[stage] == rank.rank)
     return is_first and (is_tp_sharded(tensor) or not rank.tp_rank)
@@ -413,8 +417,8 @@ def _make_buffer_shard(
 ) -> TensorShard:
     """Return the shard of a buffer.
 
-    Only the first replica that has the buffer writes it, because its values may differ between
-    replicas.
+    Only the first replica that has the buffer writes it, because the values of the buffer may
+    differ between replicas.
     """
     full_range = ShardRange(tuple(buffer.shape), 0, buffer.numel())
     spec = _make_shard_spec(buffer, full_range, rank, is_flat=False)
@@ -424,7 +428,7 @@ def _make_buffer_shard(
 
 
 def _make_equal_range(p: Tensor, rank: RankCheckpointState) -> ShardRange:
-    """Return the equal share that this replica writes of a parameter without a bucket."""
+    """Return the range that this replica writes of a parameter that is in no bucket."""
     n, k, _ = rank.shard_spec.for_tensor(p)
     return ShardRange(tuple(p.shape), p.numel() * k // n, p.numel() * (k + 1) // n)
 

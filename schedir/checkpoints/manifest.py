@@ -23,7 +23,7 @@ DTYPE_BYTES: Final = {
 
 
 def join_facts(facts: Sequence[str], max_facts: int = 3) -> str:
-    """Return the first facts as one sentence, with the number of the others.
+    """Return the first facts as one sentence, with the number of the other facts.
 
     Args:
         facts: The facts.
@@ -100,14 +100,14 @@ class Manifest:
         files: The files, by name.
         tensors: Shape and dtype of each tensor, by name.
         slices: The stored slices.
-        facts: A description of the run, for people. It has JSON values, so a tuple is loaded as a
-            list.
+        facts: A description of the run, for people. The description has JSON values, so a tuple is
+            loaded as a list.
         state: The state to resume from, in addition to tensors: for example the number of the next
-            step, the loss scale, and the extra state of the caller. It has JSON values.
-        finished_at: The time when the checkpoint was completed, in seconds since 1970. It is 0
-            until then.
-        digest: The sha256 of the manifest's lines. It is empty if the manifest was not read from a
-            file.
+            step, the loss scale, and the extra state of the caller. The state has JSON values.
+        finished_at: The time when the checkpoint was completed, in seconds since 1970. The time is
+            0 until then.
+        digest: The sha256 of the manifest's lines. The digest is empty if the manifest was not read
+            from a file.
     """
 
     step: int

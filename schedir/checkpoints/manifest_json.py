@@ -9,9 +9,9 @@ The first line describes the run. Then there is one line per file, and one line 
 slices, which are called boxes in the file. A box is [number of the file, first byte, number of
 bytes, offset, size].
 
-The last line is the digest of all lines before it. It detects truncation and accidental changes. It
-is not a signature: a person with write access can write another digest. This module does not need
-torch.
+The last line is the digest of all lines before it. The digest detects truncation and accidental
+changes. It is not a signature: a person with write access can write another digest. This module
+does not need torch.
 """
 
 from __future__ import annotations
@@ -152,7 +152,6 @@ class _ManifestReader:
         self.slices: list[StoredSlice] = []
 
     def build_manifest(self, digest: str) -> Manifest:
-        """Return the manifest of the lines that were read."""
         if not self.header:
             raise _InvalidManifest("it is empty")
         header = self.header
@@ -279,9 +278,10 @@ class _ManifestReader:
 def _is_exact_cover(shape: tuple[int, ...], slices: Sequence[StoredSlice]) -> bool:
     """Return whether slices within a tensor cover each of its elements exactly once.
 
-    They do if the sum of their indicator functions equals the indicator function of the tensor. The
-    code compares the mixed differences of both. The mixed difference of a box is 1 or -1 at its
-    corners, and 0 elsewhere, so only corners are compared.
+    Slices cover each element once if the sum of the indicator functions of the slices equals the
+    indicator function of the tensor. The code compares the mixed differences of these two
+    functions. The mixed difference of a box is 1 or -1 at its corners, and 0 elsewhere, so only
+    corners are compared.
     """
     if len(slices) == 1:
         return slices[0].size == shape
@@ -322,7 +322,7 @@ def is_file_name(name: object) -> bool:
 def _parse_object(line: bytes) -> dict[str, Any]:
     """Return the JSON object of a line.
 
-    Unlike Python's `json.loads`, this refuses NaN and duplicate keys.
+    Unlike Python's `json.loads`, this function refuses NaN and duplicate keys.
     """
     if len(line) > MAX_LINE_BYTES or not line.endswith(b"\n"):
         raise _InvalidManifest(f"it has more than {format_bytes(MAX_LINE_BYTES)}, or no line end")

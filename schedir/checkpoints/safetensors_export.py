@@ -41,7 +41,8 @@ class ExportedTensor(NamedTuple):
     Attributes:
         name: The name in the exported file.
         meta: Shape and dtype in the exported file.
-        stored_name: The name of the tensor in the checkpoint from which it is made.
+        stored_name: The name of the tensor in the checkpoint from which the exported tensor is
+            made.
         convert: Converts the tensor after its dtype was changed. By default the tensor is only made
             contiguous.
     """
@@ -143,7 +144,6 @@ def _encode_header(tensors: Sequence[ExportedTensor], metadata: Mapping[str, str
 
 
 def _read_tensor(directory: Path, manifest: Manifest, name: str) -> Tensor:
-    """Return a full tensor of a checkpoint."""
     meta = manifest.tensors[name]
     memory = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
     piece = TensorPiece((0,) * len(meta.shape), meta.shape, memory)
@@ -158,7 +158,6 @@ def _read_tensor(directory: Path, manifest: Manifest, name: str) -> Tensor:
 
 
 def _encode_tensor(tensor: ExportedTensor, value: Tensor) -> memoryview:
-    """Return the bytes of a tensor in the exported file."""
     converted = value.to(getattr(torch, tensor.meta.dtype))
     if converted.dtype != value.dtype:
         overflow_count = sum(

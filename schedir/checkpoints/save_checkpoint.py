@@ -61,14 +61,14 @@ def save(
 
     Args:
         run: An Executor, an InProcessExecutor, or a `schedir.torch_pipelining.Schedule`.
-        directory: The directory of the checkpoints. It is created if it does not exist.
+        directory: The directory of the checkpoints. The directory is created if it does not exist.
         step: The number of steps that were made.
         optimizer: For a Schedule, the optimizer of this process's stages: one, several in a list,
-            or None to save weights and buffers only. By default it is the optimizer of the
+            or None to save weights and buffers only. By default, this is the optimizer of the
             executor.
-        name_map: A function of the number of a stage and a name in it. It returns the name of this
-            parameter or buffer in the full model. A run with other stages finds the tensor by this
-            name. By default the name is `stages.STAGE.NAME`.
+        name_map: A function of the number of a stage and the name of a parameter or buffer in this
+            stage. It returns the name of the parameter or buffer in the full model. A run with
+            other stages finds the tensor by this name. By default the name is `stages.STAGE.NAME`.
         extra_state: More values to save, which must be JSON values.
         keep: The number of newest complete checkpoints to keep. By default all are kept.
 
@@ -77,7 +77,7 @@ def save(
 
     Raises:
         CheckpointError: The state cannot be saved correctly, or a process failed. All processes
-            raise it.
+            raise this error.
         UsageError: `run` is none of these objects, or `directory` is not valid.
 
     Example:
@@ -137,8 +137,8 @@ def plan_save(
 ) -> SavePlan:
     """Collect the data that this process writes, without copying it.
 
-    The next step changes these tensors. Write or copy them before that step. All processes call
-    this.
+    The next step changes these tensors. Write or copy the tensors before that step. All processes
+    call this.
 
     Args:
         run: See `save`.
@@ -222,7 +222,7 @@ def write_checkpoint(
 
     Raises:
         CheckpointError: A process failed, or another save writes to this directory. All processes
-            raise it.
+            raise this error.
     """
     peers = (
         save_plan.peers
@@ -235,8 +235,8 @@ def write_checkpoint(
         def begin() -> str:
             stack.enter_context(_lock_within_process(checkpoints, save_plan.step))
             path = checkpoints.begin(save_plan.step)
-            # At the end, this removes the checkpoint if it is unfinished. A complete checkpoint
-            # then has another name.
+            # At the end, `abandon` removes the checkpoint if it is unfinished. A complete
+            # checkpoint then has another name.
             stack.callback(checkpoints.abandon, save_plan.step)
             return str(path)
 

@@ -77,7 +77,7 @@ def _require_known_optimizer(optimizer: Any) -> None:
 
 
 def require_sliceable_state(optimizer: Any, local_state: LocalState) -> None:
-    """Raise an error if the state of an optimizer cannot be sliced as its weights are.
+    """Raise an error if the state of an optimizer cannot be sliced in the same way as its weights.
 
     Each state must be a tensor with the shape of the weight, a scalar tensor, or None.
 
@@ -86,8 +86,8 @@ def require_sliceable_state(optimizer: Any, local_state: LocalState) -> None:
         local_state: The weights of the rank.
 
     Raises:
-        CheckpointError: A state is none of these, its key is not a string or contains a "/", or the
-            optimizer steps a parameter that no stage has.
+        CheckpointError: A state has another form, the key of a state is not a string or contains a
+            "/", or the optimizer steps a parameter that no stage has.
     """
     weights_by_id = {
         id(weight.optimized_tensor): weight

@@ -23,7 +23,7 @@ from schedir.runtime.parameters.buckets import describe_slice, is_expert
 
 
 class RankManifest(NamedTuple):
-    """The description of the tensors of a process, which it sends to the other processes.
+    """The description of the tensors of a process, for the other processes.
 
     Attributes:
         tensors: The weights and buffers: name in the full model, stage, shape and dtype.
@@ -31,7 +31,8 @@ class RankManifest(NamedTuple):
         optimizers: Class name of an optimizer -> the names of the weights that it steps.
         unoptimized: The names of the trained weights that no optimizer steps, if code outside of
             schedir reduces the gradients.
-        experts: Name of a weight of experts -> the slice of the experts to which it belongs.
+        experts: Name of a weight of experts -> the slice of the experts to which the weight
+            belongs.
         written_buffers: The names of the buffers that the process writes.
         checksums: When saving, the checksums of each buffer. If code outside of schedir reduces the
             gradients, also the checksums of each weight, its float32 copy and its optimizer state.
@@ -95,13 +96,13 @@ def gather_checkpoint_states(
         is_saving: True for a save, which also needs checksums.
 
     Returns:
-        The ranks of this process, their local states, and the descriptions of all processes, which
-        are the same in all processes.
+        The ranks of this process, their local states, and the descriptions of all processes. These
+        descriptions are equal in all processes.
 
     Raises:
         CheckpointError: A state cannot be saved, two tensors have the same name, or a tensor has
-            another stage, shape or dtype in another process. A save also raises it if code outside
-            of schedir reduces the gradients, and replicas differ.
+            another stage, shape or dtype in another process. A save also raises this error if code
+            outside of schedir reduces the gradients, and replicas differ.
     """
     ranks: list[RankCheckpointState] = []
 
@@ -253,7 +254,7 @@ def warn_of_differing_buffers(peers: CheckpointGroup, manifests: Sequence[RankMa
 def warn_of_unoptimized(peers: CheckpointGroup, manifests: Sequence[RankManifest]) -> None:
     """Warn of trained weights that no saved optimizer steps.
 
-    Another optimizer may step them, and its state would be lost.
+    Another optimizer may step these weights, and its state would be lost.
 
     Args:
         peers: The processes that save together.

@@ -34,7 +34,7 @@ def split_range_into_slices(shape: Sequence[int], low: int, high: int) -> Iterat
     Args:
         shape: The shape of the tensor.
         low: The first element of the range.
-        high: The end of the range, exclusive. It may be larger than the number of elements.
+        high: The end of the range, exclusive. The end may be larger than the number of elements.
 
     Yields:
         The slices in the order of their elements.

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _describe_unexplained_time(run: Timeline, predicted: Timeline) -> str:
-    """Return a note if the prediction at mean times has much more busy time than the run, or ""."""
+    """Return a note if the prediction at mean times is much busier than the run, else ""."""
     from schedir.predict.calibrate import MIN_REPORTED_SHARE, compute_unexplained_share
 
     if compute_unexplained_share(predicted, run) < MIN_REPORTED_SHARE:

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> str:
     Raises:
         UsageError: The options cannot be combined.
         SchedirError: The program is wrong, or does not finish under the requested progress model.
-            The hint of the error names the models under which it finishes.
+            The hint of the error names the models under which the program finishes.
     """
     from schedir.analysis.progress_models import MODELS
 
@@ -146,7 +146,7 @@ def _require_explain_options(args: argparse.Namespace) -> None:
 
 
 def _compile_or_draw(request: Request, output: str | None) -> Program:
-    """Return the program of a request. If it is refused, draw it to `output` and raise."""
+    """Return the program of a request. If it is refused, draw its draft to `output`, and raise."""
     try:
         return request.program
     except SchedirError as error:
@@ -156,7 +156,7 @@ def _compile_or_draw(request: Request, output: str | None) -> Program:
 
 
 def _get_host_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `check` that say when hosts wait."""
+    """Return the arguments of `check` that define when hosts wait."""
     return {
         "blocking_hosts": args.blocking_hosts,
         "host_device_sync": args.host_device_sync,
@@ -165,7 +165,7 @@ def _get_host_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _get_eager_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `check` that say which messages are sent before their receive."""
+    """Return the arguments of `check` that define which messages are sent before their receive."""
     return {"eager_limit": args.eager_limit, "sizes": args.sizes}
 
 
@@ -175,7 +175,7 @@ def _check_or_draw(
     progress_model: ProgressModel,
     other_models: Sequence[ProgressModel],
 ) -> None:
-    """Check a program. If it is refused, draw it if requested, and raise with a hint.
+    """Check a program. If the check fails, draw the program if requested, and raise with a hint.
 
     The hint names the models of `other_models` under which the program finishes.
     """
@@ -205,8 +205,8 @@ def _find_models_on_cpus(
 
     If an option sets the behavior of the hosts, return `models`.
     """
-    # `blocking_serial` has one queue for compute and transfers. A program that finishes under it
-    # also finishes on blocking hosts, so this case needs no further check.
+    # `blocking_serial` has one queue for compute and transfers. A program that finishes under this
+    # model also finishes on blocking hosts, so this case needs no further check.
     is_serial = "blocking_serial" in models and args.eager_limit is None
     if is_serial or any(_get_host_options(args).values()):
         return models
@@ -355,7 +355,7 @@ def _draw_deadlock(program: Program, error: SchedirError, output: str) -> None:
 
 
 def _draw_refused_draft(request: Request, error: SchedirError, output: str) -> None:
-    """Write a picture of a draft in which `compile` found a deadlock before lowering it.
+    """Write a picture of a draft in which `compile` found a deadlock before the lowering.
 
     For other errors, add a note to the error that no picture was written.
     """

@@ -153,7 +153,7 @@ def _write_export(
 
     metadata = {"step": str(manifest.step)}
     also = manifest.state.get("also")
-    if config is None and isinstance(also, dict):  # As `save_model` of safetensors.
+    if config is None and isinstance(also, dict):  # In the format of `save_model` of safetensors.
         metadata |= {str(name): str(value) for name, value in also.items()}
     is_new_folder = config is not None and not targets[0].parent.exists()
     try:

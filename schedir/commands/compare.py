@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from schedir.io.program_request import Request
     from schedir.predict.timeline import Timeline
 
-MAX_DIFFERENCES = 8  # The number of printed differences of two runs. The others are smaller.
+MAX_DIFFERENCES = 8  # The number of printed differences of two runs.
 
 EXAMPLES = """\
   schedir compare gpipe one_f_one_b zb_h1 --costs F=1,B=2
@@ -119,7 +119,7 @@ def _drop_exceeded_limits(
 
     Returns:
         The requests, and source -> memory for each program over the limit. If an option such as
-        `recompute=fit` cannot make a program fit, its request is left out.
+        `recompute=fit` cannot make a program fit, the request of this program is left out.
 
     Raises:
         MemoryLimitError: All requests are left out.
@@ -188,7 +188,7 @@ def _format_peak_memory(facts: dict[str, Any]) -> str:
 
 
 def _describe_differences(timelines: Sequence[Timeline]) -> str:
-    """Return a table of the largest differences of two runs, or "" if their programs differ."""
+    """Return a table of the largest differences of two runs of the same program, else ""."""
     from schedir.predict.timeline_diff import compare_timelines
 
     if len(timelines) != 2:

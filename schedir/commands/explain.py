@@ -127,8 +127,8 @@ def _drop_exceeded_limit(request: Request) -> tuple[Request, float | None]:
 
     If the program exceeds the limit, the returned request has no limit.
 
-    `explain` reports the changes with which the program fits. For this report it needs a prediction
-    of the program that does not fit.
+    `explain` reports the changes with which the program fits. This report needs a prediction
+    without the limit.
 
     Raises:
         MemoryLimitError: An option such as `recompute` is "fit", but cannot make the program fit.
@@ -147,13 +147,13 @@ def _drop_exceeded_limit(request: Request) -> tuple[Request, float | None]:
 
 
 def _find_lower_bounds(advice: Advice, costs: Costs) -> list[LowerBound]:
-    """Return lower bounds on all schedules with the stages and the memory of the program.
+    """Return lower bounds on the spans of schedules with the stages and the memory of the program.
 
     The memory is the number of activations in flight.
 
     Returns:
         One bound. If the program has only full backwards, also a second bound for split backwards.
-        Empty if no bound is known or the advice is not reliable.
+        The list is empty if no bound is known or the advice is not reliable.
     """
     from schedir.ir.isa.instructions import BACKWARD_INPUT
     from schedir.schedule_search.bounds.program_bound import compute_program_bound
@@ -165,7 +165,7 @@ def _find_lower_bounds(advice: Advice, costs: Costs) -> list[LowerBound]:
 
 
 def _describe_possible_saving(advice: Advice, lower_bounds: list[LowerBound]) -> list[str]:
-    """Return a line with the most time that another schedule could save, or [] if not known."""
+    """Return a line with the most time that another schedule could save, or [] without a bound."""
     shares = [compute_saving(advice.baseline.span, bound.value) for bound in lower_bounds]
     savings = [describe_saving(share) for share in shares]
     if len({*savings}) > 1:
@@ -295,7 +295,7 @@ def _list_printed_causes(share: Floats) -> list[IdleCause]:
 def _describe_ranks(timeline: Timeline, idle: NDArray[Any], source: str) -> list[str]:
     """Return the lines of a table with the idle shares of each rank.
 
-    For many ranks, return one line with a command that shows them.
+    For many ranks, return one line with a command that shows these shares.
     """
     from schedir.predict.bubble_causes import sum_by_cause
 
@@ -336,7 +336,8 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     durations = spans["end"] - spans["start"]
     pair = timeline.is_second_of_pair.copy()
     pair[:-1] |= pair[1:]
-    is_same_op = (spans["op"] == op) & ~pair  # The instructions of a joined pair share one time.
+    # Two instructions that run together share one time, so both are left out.
+    is_same_op = (spans["op"] == op) & ~pair
     stage_times, comparison = durations[is_same_op & (spans["stage"] == stage)], ""
     name, lines = INSTRUCTIONS[op].text, []
     if (

@@ -222,5 +222,4 @@ class _ReadCount:
 
 
 def _derive_program_name(source: str) -> str:
-    """Derive the name of a program from the name of its file."""
     return re.sub(r"[^\w.-]+", "_", Path(source).stem)

@@ -41,6 +41,7 @@ from schedir.errors import SchedirError, UsageError
 from schedir.extras import require_package
 from schedir.io.files import atomic_write, require_writable
 from schedir.io.terminal_output import format_json, format_table
+from schedir.schedule_search.search_arguments import DEFAULT_TIME_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -258,8 +259,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "stages that makes the step shorter")  # fmt: skip
     parser.add_argument("--improve-schedules", action="store_true",
                         help="for the best three plans, search for a shorter schedule")  # fmt: skip
-    parser.add_argument("--time-limit", type=parse_number, default=10.0, metavar="S",
-                        help="with --improve-schedules: the seconds per plan (10)")  # fmt: skip
+    parser.add_argument("--time-limit", type=parse_number, default=DEFAULT_TIME_LIMIT, metavar="S",
+                        help="with --improve-schedules: the seconds per plan "
+                        f"({DEFAULT_TIME_LIMIT:g})")  # fmt: skip
     parser.add_argument("--gpu-counts", type=_parse_counts, metavar="GPUS",
                         help="plan for each of these numbers of GPUs, such as 256,512,1024: first "
                         "with the same batch (strong scaling), then with a batch that grows with "

@@ -157,13 +157,13 @@ def _describe_limit(args: argparse.Namespace) -> str:
 def _list_candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
     """Yield the name and the request of each candidate.
 
-    The built-in schedules without a parameter `v` come first, then those with one, and then the
-    schedules of the command line.
+    The built-in schedules without a parameter `v` come first, then the built-in schedules with a
+    parameter `v`, and then the schedules of the command line.
 
     A schedule with a parameter `v` is a candidate for each value in `STAGES_PER_RANK_TRIED`. If
     `--stages-per-rank` is given, the schedule is one candidate with this value. With several
-    optimizer steps, the candidates are the built-in schedules with weight delay. Otherwise they are
-    the built-in schedules without weight delay.
+    optimizer steps, the candidates are the built-in schedules with weight delay. Otherwise the
+    candidates are the built-in schedules without weight delay.
     """
     from schedir.schedules.schedule_algebra import get_placement_mark, has_free_v
 
@@ -191,7 +191,7 @@ def _collect_row(request: Request) -> dict[str, Any]:
     timeline = request.timeline
     shape, ops = timeline.program.unsegmented_shape, timeline.program.used_opcodes
     row = collect_timeline_facts(timeline, find_lower_bound(request)) | {
-        "stages_per_rank": shape.stages_per_rank,  # The number before division into segments.
+        "stages_per_rank": shape.stages_per_rank,  # The stages before their division into segments.
         "peak_activations": timeline.peak_activations,
         "has_split_backward": BACKWARD_INPUT in ops,
         "parameter_copies": shape.placement_rows,

@@ -39,6 +39,7 @@ from schedir.predict.possible_saving import compute_saving, describe_saving
 from schedir.predict.simulate import simulate
 from schedir.retired_names import get_current_value
 from schedir.schedule_search.problem import is_full_backward_cheaper
+from schedir.schedule_search.search_arguments import DEFAULT_TIME_LIMIT
 from schedir.schedule_search.search_results import describe_numba
 
 if TYPE_CHECKING:
@@ -109,8 +110,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-split-backward", action="store_true",
         help="search only schedules that do not split backwards into I and W",
     )  # fmt: skip
-    search_group.add_argument("--time-limit", type=parse_number, default=10.0, metavar="S",
-                     help="the longest time of the search, in seconds (10)")  # fmt: skip
+    search_group.add_argument(
+        "--time-limit", type=parse_number, default=DEFAULT_TIME_LIMIT, metavar="S",
+        help=f"the longest time of the search, in seconds ({DEFAULT_TIME_LIMIT:g})",
+    )  # fmt: skip
     search_group.add_argument("--max-evaluations", type=parse_count, metavar="N",
                      help="the most schedules to evaluate after the initial schedules; if the "
                      "search reaches this number before the time limit, its result is the same on "
@@ -169,7 +172,7 @@ class _SearchRequest:
     notes: list[str] = field(default_factory=list)
 
     def find_excess(self, request: Request) -> Excess | None:
-        """Return the largest number in flight on a rank if it exceeds `max_in_flight`, or None."""
+        """Return the largest number in flight on a rank if it exceeds the limit, else None."""
         peak = request.timeline.peak_in_flight
         if self.max_in_flight is None or not (peak > self.max_in_flight).any():
             return None
@@ -209,7 +212,6 @@ class _SearchRequest:
 
 
 def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
-    """Return the search problem that the options of `search` define."""
     from schedir.io.program_request import Request
     from schedir.io.source_loader import Source
 

@@ -38,7 +38,7 @@ from schedir.ir.program import Program
 if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
 
-# A time that is a smaller share of the span than this is a rounding error.
+# A time is a rounding error if it is a smaller share of the span than this number.
 _ROUNDING_ERROR: Final = 1e-12
 
 
@@ -49,15 +49,15 @@ def count_sent_bytes(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.fl
     """Return the bytes that a process of each rank sends in a step, by lane.
 
     In a ring of g processes, each process sends n (g-1)/g bytes for an all-gather or a
-    reduce-scatter of n bytes. It sends twice as many bytes for an all-reduce (Patarasuk and Yuan
-    2009, section 3). With Psi bytes of weights and Psi bytes of gradients, data parallelism
-    therefore sends 2 Psi (dp-1)/dp bytes. ZeRO-1 and ZeRO-2 send as many bytes as data parallelism.
-    ZeRO-3 sends 3 Psi (dp-1)/dp bytes if each stage is gathered for its forwards and again for its
-    backwards (arXiv 1910.02054, section 7).
+    reduce-scatter of n bytes. For an all-reduce, each process sends twice as many bytes (Patarasuk
+    and Yuan 2009, section 3). With Psi bytes of weights and Psi bytes of gradients, data
+    parallelism therefore sends 2 Psi (dp-1)/dp bytes. ZeRO-1 and ZeRO-2 send as many bytes as data
+    parallelism. ZeRO-3 sends 3 Psi (dp-1)/dp bytes if each stage is gathered for its forwards and
+    again for its backwards (arXiv 1910.02054, section 7).
 
-    Norms are left out because they have only a few bytes. Tied weights are left out because their
-    sizes are not known. A residual stream between segments counts as a part of the tensor that is
-    reduced or gathered.
+    Collectives of gradient norms are left out because they send only a few bytes. Tied weights are
+    left out because their sizes are not known. A residual stream between segments counts as a part
+    of the tensor that is reduced or gathered.
 
     Args:
         program: A lowered program.
@@ -128,8 +128,8 @@ def _count_ring_bytes(
         full_bytes = full_bytes / program.dp
     rounds = ring.rounds
     if program.sequence_parallel and row.op in find_segment_collectives(sequence_parallel=True):
-        # The size counts all tokens, and counts the tokens of the rank twice. Their second copy is
-        # not sent. An all-gather or a reduce-scatter goes around the ring once.
+        # The size counts all tokens, and counts the tokens of the rank twice. The second copy of
+        # these tokens is not sent. An all-gather or a reduce-scatter goes around the ring once.
         rounds, full_bytes = 1, full_bytes * members / (members + 1)
     return rounds * full_bytes * (members - 1) / members
 

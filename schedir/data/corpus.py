@@ -25,7 +25,7 @@ def get_tokenizer(name: str, vocab: int, end_token: str | None = None) -> Tokeni
     Args:
         name: "bytes", or the path of a tokenizer.json.
         vocab: The vocabulary size of the model.
-        end_token: The token that ends a document. By default the first common name, such as
+        end_token: The token that ends a document. The default is the first common name, such as
             `<|endoftext|>`, that is in the vocabulary.
 
     Raises:
@@ -48,7 +48,7 @@ def get_tokenizer(name: str, vocab: int, end_token: str | None = None) -> Tokeni
 def read_documents(
     source: Source, tokenizer: Tokenizer, vocab: int, *, with_document_ends: bool = False
 ) -> Documents:
-    """Return the tokens of a source, and the ends of its documents if it defines them.
+    """Return the tokens of a source, and the ends of its documents if the source defines these.
 
     - A `.bin` contains tokens. An `.idx` next to it contains the ends of documents. Both are
       memory-mapped.
@@ -67,7 +67,7 @@ def read_documents(
 
     Raises:
         UsageError: The source cannot be read, or `vocab` is too small for the end token of the
-            tokenizer "bytes". Also if the source has tokens already and `tokenizer` is not "bytes".
+            tokenizer "bytes". Or the source already has tokens, and `tokenizer` is not "bytes".
     """
     paths = find_files(source) if source is not None else []
     if any(path.suffix == ".bin" for path in paths):

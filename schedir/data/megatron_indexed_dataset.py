@@ -10,7 +10,7 @@ The format is that of Megatron-LM's IndexedDataset (megatron/core/datasets/index
 - the document indices: the first sequence of each document, and last the number of sequences
   (int64).
 
-A mode for each sequence may follow. It is ignored.
+A mode for each sequence may follow. The reader ignores these modes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Documents(NamedTuple):
 
     Attributes:
         tokens: The tokens. Shape (n,).
-        ends: The ascending positions after the last token of each document. None if they are not
-            given.
+        ends: The ascending positions after the last token of each document. None if these positions
+            are not given.
     """
 
     tokens: Tokens

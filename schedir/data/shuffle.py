@@ -1,9 +1,9 @@
 """Shuffle the windows of an epoch without a list of them.
 
-The shuffle is a keyed permutation of the integers below `size` in O(1) memory. It is a balanced
-Feistel network over the next even number of bits. Results that are not below `size` pass through
-the network again (cycle walking). All arithmetic is on integers, so every version of every library
-gives the same result.
+The shuffle is a keyed permutation of the integers below `size` in O(1) memory. The permutation is a
+balanced Feistel network over the next even number of bits. Results that are not below `size` pass
+through the network again (cycle walking). All arithmetic is on integers, so every version of every
+library gives the same result.
 
 References:
     Luby and Rackoff, SIAM J. Comput. 17, 1988. Black and Rogaway, Ciphers with Arbitrary Finite

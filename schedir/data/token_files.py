@@ -19,11 +19,11 @@ from schedir.retired_names import RETIRED_HINTS
 
 
 def load_tokens(source: str | Path | Sequence[str | Path] | None = None) -> Tokens:
-    """Return a stream of tokens, memory-mapped if it is in one file.
+    """Return a stream of tokens, memory-mapped if the stream is in one file.
 
     Args:
         source: A `.bin` of uint16 tokens, as nanoGPT writes, or paths and patterns of text files,
-            in which each byte is a token. By default the Python sources of this interpreter's
+            in which each byte is a token. The default is the Python sources of this interpreter's
             standard library, 10 to 30 million bytes.
 
     Returns:
@@ -50,9 +50,9 @@ def load_tokens(source: str | Path | Sequence[str | Path] | None = None) -> Toke
 def load_python_sources(root: Path) -> Tokens:
     """Return the bytes of the `.py` files in a directory, without installed packages.
 
-    The files are joined in the order of their paths. The first call writes them to a file in the
-    cache directory ($XDG_CACHE_HOME/schedir), named after `root` and the Python version. Later
-    calls read that file.
+    The files are joined in the order of their paths. The first call writes the joined files to a
+    file in the cache directory ($XDG_CACHE_HOME/schedir), named after `root` and the Python
+    version. Later calls read that file.
 
     Args:
         root: The directory.
@@ -128,7 +128,6 @@ def _memory_map(path: Path, dtype: str) -> Tokens:
 
 
 def _join_files(paths: Iterable[Path], target: Path) -> None:
-    """Write the contents of all files to `target`, atomically."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Several ranks may do this at the same time. Each writes and renames a separate file, and

@@ -98,7 +98,7 @@ class PackedWindows:
     first is a target once.
 
     The first token of each document is not a target, and neither is padding. Attention is not
-    masked: it includes the earlier documents of the window.
+    masked: a token also attends to the earlier documents of its window.
 
     Args:
         ends: The ascending positions after the last token of each document. Shape (documents,).
@@ -127,7 +127,7 @@ class PackedWindows:
 
     @cached_property
     def description(self) -> str:
-        """See `TokenWindows.description`. It contains a digest of the ends of documents."""
+        """See `TokenWindows.description`. The text contains a digest of the ends of documents."""
         digest = blake2b(self.ends.astype("<i8").tobytes(), digest_size=8).hexdigest()
         return (
             f"{len(self.ends)} documents ({digest}) packed into {len(self)} windows of "

@@ -24,7 +24,7 @@ from schedir.extras import require_package
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
-MAX_TEXT_BYTES: Final = 2**20  # longer texts are split before the library encodes them
+MAX_TEXT_BYTES: Final = 2**20  # Longer texts are split before the library encodes them.
 # Common names of the token that ends a document.
 _END_TOKENS: Final = (
     "<|endoftext|>",
@@ -85,8 +85,8 @@ class BPE:
     Args:
         text: The contents of the `tokenizer.json`.
         source: The name of the tokenizer, for errors.
-        end_token: The token that ends a document. By default, the first of the usual names,
-            such as `<|endoftext|>`, in the vocabulary.
+        end_token: The token that ends a document. The default is the first of the usual names, such
+            as `<|endoftext|>`, that is in the vocabulary.
 
     Raises:
         UsageError: The tokenizer is not a byte-level BPE, so it may lose text. Or it does not have

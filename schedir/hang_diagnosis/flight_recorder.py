@@ -82,18 +82,19 @@ class RecordedOperation(NamedTuple):
         kind: `send`, `recv`, or the name of a collective.
         peer: The rank of the job that is the other end of a message, or -1 for a collective.
         sequence_number: For a collective, torch's number of the collective. For a message, torch's
-            number of its launch; all messages of a batch have one launch. Both numbers count from 1
-            in each process group.
+            number of the launch of the message; all messages of a batch have one launch. Both
+            numbers count from 1 in each process group.
         logical_number: Torch's number of the operation among all messages and collectives of the
             process group, from 1.
-        collective_number: The number of collectives in the process group so far, as torch counts.
+        collective_number: The number of collectives in the process group so far, as torch counts
+            them.
         batch: The same positive number for all operations of a batch, or 0 outside of a batch.
         state: `issued`, `started` or `ended`.
         sizes: The shape of each input tensor.
         dtypes: The dtype of each input tensor.
-        created_time: The time when it was issued, in nanoseconds, or 0 if it is unknown.
-        ended_time: The time when its end was discovered, in nanoseconds, or 0 if it is unknown.
-        source_line: The line of user code that issued it, as `file:line`, or empty.
+        created_time: The time when the operation was issued, in nanoseconds, or 0 if unknown.
+        ended_time: The time when torch discovered the end, in nanoseconds, or 0 if unknown.
+        source_line: The line of user code that issued the operation, as `file:line`, or empty.
     """
 
     number: int
@@ -128,7 +129,7 @@ class RecordedOperation(NamedTuple):
 
     @property
     def shape_text(self) -> str:
-        """The dtypes and shapes of the inputs, as text for people."""
+        """The dtypes and shapes of the inputs, as text for a report."""
         input_texts = [
             f"{dtype} {list(sizes)}"
             for dtype, sizes in zip(self.dtypes or ("",) * 99, self.sizes, strict=False)
@@ -166,14 +167,14 @@ class FlightRecorderDump:
 
     @cached_property
     def current_op(self) -> RecordedOperation | None:
-        """The first operation that was issued and has not ended, or None. The rank waits there."""
+        """The first operation that was issued and has not ended, or None. The rank waits for it."""
         return next((op for op in self.ops if not op.is_done), None)
 
     @cached_property
     def last_time(self) -> int:
         """The last time at which an operation was issued or ended, in nanoseconds.
 
-        It is 0 if no time is known.
+        The result is 0 if no time is known.
         """
         return max((max(op.created_time, op.ended_time) for op in self.ops), default=0)
 
@@ -199,8 +200,8 @@ def read_dumps(sources: Iterable[str]) -> tuple[dict[int, FlightRecorderDump], l
 
     Raises:
         TraceError: A file is not a dump.
-        UsageError: There is no file, a file cannot be read, its rank is unknown, or a rank has two
-            dumps.
+        UsageError: There is no file, a file cannot be read, the rank of a file is unknown, or a
+            rank has two dumps.
     """
     paths, skipped = _find_paths(sources)
     dumps: dict[int, FlightRecorderDump] = {}

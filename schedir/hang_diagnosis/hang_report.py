@@ -274,7 +274,6 @@ def _describe_source_line(op: RecordedOperation) -> str:
 
 
 def _describe_old_dumps(ranks: Sequence[int]) -> list[str]:
-    """Warn of dumps that are older than others."""
     if not ranks:
         return []
     return [
@@ -289,7 +288,7 @@ def _describe_old_dumps(ranks: Sequence[int]) -> list[str]:
 def describe_named_job(
     job: DistributedJob, program: Program, copies: Sequence[MatchedProgram]
 ) -> list[str]:
-    """Report where each rank waits, if its transfers are in another order than the program's.
+    """Report where each rank waits, if its transfers are in another order than in the program.
 
     The report names messages after instructions of the program. The messages between two ranks are
     numbered, and the number of a message determines its instruction. Deadlocks of the program are
@@ -337,7 +336,7 @@ def describe_program(job: DistributedJob, verdicts: Sequence[ProgramVerdict]) ->
 
 
 class _ProgramCopyReport:
-    """The report of one copy of the program.
+    """The report of one copy of the program. Each pipeline of the job runs a copy.
 
     Args:
         job: The dumps of the job.
@@ -354,7 +353,7 @@ class _ProgramCopyReport:
         self.old_dump_ranks = sorted({*job.old_dump_ranks} & {*ranks} | old_ranks)
 
     def name_rank(self, program_rank: int) -> str:
-        """Name a rank of the program. Add its rank in the job if this is another number."""
+        """Name a rank of the program. Add the rank of the job if it has another number."""
         rank = self.matched.ranks[program_rank]
         return (
             f"rank {program_rank}"

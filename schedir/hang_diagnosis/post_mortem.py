@@ -32,7 +32,7 @@ from schedir.io.black_box import (
 from schedir.io.files import open_regular_file, read_text, require_path
 from schedir.ir.program import Program
 
-MAX_PROCESSES: Final = 2**20  # the most processes of a run
+MAX_PROCESSES: Final = 2**20  # The most processes of a run.
 # A run makes progress if an instruction began less than this time ago.
 PROGRESS_SECONDS: Final = 1.0
 SAME_END_SECONDS: Final = 0.5  # Processes that end within this time were stopped together.
@@ -45,7 +45,7 @@ class PostMortem:
     Args:
         directory: The directory of the black boxes.
         snapshots: The contents of the black boxes, by process. There is at least one.
-        program: The program of the run, if it was saved there.
+        program: The program of the run, if it was saved in this directory.
         verdict: The last message of the launcher, or "".
     """
 
@@ -56,7 +56,7 @@ class PostMortem:
 
     @cached_property
     def stalled_run(self) -> StalledRun:
-        """The waits between the processes that have a black box here."""
+        """The waits between the processes that have a black box in this directory."""
         return StalledRun(self.snapshots, self.layout, self.program)
 
     @property
@@ -84,7 +84,8 @@ class PostMortem:
     def cause(self) -> StallCause | None:
         """The process that delays the other processes or caused their end, or None.
 
-        It is None if the run makes progress, or if all processes were stopped at the same time.
+        The cause is None if the run makes progress, or if all processes were stopped at the same
+        time.
         """
         visible_snapshots = [
             snapshot for snapshot in self.snapshots.values() if snapshot.state != "unknown"
@@ -206,10 +207,10 @@ def read_post_mortem(path: str) -> PostMortem | None:
     """Read the black boxes of the newest run in a directory.
 
     Args:
-        path: The directory of the black boxes, or the directory that contains it.
+        path: The directory of the black boxes, or the parent of this directory.
 
     Returns:
-        The black boxes, or None if there are none.
+        The black boxes, or None if neither directory has black boxes.
 
     Raises:
         UsageError: The boxes are damaged, or do not belong to one run.
@@ -288,7 +289,7 @@ def _make_post_mortem(directory: Path, all_snapshots: Mapping[int, BlackBoxSnaps
 
 
 def load_program(directory: Path) -> Program | None:
-    """Load the program that the processes run, or None if it was not saved or is not valid.
+    """Load the program that the processes run. Return None without a valid saved program.
 
     Args:
         directory: The directory of the black boxes.

@@ -1,9 +1,9 @@
 """Match the messages that ranks recorded with the transfers of a program.
 
-In a process group, a rank executes the transfers of its Stream that use this group. It executes
-them in the order of the Stream, and repeats them in every step. So the number of a message in its
-group determines its transfer. The direction and the peer of the message must be those of the
-transfer. Otherwise the dump is not of this program.
+In a process group, a rank executes the transfers of its Stream that use this group. The rank
+executes these transfers in the order of the Stream, and repeats them in every step. So the number
+of a message in its group determines its transfer. The direction and the peer of the message must be
+those of the transfer. Otherwise the dump is not of this program.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class MatchedProgram:
         counter_ranks: The ranks of the job whose place in the step is known only from torch's
             counters. The place is wrong if an overwritten entry was a control message.
         order_mismatch: The first message of a rank that is not in the order of its Stream, as text.
-            Empty if all messages are in this order. If it is not empty, the sends of a rank still
-            have the order of the program, and so do its receives from any one rank.
+            Empty if all messages are in this order. Even with a mismatch, the sends of a rank are
+            in the order of its Stream. The receives from each single peer are also in this order.
     """
 
     ranks: tuple[int, ...]
@@ -118,8 +118,8 @@ def find_communicating_ranks(job: DistributedJob) -> list[tuple[int, ...]]:
 def _find_pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ...]]:
     """Return the ranks of each copy of the program, in the order of the program's ranks.
 
-    If a process group has exactly the ranks of a copy, their order is that of the group. Otherwise
-    the ranks are in ascending order.
+    If a process group has exactly the ranks of a copy, the result has the order of this group.
+    Otherwise the ranks are in ascending order.
     """
     num_ranks, rank_groups = program.shape.ranks, find_communicating_ranks(job)
     if not rank_groups and num_ranks > 1:
@@ -226,7 +226,7 @@ class TransferSequence:
             unknown.
         previous_transfers: The number of transfers before the first message, in the same step.
         is_unique_fit: True if the messages match the program at only one place in a step. If they
-            match at several, the place comes from torch's counters.
+            match at several places, torch's counters determine the place.
     """
 
     transfers: NDArray[np.int32]
@@ -249,8 +249,8 @@ class TransferSequence:
     def open_step(self) -> int:
         """The step that contains the first of the messages that have not ended.
 
-        Steps are counted from 0 at the first message. If all messages have ended, this is the step
-        of the next message.
+        Steps are counted from 0 at the first message. If all messages have ended, the result is the
+        step of the next message.
         """
         open_numbers = [
             n for n, op in zip(self.transfer_numbers, self.ops, strict=True) if not op.is_done
@@ -274,7 +274,7 @@ class TransferSequence:
             ended_mask: The mask of ended transfers.
         """
         # The entries of transfers before the first message were overwritten, so these transfers
-        # have ended. In a step before step 0, these are all transfers.
+        # have ended. In a step before step 0, all transfers have ended.
         overwritten = self.transfers[
             : self.previous_transfers if step == 0 else len(self.transfers) * (step < 0)
         ]
@@ -305,15 +305,16 @@ class _Direction(NamedTuple):
 class _RecordedRank:
     """A rank of the program with its recorded messages.
 
-    If `order_mismatch` is not empty, the rank has another order than its Stream. Then `sequences`
-    has one entry for all sends of a group, and one for the receives from each rank.
+    If `order_mismatch` is not empty, the messages of the rank have another order than its Stream.
+    Then `sequences` has one entry for all sends of a group, and one entry for the receives from
+    each rank.
 
     Args:
         graph: The graph of the program.
         program_rank: The rank of the program.
         ranks: The rank of the job that runs each rank of the program.
         dump: The dump of the rank.
-        carriers: See `_find_carriers`.
+        carriers: (sender, receiver) -> the process groups of their messages.
 
     Attributes:
         position_of_message: The step and the position of each message, by its number in the dump.
@@ -371,8 +372,8 @@ class _RecordedRank:
     def has_unused_groups(self) -> bool:
         """Return whether the rank has not used all of its process groups yet.
 
-        The result is False if entries were overwritten, because it is unknown which groups they
-        used.
+        The result is False if entries were overwritten, because the groups of these entries are
+        unknown.
         """
         num_used = sum(len(sequence.transfers) for sequence in self.sequences)
         return not self.dump.num_lost and num_used < len(self.directions)
@@ -418,8 +419,8 @@ class _RecordedRank:
     def _find_groups(self, direction: _Direction) -> list[RecordedGroup]:
         """Return the process groups of the messages in a direction, in order of first use.
 
-        If the entries of these messages may be overwritten, return a group that contains both
-        ranks. If not exactly one group contains both ranks, set `has_ambiguous_group`.
+        If the entries of these messages may have been overwritten, return a group that contains
+        both ranks. If not exactly one group contains both ranks, set `has_ambiguous_group`.
         """
         rank, peer = self.dump.rank, self.ranks[direction.peer]
         groups = self.carriers[(rank, peer) if direction.kind == "send" else (peer, rank)]
@@ -438,7 +439,7 @@ class _RecordedRank:
         return shared_groups[:1]
 
     def _require_step_order(self) -> None:
-        """Raise UsageError if a step begins before the previous one was fully issued.
+        """Raise UsageError if a step begins before the previous step was fully issued.
 
         The messages of such a rank are not those of the program, or the rank has more messages than
         the program.
@@ -550,7 +551,8 @@ class _RecordedRank:
     def _has_usable_counters(self, group: RecordedGroup) -> bool:
         """Return whether the counters of a process group show the number of earlier transfers.
 
-        They show it if torch counts each operation exactly once, and if all messages are transfers.
+        They show this number if torch counts each operation exactly once, and if all messages are
+        transfers.
         """
         ops = self._ops_by_group[group]
         is_steady = all(
@@ -569,7 +571,7 @@ class _RecordedRank:
     def _number_messages(
         self, ops: list[RecordedOperation], transfers: list[int], place: int
     ) -> list[int]:
-        """Return the transfer numbers of messages, if the first is at `place` in its step.
+        """Return the transfer numbers of messages, if the first one is at `place` in its step.
 
         The result ends before the first message that does not match. The messages of a batch may be
         recorded in any order.

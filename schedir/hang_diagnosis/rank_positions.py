@@ -5,9 +5,9 @@ have surely ended. An instruction may have ended if it does not wait for an open
 a transfer that has not ended.
 
 The position of a rank is the first instruction that cannot start yet, or that the host has not
-issued. From there, the analysis follows the chain of waits across ranks. If the chain ends at a
-rank that does not wait for another rank, this rank is the cause of the hang. If the chain ends in a
-cycle, the ranks are in a deadlock.
+issued. From this position, the analysis follows the chain of waits across ranks. If the chain ends
+at a rank that does not wait for another rank, this rank is the cause of the hang. If the chain ends
+in a cycle, the ranks are in a deadlock.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class RankPosition(NamedTuple):
             the position of its next transfer. None if all its transfers have ended.
         is_late: True if the rank could issue its next transfer, but has not issued it.
         compute_range: The first and last position (exclusive) of the instructions since the last
-            issued transfer of the rank. The rank may be computing one of them. Empty if the next
-            instruction of the rank cannot start yet.
+            issued transfer of the rank. The rank may be computing one of these instructions. The
+            range is empty if the next instruction of the rank cannot start yet.
     """
 
     rank: int
@@ -72,7 +72,7 @@ class RankPosition(NamedTuple):
 
 
 class PendingTransfer(NamedTuple):
-    """A transfer or collective that has not ended, and another one that it waits for.
+    """A transfer or collective that waits for another transfer or collective.
 
     Attributes:
         position: The position of the transfer or collective that waits.
@@ -171,7 +171,8 @@ class PositionedRanks:
         """The instructions that have surely ended.
 
         These are the ended transfers, their predecessors in their queues, and all instructions that
-        they need. If a message was received, all instructions that its send needs have ended, too.
+        these transfers need. If a message was received, all instructions that its send needs have
+        ended, too.
         """
         surely_ended = self.ended_mask.copy()
         pending = np.flatnonzero(surely_ended).tolist()
@@ -437,8 +438,9 @@ class ProgramVerdict:
 
     Args:
         positioned: The ranks with their positions.
-        check_error: The error that `check` raises for the program, or None. If there is a cycle but
-            no error, this is the error that `check` raises with blocking hosts.
+        check_error: The error that `check` raises for the program, or None. If there is a cycle,
+            and `check` finds no error without blocking hosts, it checks the program again with
+            blocking hosts.
         positions: The position of each rank with a dump.
         causes: The ends of the chains of waits.
         cycle: The waits around a cycle of transfers. Each transfer waits for the next one. Empty
@@ -474,7 +476,7 @@ def diagnose_copies(
 
     Args:
         program: The program.
-        copies: The copies of the program. They must not have an `order_mismatch`.
+        copies: The copies of the program. The copies must not have an `order_mismatch`.
         progress_model: The progress model. By default `per_device`, or the strictest weaker model
             that the dumps do not contradict.
 
@@ -513,8 +515,8 @@ def _make_verdict(positioned: PositionedRanks) -> ProgramVerdict:
     causes: dict[StallReason, None] = {}
     cycle: tuple[PendingTransfer, ...] = ()
     for rank_position in rank_positions:
-        # A late rank does not wait. If another rank waits for it, `follow_waits` returns it as the
-        # cause.
+        # A late rank does not wait. If another rank waits for it, `follow_waits` returns the late
+        # rank as the cause.
         if rank_position.position is None or rank_position.is_late:
             continue
         links, cause = positioned.follow_waits(rank_position.position)

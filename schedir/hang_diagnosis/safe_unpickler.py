@@ -40,7 +40,7 @@ def loads(data: bytes, path: str = "") -> Any:
 
     Args:
         data: The pickle.
-        path: The name of its file, for errors.
+        path: The name of the file with the pickle, for errors.
 
     Raises:
         TraceError: The pickle is damaged, cut off or too large, or contains other values.
@@ -96,7 +96,7 @@ class _SafeUnpickler(pickle._Unpickler):
     """The Python implementation of the standard unpickler, with restrictions.
 
     Its memo is a dict. The C implementation has an array as memo, whose length is the largest index
-    in the file. So a small file could fill the memory.
+    in the file. So a small file could make that array fill the memory.
     """
 
     stack: list[Any]

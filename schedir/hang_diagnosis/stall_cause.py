@@ -36,8 +36,9 @@ from schedir.ir.pipeline.process_mesh import describe_process, make_process_mesh
 from schedir.ir.program import Program
 
 MAX_SHOWN: Final = 16  # A report lists at most this number of processes.
-# A process counts as slow instead of stuck if it reached its position a short time ago. This time
-# must be less than this share of the time for which other processes have waited for the process.
+# A process counts as slow instead of stuck if it reached its position a short time ago. The time
+# since then must be less than this share of the time for which other processes have waited for the
+# process.
 SLOW_SHARE: Final = 0.5
 # After this number of seconds without a heartbeat, a process counts as running no Python code. The
 # watchdog writes ten heartbeats per second.
@@ -45,7 +46,7 @@ SILENT_SECONDS: Final = 1.5
 
 
 class StallKind(IntEnum):
-    """The state of a process that does not wait for another one.
+    """The state of a process that does not wait for another process.
 
     The states are in the order of certainty: a process that has failed is most certainly the cause
     of a hang.
@@ -151,7 +152,7 @@ class StalledRun:
     Args:
         snapshots: The contents of the black boxes, by process.
         layout: The number of processes along each dimension of the mesh.
-        program: The program that they run, if it is available.
+        program: The program that the processes run, or None if it is not available.
         missing: Processes of this machine without a black box.
         unreachable: Processes of other machines without information. Their machines may have
             failed.
@@ -367,7 +368,8 @@ class StalledRun:
         processes with the same state, return the one with the least progress.
 
         Args:
-            reason: A text that the fact begins with, such as the reason for the diagnosis.
+            reason: A text with which the fact of the cause begins, such as the reason for the
+                diagnosis.
         """
         roots = self.find_roots()
         if not roots:
@@ -453,7 +455,6 @@ class StalledRun:
         return self.snapshots[process].seconds_at_position < SLOW_SHARE * waiting_seconds
 
     def _describe_activity(self, process: int) -> str:
-        """Describe the phase and the instruction of a process."""
         snapshot, current_instr = self.snapshots[process], self._current_instruction(process)
         return (
             snapshot.activity

@@ -1,7 +1,7 @@
 """Build the graph of the waits between ranks from recorded operations, without a program.
 
 A rank waits at its first operation that was issued and has not ended. The dumps of the other ranks
-show for which of them the rank waits. Messages from a rank to another rank in a process group are
+show for which of these ranks it waits. Messages from a rank to another rank in a process group are
 paired by their order: the k-th message in the dump of the sender with the k-th message in the dump
 of the receiver. Collectives are paired by their sequence number.
 """
@@ -70,7 +70,8 @@ class PendingOperation(NamedTuple):
         op: The operation at which the rank waits.
         awaited_rank: The other rank.
         reason: The progress of the other rank.
-        counterpart: The other rank's side of the operation, or None if its dump does not have it.
+        counterpart: The other rank's side of the operation, or None if this side is not in the
+            dump.
     """
 
     rank: int
@@ -159,8 +160,8 @@ class DistributedJob:
     ) -> RecordedOperation | None:
         """Return the operation of another rank that pairs with an operation, or None.
 
-        A collective in a batch pairs with the one at the same place in the other rank's batch. If
-        entries are lost, messages that have not ended are paired in order.
+        A collective in a batch pairs with the collective at the same place in the other rank's
+        batch. If entries are lost, messages that have not ended are paired in order.
 
         Args:
             rank: The rank of the operation.
@@ -185,7 +186,6 @@ class DistributedJob:
         return other_ops[index] if index < len(other_ops) else None
 
     def _matching_collectives(self, rank: int, op: RecordedOperation) -> list[RecordedOperation]:
-        """Return the collectives of a rank with the sequence number of an operation."""
         return self._collectives.get((rank, op.group), {}).get(op.sequence_number, [])
 
     def _last_collective_number(self, rank: int, group: RecordedGroup) -> int:
@@ -322,7 +322,6 @@ class DistributedJob:
 
 
 def _sender_and_receiver(rank: int, op: RecordedOperation) -> tuple[int, int]:
-    """Return the sender and the receiver of a message."""
     return (rank, op.peer) if op.kind == "send" else (op.peer, rank)
 
 

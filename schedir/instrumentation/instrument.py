@@ -11,8 +11,8 @@ from typing import Any, Final
 from schedir.errors import UsageError, describe_exception
 
 # Trainer -> the module that marks it. The module imports the trainer only when it adds its patches.
-# Its constant PACKAGE names the package to install, and ROOT_MODULE the module to import.
-# SUPPORTED_VERSION is a version that works.
+# The constant PACKAGE of the module names the package to install, and ROOT_MODULE names the module
+# to import. SUPPORTED_VERSION is a version that works.
 _MARKERS: Final = {
     "torch": "schedir.instrumentation.torch_pipelining",
     "megatron": "schedir.instrumentation.megatron",
@@ -81,8 +81,9 @@ class Instrumented:
 def instrument(*trainers: str) -> Instrumented:
     """Mark the instructions of other trainers as ranges of torch.profiler.
 
-    Call it in every process, before the first step under a profiler. `schedir import` reads the
-    traces. Steps that begin without a profiler are not changed. If a trainer is already marked,
+    Call this function in every process, before the first step under a profiler. `schedir import`
+    reads the traces. Steps that begin without a profiler are not changed. If a trainer is already
+    marked,
     another call only adds a user: the marks are removed when all users have called `undo`.
 
     A range has the name that torch gives to its actions: `PP:0F3`, `PP:0SEND_F3`,

@@ -1,15 +1,16 @@
 """Mark the instructions of Megatron-LM (megatron-core 0.16) as profiler ranges.
 
-These are forwards, backwards, messages and the reduction of gradients.
+The instructions are forwards, backwards, messages and the reduction of gradients.
 
 Megatron's three schedules call `forward_step` and `backward_step`, and post messages through
-`_batched_p2p_ops` or `_p2p_ops`. They find these functions by name in their modules, so the
-functions can be wrapped.
+`_batched_p2p_ops` or `_p2p_ops`. The schedules look up these functions by name in Megatron's
+modules, so schedir can wrap them.
 
-A forward has its microbatch and model chunk as arguments, and stage = chunk * ranks + rank. Its
-outputs are tagged with stage and microbatch. The backward and the send of an output read this tag.
+A forward has its microbatch and model chunk as arguments. Its stage is chunk * ranks + rank.
+schedir tags the outputs of a forward with this stage and microbatch. The backward and the send of
+an output read this tag.
 Receives have the order in which the sending rank computes: the order of Megatron's schedule table.
-The forward or backward that uses a received tensor verifies its tag.
+The forward or backward that uses a received tensor verifies the tag of the tensor.
 """
 
 from __future__ import annotations

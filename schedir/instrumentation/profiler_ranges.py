@@ -28,7 +28,7 @@ from schedir.errors import UsageError
 
 
 def is_profiling() -> bool:
-    """Return whether a profiler of this process runs. Call it once at the start of a step."""
+    """Return whether a profiler of this process runs. Call this once at the start of a step."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
@@ -107,7 +107,7 @@ def wrap_works(works: Sequence[Any], actions: Sequence[str]) -> list[PostedMessa
     """Wrap the works of messages so that their waits are ranges.
 
     Args:
-        works: Torch's works: one per message, or one of all messages of a batch.
+        works: Torch's works: one work for each message, or one work for all messages of a batch.
         actions: The name of each message. Messages with the same name share a range.
     """
     if len(works) != len(actions):
@@ -124,7 +124,7 @@ class FunctionPatches:
     """Wrappers of other packages' functions, installed during a `with` block.
 
     Several blocks, also of several threads, may use the same object at the same time. The first
-    block installs the wrappers, and the last one removes them.
+    block installs the wrappers, and the last block removes them.
     """
 
     def __init__(self) -> None:

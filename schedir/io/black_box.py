@@ -1,4 +1,4 @@
-"""Memory-mapped files with the progress of each process. They remain when the process dies.
+"""Memory-mapped files with the progress of each process. A file remains when its process dies.
 
 The output folder of a run has a folder `BLACK_BOX_DIRECTORY` with one file for each process. The
 process maps its file into memory. Every process of the machine can read a value as soon as it is
@@ -39,8 +39,8 @@ BLACK_BOX_DIRECTORY: Final = "boxes"
 PROGRAM_FILE: Final = "program.sched"
 VERDICT_FILE: Final = "launcher_message"
 FORMER_VERDICT_FILE: Final = "said"  # Older versions wrote the last message to this file.
-FILE_SIZE: Final = 16384  # bytes
-FILE_FORMAT: Final = 0x5343_4845_4402  # identifies the format and its version
+FILE_SIZE: Final = 16384  # In bytes.
+FILE_FORMAT: Final = 0x5343_4845_4402  # Identifies the format and its version.
 # Bytes from the start of the file to each text. A text begins with its length, in 8 bytes.
 NOTE_OFFSET: Final = 1024
 REASON_OFFSET: Final = 2048
@@ -77,7 +77,7 @@ class BlackBoxField(IntEnum):
         POSITION_TIME: The time when the host began this instruction.
         HEARTBEAT: The time when the watchdog last ran.
         IS_WAITING: 1 if the watchdog found that the process waits for other processes, else 0.
-        FAILURE_TIME: The time when the process reported a failure, 0 if it did not.
+        FAILURE_TIME: The time when the process reported a failure, 0 if it reported none.
         EXIT_CODE: The exit code of the failure.
         HAS_ENDED: 1 if the process ended as planned.
         KILLED_PROCESS: The number, plus 1, of a process that this process killed because others
@@ -200,7 +200,7 @@ class BlackBox:
         """Write the location in the code at which the process is.
 
         Args:
-            text: The location. It is cut if it is too long for the file. "" removes the note.
+            text: The location. A text that is too long for the file is cut. "" removes the note.
         """
         self._write_text(NOTE_OFFSET, REASON_OFFSET, text)
 
@@ -343,7 +343,7 @@ class BlackBoxSnapshot:
     def position(self) -> int:
         """The index in the Stream of the first instruction that has not ended.
 
-        With a GPU, it is the smallest index over all lanes.
+        With a GPU, the result is the smallest index over all lanes.
         """
         return min(map(self.find_lane_position, Lane))
 
@@ -446,7 +446,7 @@ def compute_run_id(parent: int, environment: Mapping[str, str] = os.environ) -> 
     """Compute a number that is the same for all processes of a run on this machine.
 
     Args:
-        parent: The PID of the process that started them.
+        parent: The PID of the process that started the processes of the run.
         environment: The environment variables of the processes. The address of the rendezvous and
             the torchelastic ids are used.
     """

@@ -92,7 +92,7 @@ def save_cluster(
         cluster: The cluster.
         path: The file.
         comment: Lines that are written as comments at the top of the file.
-        notes: Comments by field. Each is written after the value of its field.
+        notes: Comments by field. Each comment is written after the value of its field.
 
     Raises:
         UsageError: The file cannot be written, or a key of `notes` is not a field.
@@ -131,7 +131,7 @@ def save_cluster(
 def _make_setting_error(
     fact: str, name: str, path: str | Path, text: str, hint: str = ""
 ) -> ConfigError:
-    """Return the error for a setting, with its line and column in the text if it is found there."""
+    """Return the error for a setting, with its line and column if the text contains the setting."""
     line, column = 0, 0
     if match := re.search(rf"^[ \t\[]*[\"']?({re.escape(name)})\b", text, re.M):
         line = text.count("\n", 0, match.start(1)) + 1

@@ -28,8 +28,8 @@ class LockHeldError(Exception):
 class DirectoryLock:
     """A lock of the operating system on an open file.
 
-    The system releases the lock when the last process that has the file open closes it or dies. If
-    the file remains after that, it does not lock anything.
+    The system releases the lock when the last process that has the file open closes it or dies. A
+    file that remains after that locks nothing.
 
     Args:
         path: The lock file. It need not exist.
@@ -93,7 +93,6 @@ class DirectoryLock:
         self._file = -1
 
     def _is_at_path(self) -> bool:
-        """Return whether the open file is the file at `path`."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._file))
         except OSError:

@@ -101,7 +101,7 @@ def read_text(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
         The text.
 
     Raises:
-        UsageError: As for `read_bytes`, or the file is not UTF-8.
+        UsageError: `read_bytes` refuses the file, or the file is not UTF-8 text.
     """
     data = read_bytes(path, max_bytes)
     try:
@@ -131,11 +131,11 @@ def expand_paths(pattern: str | Path, list_directory: Callable[[Path], list[Path
 
     Args:
         pattern: A file, a folder, or a pattern such as `trace/rank*.json`.
-        list_directory: Returns the files of a folder.
+        list_directory: A function that returns the files of a folder.
 
     Returns:
         The file itself, the files of the folder, or the sorted files that match the pattern. The
-        list is empty if there are none.
+        list is empty if no file matches.
 
     Raises:
         UsageError: `pattern` is not a path, or the system cannot read it.
@@ -208,14 +208,14 @@ def require_suffix(output: str, subject: str, suffix: str) -> None:
 def require_writable(path: str | Path) -> None:
     """Raise UsageError if no file can be written at `path`.
 
-    Call this before the long work that makes the content. An existing file at `path` stays as it
-    is.
+    Call this function before a long computation of the content. An existing file at `path` stays as
+    it is.
 
     Args:
         path: The file that will be written.
 
     Raises:
-        UsageError: As for `atomic_write`.
+        UsageError: `atomic_write` cannot write the file.
     """
     with suppress(_TrialDone), atomic_write(path) as temporary:
         temporary.touch()

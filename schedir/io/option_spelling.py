@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# Fields that have their own option. All others are given as `-O NAME=VALUE`.
+# Fields that have their own option. All other fields are given as `-O NAME=VALUE`.
 FIELDS_WITH_FLAGS: Final = ("ranks", "microbatches", "stages_per_rank", "placement")
 
 

@@ -41,10 +41,9 @@ def to_json(timeline: Timeline) -> str:
 
     Each rank is a process, and its lanes are threads: compute, idle, and the communication lanes.
     The idle thread shows the cause of every idle interval. A lane of transfers has separate threads
-    for incoming and outgoing transfers. It has more threads if transfers overlap. A message is an
-    arrow.
-    Activations in flight, unsharded stages and memory are counters. A pair of instructions that run
-    together is one slice.
+    for incoming and outgoing transfers. The lane has more threads if transfers overlap. A message
+    is an arrow. Activations in flight, unsharded stages and memory are counters. A pair of
+    instructions that run together is one slice.
 
     Args:
         timeline: The timeline.
@@ -134,7 +133,7 @@ class _Tracks:
         return self.thread_ids.setdefault((rank, name), self.timeline.ranks + len(self.thread_ids))
 
     def _assign_spans(self) -> list[int]:
-        """Return a thread of its lane for each span: the first that is free at the span's start."""
+        """Return, for each span, the first thread of its lane that is free when the span starts."""
         spans = self.timeline.spans
         # (rank, track) -> the time from which each thread is free.
         free_times: dict[tuple[int, str], list[int]] = defaultdict(list)

@@ -100,7 +100,7 @@ def format_range_name(instr: Instr, is_joined: bool = False) -> str:
 
     Args:
         instr: The instruction.
-        is_joined: True if it runs as one with the instruction before it.
+        is_joined: True if the instruction runs as one with the instruction before it.
 
     Example:
         >>> from schedir import Instr, Opcode
@@ -112,7 +112,7 @@ def format_range_name(instr: Instr, is_joined: bool = False) -> str:
         return _JOINED_PREFIX + format_range_name(instr).removeprefix("PP:")
     word = _ACTION_BY_OP.get(instr.op)
     has_microbatch = INSTRUCTIONS[instr.op].scope is Scope.MICROBATCH
-    # torch has no name for an update after the first.
+    # torch has no names for the instructions of the second and later updates.
     if word is None or (instr.mb and not has_microbatch):
         return f"PP:{instr}"
     return f"PP:{instr.stage}{word}" + f"{instr.mb}" * has_microbatch
@@ -182,7 +182,8 @@ def _parse_single(name: str, text: str) -> RangeName:
     elif (match := _INSTRUCTION_PATTERN.fullmatch(text)) and match[1] in OPCODE_BY_TEXT:
         op = OPCODE_BY_TEXT[match[1]]
         first_number, second_number = (None if n is None else int(n) for n in match.group(2, 3))
-        # An instruction of a rank has the number of its update. The first update has no number.
+        # The number of an instruction without a stage is the number of its update. The first update
+        # has no number.
         if INSTRUCTIONS[op].scope is Scope.RANK:
             return RangeName((NamedInstruction(op, 0, first_number or 0),))
         if first_number is not None and (

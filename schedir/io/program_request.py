@@ -1,6 +1,6 @@
 """Resolve a source and its options into a program, costs and sizes.
 
-The command line creates a Request from its options. A training run creates it from its
+The command line creates a Request from its options. A training run creates a Request from its
 configuration.
 """
 
@@ -90,15 +90,16 @@ class Request:
         defaults: Values for the fields of a schedule's shape that are not in `specified`. `ranks`
             and `microbatches` must be in `specified` or in `defaults`.
         costs: Costs of a prediction, per stage and microbatch. None uses the defaults of `Costs`.
-        cluster: The cluster. It computes the costs that `costs` does not specify, in seconds.
+        cluster: The cluster for computing the costs that `costs` does not specify, in seconds.
         sizes: Sizes of a prediction, per stage and microbatch.
-        progress_model: The progress model. None means that the user did not set it.
-        blocking_hosts: As for `compile`.
-        overlap: As for `compile`.
-        buffer_sharing: As for `compile`. None means that the user did not set it.
-        memory_limit: As for `compile`, in bytes. None means no limit.
+        progress_model: The progress model. None means that the user did not set a progress model.
+        blocking_hosts: The argument `blocking_hosts` of `compile`.
+        overlap: The argument `overlap` of `compile`.
+        buffer_sharing: The argument `buffer_sharing` of `compile`. None means that the user did not
+            set this option.
+        memory_limit: The largest number of bytes that a rank may use. None means no limit.
         compile_options: Other options of `compile`, by name.
-        draft: Make `program` the draft, without communication.
+        draft: True if `program` is the draft, without communication.
         lower_drafts: Lower a draft in a file, with the attributes in `specified`. If the file has a
             lowered program, change only the slots of its values, as `buffer_sharing` requires.
         relower: Extract the compute of any program in a file, and lower it again. Options that are
@@ -110,7 +111,7 @@ class Request:
             any number of stages. All these values are converted to the stages of the shape.
             `stages_per_rank` is ignored for a schedule that cannot use it.
         unit: The unit of `costs`, as in `Timeline`.
-        make_conflict_error: Called with the source, the field, the value in the file and the
+        make_conflict_error: A function of the source, the field, the value in the file and the
             specified value. It returns the error to raise.
 
     Raises:
@@ -208,9 +209,9 @@ class Request:
         shape, source_object = self.shape, self.source.schedule_or_program
         options = dict[str, Any]()
         if not isinstance(source_object, Program):
-            if not self.draft:  # refuse a large shape before the schedule is expanded
+            if not self.draft:  # Refuse a large shape before the schedule is expanded.
                 # All built-in schedules except `forward_only` have a backward. Whether a user's
-                # schedule has one is unknown here.
+                # schedule has a backward is unknown here.
                 training_schedules = [
                     s for name, s in get_built_in_schedules().items() if name != "forward_only"
                 ]
@@ -328,7 +329,7 @@ class Request:
 
     @cached_property
     def prediction_costs(self) -> Costs | None:
-        """The costs of each stage from which `timeline` is predicted, or None if it is measured."""
+        """The costs of each stage for predicting `timeline`. None if `timeline` is measured."""
         source_run = self.source_timeline
         if source_run is None:
             return self.program_costs
@@ -353,10 +354,10 @@ class Request:
 
     @property
     def proven_progress_model(self) -> ProgressModel:
-        """The specified progress model, or else one without deadlock for this program.
+        """The specified progress model, or else a model under which the program has no deadlock.
 
         Without a specified model this is "per_device". If the program of a run is proven free of
-        deadlock only for other models, this is one of those.
+        deadlock only for other models, this is one of these models.
         """
         proven_models = (
             {proof.progress_model for proof in self.source_timeline.program.proofs}
@@ -568,7 +569,7 @@ class Request:
 
     @property
     def _segment_options(self) -> dict[str, Any]:
-        """The option `stage_segments`, converted to values per stage. Empty if it is not set."""
+        """The option `stage_segments`, converted to values per stage, or {} if it is not set."""
         segments, shape = self.compile_options.get("stage_segments"), self.shape
         if segments is not None and max(self._unsegmented_shape.segments_per_stage) > 1:
             raise UsageError(

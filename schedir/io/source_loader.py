@@ -181,7 +181,6 @@ def _is_trace(source: str) -> bool:
 
 
 def _bind_options(source: str) -> Schedule:
-    """Return the schedule of `NAME(option=value, ...)` with these options bound."""
     name, _, arguments = source.partition("(")
     schedule = load_source(name.strip())
     if isinstance(schedule, Program):

@@ -45,7 +45,8 @@ _HEADER_FILE = "header.json"
 _PROGRAM_FILE = "program.sched"
 _START_FILE = "start.npy"
 _END_FILE = "end.npy"
-_EXTRA_PROGRAM_BYTES = 2**16  # limit for a program's text, without the lines of its instructions
+# The limit for a program's text, without the lines of its instructions.
+_EXTRA_PROGRAM_BYTES = 2**16
 _MAX_HEADER_BYTES = 2**23  # A header may have a size per stage and microbatch.
 
 
@@ -181,7 +182,7 @@ def load_timeline(path: str | Path) -> Timeline:
 
 
 class _TimelineReader:
-    """Reads the members of the archive in order. It checks the size of a member before it reads."""
+    """Reads the members of the archive in order. It checks the size of a member before reading."""
 
     def __init__(self, archive: ZipFile) -> None:
         self.archive = archive
@@ -192,7 +193,7 @@ class _TimelineReader:
     def read_timeline(self) -> Timeline:
         header = self._read_header()
         n = header["instructions"]
-        # The sizes of the two members with times are checked first. They limit the number of
+        # The sizes of the two members with times are checked first. These sizes limit the number of
         # instructions, because one line of a program's text can expand to millions of instructions.
         # float32 times pass this check, but `_read_times` refuses them.
         self._require_size(_START_FILE, 8 * n + 1024, 4 * n)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from schedir.errors import ConfigError
 
-MAX_TOML_BYTES: Final = 2**18  # bytes: a configuration that a user writes is shorter
+MAX_TOML_BYTES: Final = 2**18  # In bytes. A configuration that a user writes is shorter.
 # For a key with n dots, tomllib creates n keys of up to n parts. The limit bounds the memory of
 # these keys.
 MAX_DOTS_PER_LINE: Final = 1000

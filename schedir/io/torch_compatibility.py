@@ -39,9 +39,10 @@ def require_torch_support(
         supported_ops: The instructions for which torch has an action.
 
     Raises:
-        UsageError: The program has several replicas of a stage, several updates, skips, R,
-            offloads, or collectives between segments. Or it reduces gradients of a stage several
-            times. Or it has an instruction for which torch has no action.
+        UsageError: The program has several replicas of a stage, several updates, skip connections,
+            Recompute instructions, offloads, or collectives between segments. Or it reduces
+            gradients of a stage several times. Or it has an instruction for which torch has no
+            action.
     """
     _require_torch_shape(program)
     _require_no_recompute_or_offload(program)
@@ -138,8 +139,8 @@ def require_torch_pair(program: Program, rank: int, index: int) -> None:
     Args:
         program: The program.
         rank: The rank.
-        index: The index in the Stream of the second instruction. It is joined with the previous
-            instruction.
+        index: The index in the Stream of the second instruction. This instruction is joined with
+            the previous instruction.
 
     Raises:
         GroupError: The two instructions are not a forward and a backward, or more than two are

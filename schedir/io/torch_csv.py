@@ -82,7 +82,7 @@ _ACTION_TEXTS: Final = {op: action for action, op in ACTIONS.items()}
 _SHARDED_REDUCE_ACTIONS: Final = {_O.ReduceScatter: "REDUCE_GRAD"}
 _SHARDED_ACTIONS: Final = _SHARDED_REDUCE_ACTIONS | {_O.Unshard: UNSHARD, _O.Reshard: RESHARD}
 # Actions that are ignored by default -> True if the action has a microbatch. torch writes unshards
-# and reshards for all stages. Waits are not needed, because our instructions include them.
+# and reshards for all stages. Waits are not needed, because schedir's instructions include them.
 IGNORED_ACTIONS: Final = {
     UNSHARD: False,
     RESHARD: False,
@@ -90,8 +90,8 @@ IGNORED_ACTIONS: Final = {
     "WAIT_SEND_B": True,
     "WAIT_REDUCE_GRAD": False,
 }
-# Action -> the word of its instruction without stage and microbatch (None if the action is
-# ignored), and True if the action has a microbatch.
+# Action -> its encoded instruction without stage and microbatch (None if the action is ignored),
+# and True if the action has a microbatch.
 _ACTION_WORDS: Final[dict[str, tuple[int | None, bool]]] = {
     **{
         action: (int(op) << OP_SHIFT, INSTRUCTIONS[op].scope is Scope.MICROBATCH)
@@ -117,7 +117,7 @@ def to_csv(program: Program, csv_format: str = "torch") -> str:
     with format="compute_comms". A program with zero 3 is for stages with FSDP. Other programs are
     for stages without FSDP. With zero 3, the file has UNSHARD and RESHARD where the program has
     Unshard and Reshard. torch also needs an unsharded stage for W and REDUCE_GRAD. If the program
-    has sharded the stage by then, `to_csv` places all UNSHARD and RESHARD again, with the same
+    shards a stage before one of these, `to_csv` places all UNSHARD and RESHARD again, with the same
     number of unsharded stages.
 
     Instructions without an action are left out: scatters and gathers, because torch sends full
@@ -322,13 +322,13 @@ def _parse_rows(text: str) -> list[list[str]]:
 
 
 class _CsvReader:
-    """Converts the cells of a CSV to words of instructions, row by row."""
+    """Converts the cells of a CSV to encoded instructions, row by row."""
 
     def __init__(self, sharded_actions: Mapping[Opcode, str]) -> None:
         self.sharded_actions = {
             action: int(op) << OP_SHIFT for op, action in sharded_actions.items()
         }
-        # Word of a sharding action and its stage -> the number of its occurrences so far.
+        # Encoded instruction of a sharding action of a stage -> the number of such actions so far.
         self.occurrences = Counter[int]()
         self.rank_words: list[list[int]] = []
         # Stage -> the first cell of the stage, and the first cell with a message to or from it.
@@ -372,7 +372,7 @@ class _CsvReader:
         words += [first, second | JOINED_BIT]
 
     def parse_action(self, location: _CellLocation, text: str) -> int | None:
-        """Return the word of an action, or None for an action that is ignored."""
+        """Return the encoded instruction of an action, or None for an action that is ignored."""
         match = _ACTION_PATTERN.fullmatch(text)
         kind = match[2] if match else ""
         if not match or kind not in _ACTION_WORDS:

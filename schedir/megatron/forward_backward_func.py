@@ -63,7 +63,7 @@ class ForwardBackward:
         require_compile_options(options)
         self.schedule: Schedule | Program = load_schedule(schedule)
         self.options = options
-        # A key has everything that the checks of `_prepare` depend on. It refers to the model
+        # A key has everything that the checks of `_prepare` depend on. A key refers to the model
         # chunks by weak references.
         self._prepared: dict[Any, _PreparedRun] = {}
 

@@ -50,7 +50,7 @@ def require_supported_settings(chunks: Sequence[Any], config: Any) -> None:
         config: Megatron's TransformerConfig of the chunks.
 
     Raises:
-        UsageError: A setting is not supported. The error has its name and its value.
+        UsageError: A setting is not supported. The error names the setting and its value.
     """
     for name, (is_unsupported, reason) in _UNSUPPORTED_SETTINGS.items():
         value = getattr(config, name, None)
@@ -129,8 +129,9 @@ class ChunkLayout(NamedTuple):
     """The part of the model that a chunk contains.
 
     Attributes:
-        pre_process: True if the chunk has the embedding. None if its model does not define it.
-        post_process: True if the chunk has the output layer. None if its model does not define it.
+        pre_process: True if the chunk has the embedding. None if its model has no such attribute.
+        post_process: True if the chunk has the output layer. None if its model has no such
+            attribute.
         ties_embeddings: True if the embedding and the output layer share their weight.
         layer_numbers: The numbers of the chunk's transformer layers in the full model, from 1.
     """

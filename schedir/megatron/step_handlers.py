@@ -1,7 +1,7 @@
 """Run one step inside Megatron, with a handler for each opcode.
 
-Megatron's own `forward_step` and `backward_step` compute. The program decides their order, the
-messages, and when the gradients of a chunk are reduced.
+Megatron's own `forward_step` and `backward_step` compute. The program decides the order of forwards
+and backwards, the messages, and when the gradients of a chunk are reduced.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class MegatronCall:
         config: Megatron's TransformerConfig of the chunks.
         num_microbatches: The number of microbatches.
         forward_only: True to run forwards only, for evaluation.
-        collect_non_loss_data: See Megatron.
-        first_val_step: See Megatron.
+        collect_non_loss_data: True to return the outputs of the loss function unchanged.
+        first_val_step: True for the first validation step after training steps.
         boundary_shape: The shape of an activation between stages.
         context_parallel_size: The size of the context-parallel group.
     """
@@ -67,16 +67,17 @@ class _PendingReceive:
 
 @dataclass
 class MegatronStep:
-    """Runs a step on one pipeline rank, and holds the values that its instructions exchange.
+    """Runs a step on one pipeline rank, and stores the values that its instructions exchange.
 
     Args:
         program: The program.
         rank: The pipeline rank.
-        transport: Sends and receives the boundary tensors.
+        transport: The transport of the boundary tensors.
         call: The arguments of the call of `forward_backward_func` that runs the step.
-        reduce_chunk: Starts the reduction of the gradients of a chunk.
-        as_stage: Returns the context in which a stage must run. In a vee, Megatron's functions for
-            the pipeline rank return another rank in this context (see `vee_model`).
+        reduce_chunk: A function that starts the reduction of the gradients of a chunk.
+        as_stage: A function of a stage. It returns the context in which the stage must run. In a
+            vee, Megatron's functions for the pipeline rank return another rank in this context (see
+            `vee_model`).
     """
 
     program: Program

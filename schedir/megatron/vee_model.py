@@ -48,8 +48,8 @@ def model_provider(
         A function with the parameters of `build`.
 
     Raises:
-        UsageError: The schedule does not exist. Or chunk k of a rank is none of the stages
-            `k * ranks` to `(k + 1) * ranks - 1`. Megatron can build only these as chunk k.
+        UsageError: The schedule does not exist. Or chunk k of a rank is none of the stages `k *
+            ranks` to `(k + 1) * ranks - 1`. Megatron can build only these stages as chunk k.
         ModelError: A model ties its embeddings, and the first and the last stage are on one rank.
     """
     source = load_schedule(schedule)
@@ -159,7 +159,7 @@ def as_pipeline_rank(rank: int, group: Any) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _find_names(first: object, second: object, module_count: int) -> list[tuple[Any, str]]:
-    """Return the result of `_scan_modules`. It is cached until another module is imported."""
+    """Return the result of `_scan_modules`, cached until another module is imported."""
     return _scan_modules(first, second)
 
 

@@ -1,10 +1,10 @@
 """Compute the weight gradients of Megatron's linear layers separately from their input gradients.
 
 A split backward has two halves. `I` computes the gradient of the stage's input, and `W` computes
-the gradients of weights. Megatron's `ColumnParallelLinear` and `RowParallelLinear` compute both in
-one autograd function. `split_linear_backward` replaces this function during a step. The replacement
-computes the input gradient in the backward. It stores the computation of the weight gradient, which
-`W` runs later.
+the gradients of weights. Megatron's `ColumnParallelLinear` and `RowParallelLinear` compute both
+gradients in one autograd function. `split_linear_backward` replaces this function during a step.
+The replacement computes the input gradient in the backward. The replacement stores the computation
+of the weight gradient, which `W` runs later.
 
 The weight is no autograd input of the replacement. Otherwise autograd would call the gradient hook
 of Megatron's DistributedDataParallel in `I`, when no gradient of the weight exists yet. With
@@ -35,8 +35,8 @@ from torch import Tensor
 
 WeightGradients = list[Callable[[], None]]
 
-# The list to which the current `I` defers weight gradients. It is None outside of `I`, where weight
-# gradients are computed immediately.
+# The list to which the current `I` defers weight gradients. The list is None outside of `I`, where
+# weight gradients are computed immediately.
 _deferred: WeightGradients | None = None
 
 
@@ -85,7 +85,7 @@ def _needs_autograd(weight: Tensor) -> bool:
 
 
 class _LinearSettings(NamedTuple):
-    """A linear layer's weight, and the arguments of Megatron's function for it.
+    """A linear layer's weight, and the arguments of Megatron's function for this layer.
 
     Attributes:
         weight: The weight, of shape (output size, input size) of this tensor-parallel rank.
@@ -194,7 +194,7 @@ def _add_weight_gradient(settings: _LinearSettings, input: Tensor, grad_output: 
 
 
 def _full_input(input: Tensor, settings: _LinearSettings) -> Tensor:
-    """Return the input of all tokens. With sequence parallelism, gather it from all ranks."""
+    """Return the input of all tokens. With sequence parallelism, gather the shards."""
     if not settings.sequence_parallel:
         return input
     size = settings.tp_group.size()
@@ -204,5 +204,4 @@ def _full_input(input: Tensor, settings: _LinearSettings) -> Tensor:
 
 
 def _flatten_tokens(tensor: Tensor) -> Tensor:
-    """Return a tensor of shape (tokens, features)."""
     return tensor.contiguous().view(-1, tensor.shape[-1])

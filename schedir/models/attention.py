@@ -1,15 +1,15 @@
-"""Causal attention, over all earlier tokens or over a window of them.
+"""Causal attention, over all earlier tokens or over a window of earlier tokens.
 
-A window is that of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922), in its
-causal form with one dimension. Query i attends to keys j with leader - window < j <= i. The leader
-is the last query of the stride of i: i // stride * stride + stride - 1. The keys of a query do not
-depend on the number of later tokens. `schedir.predict.window_tiles` computes the tiles that have
-pairs of a query and its key.
+The windows are those of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922), in
+its causal form with one dimension. Query i attends to keys j with leader - window < j <= i. Each
+group of `stride` queries has one leader, its last query: i // stride * stride + stride - 1. The
+keys of a query do not depend on the number of later tokens. `schedir.predict.window_tiles` computes
+the tiles that have pairs of a query and its key.
 
 Tiles without such pairs are skipped. On CPUs, torch's flash attention operation runs for one tile
-of queries at a time, with its keys. On GPUs, FlexAttention skips the tiles. Neither supports
-dropout. With dropout, attention is computed for all pairs and then masked. The same happens on GPUs
-without Triton, and for heads that are too narrow for FlexAttention.
+of queries at a time, with its keys. On GPUs, FlexAttention skips the tiles. Neither of these two
+implementations supports dropout. With dropout, attention is computed for all pairs and then masked.
+The same happens on GPUs without Triton, and for heads that are too narrow for FlexAttention.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def build_window_mask(
 class _QueryTile(NamedTuple):
     """A tile of queries with its keys and the mask that is added to the scores.
 
-    `mask` is None if the keys are those of the queries, so that a causal mask is enough.
+    `mask` is None if the queries and keys are at the same positions, so that a causal mask is
+    enough.
     """
 
     queries: slice
@@ -163,9 +164,9 @@ def _build_query_tiles(
 class _TiledAttention(torch.autograd.Function):
     """Attention in tiles of queries, with torch's flash attention operation for CPUs.
 
-    It saves the same tensors as that operation: q, k, v, the output, and the log-sum-exp of the
-    scores of each query. Gradients of keys and values are summed over tiles in float32 or in the
-    type of q, whichever is wider.
+    The function saves the same tensors as torch's operation: q, k, v, the output, and the
+    log-sum-exp of the scores of each query. Gradients of keys and values are summed over tiles in
+    float32 or in the type of q, whichever is wider.
     """
 
     @staticmethod
@@ -208,7 +209,7 @@ _FLASH_BACKWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat each head of keys or values for the queries that share it."""
+    """Repeat each head of keys or values for the query heads that share this head."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 

@@ -73,8 +73,8 @@ def build_stage(
         tp: The tensor-parallel group. None is a group of one rank.
         sequence_parallel: True if tensor-parallel ranks also divide the tokens. The program must
             have `sequence_parallel yes`.
-        layers_per_stage: The number of layers of each stage (`split_layers`). None divides them
-            evenly.
+        layers_per_stage: The number of layers of each stage (`split_layers`). None divides the
+            layers evenly.
         device: The device of the parameters.
         dtype: The type of the parameters.
 
@@ -102,9 +102,9 @@ def build_stage(
 
 
 class Stage(nn.Module):
-    """Consecutive layers of a GPT, with the embedding if first and the head if last.
+    """Consecutive layers of a GPT. The first stage has the embedding, and the last has the head.
 
-    The forward maps (b, T, hidden) to (b, T, hidden). With `sequence_parallel`, its input and its
+    The forward maps (b, T, hidden) to (b, T, hidden). With `sequence_parallel`, the input and the
     output have only the tokens of this rank, (b, T/t, hidden). The first stage takes int64 tokens
     of shape (b, T). The last stage returns the logits of this rank, of shape (b, T, ceil(V/t)).
     Parameters have the names that they have in a model of one stage.
@@ -216,7 +216,7 @@ class Stage(nn.Module):
 
 
 class AttentionLayer(nn.Module):
-    """The attention of a transformer layer, and the norm after it.
+    """The attention of a transformer layer, with the norms before and after the attention.
 
     Args:
         config: The configuration of the model.

@@ -1,7 +1,7 @@
 """Stages of a GPT, split into segments at their tensor-parallel collectives.
 
-`compile(stage_segments=)` makes a program for them. A layer has four segments, between the
-collectives of Megatron-LM (arXiv 1909.08053, section 3):
+`compile(stage_segments=)` makes a program for these segments. A layer has four segments, between
+the collectives of Megatron-LM (arXiv 1909.08053, section 3):
 
     norm | f | attention | g | bias, residual, norm | f | feed-forward | g | bias, residual, ...
 
@@ -49,7 +49,7 @@ class StageSegment(Stage):
     """A segment of a stage, with the parameters that it uses.
 
     Args:
-        stage: The stage. The segment shares its parameters.
+        stage: The stage. The segment shares the parameters of the stage.
         steps: The functions to run, in order.
     """
 

@@ -50,11 +50,11 @@ _FAMILIES: Final = {
 class Stage(nn.Module):
     """A pipeline stage of a model: some of its layers, and perhaps its embedding or its head.
 
-    The stage shares its parameters with the model, under the same names. `forward` takes
-    tokens of shape (batch, sequence) in the first stage, and hidden states of shape (batch,
-    sequence, hidden) in the others. It returns hidden states, or in the last stage logits of shape
-    (batch, sequence, vocabulary). All stages take the model's keywords `attention_mask` and
-    `position_ids`.
+    The stage shares its parameters with the model, under the same names. In the first stage,
+    `forward` takes tokens of shape (batch, sequence). In all other stages, it takes hidden states
+    of shape (batch, sequence, hidden). The last stage returns logits of shape (batch, sequence,
+    vocabulary), and all other stages return hidden states. All stages take the model's keywords
+    `attention_mask` and `position_ids`.
 
     Args:
         model: The causal language model.
@@ -117,7 +117,7 @@ class Stage(nn.Module):
 
 
 class _NoPositions(nn.Module):
-    """Replaces the position embedding by -0.0. Its addition changes no bit of the other term."""
+    """Replaces the position embedding by -0.0. Adding -0.0 changes no bit of the other term."""
 
     def forward(self, position_ids: Tensor) -> Tensor:
         return torch.tensor(-0.0, device=position_ids.device)  # x + -0.0 is x, also for x = -0.0.

@@ -101,8 +101,8 @@ class EmbeddingAndHead(NamedTuple):
     ) -> EmbeddingAndHead:
         """Build the embedding and the head that a stage has, with the shards of this rank.
 
-        If the weight is tied and one stage has embedding and head, both use one Parameter. If two
-        stages have them, each stage has a copy.
+        If the weight is tied and one stage has embedding and head, both use one Parameter. If the
+        embedding and the head are in two stages, each of these stages has a copy of the weight.
 
         Args:
             config: The configuration of the model.
@@ -144,8 +144,8 @@ def find_tied_weight(
     """Return a stage's copy of a tied weight if another stage has a copy too.
 
     The gradients of both copies are summed. The result is None if the weight is not tied, or if the
-    stage has neither embedding nor head. It is also None for a stage with both, because the head
-    there uses the parameter of the embedding.
+    stage has neither embedding nor head. The result is also None for a stage with both, because the
+    head of such a stage uses the parameter of the embedding.
 
     Args:
         config: The configuration of the model.

@@ -59,8 +59,8 @@ def build_stage(
         tp: The tensor-parallel group. None is a group of one rank.
         sequence_parallel: True if tensor-parallel ranks also divide the tokens. The program must
             have `sequence_parallel yes`.
-        layers_per_stage: The number of layers of each stage (`split_layers`). None divides them
-            evenly.
+        layers_per_stage: The number of layers of each stage (`split_layers`). None divides the
+            layers evenly.
         device: The device of the parameters.
         dtype: The type of the parameters.
 
@@ -88,9 +88,9 @@ def build_stage(
 
 
 class Stage(nn.Module):
-    """Consecutive layers of a Llama model, with the embedding if first and the head if last.
+    """Consecutive layers of a Llama. The first stage has the embedding, and the last has the head.
 
-    The forward maps (b, T, hidden) to (b, T, hidden). With `sequence_parallel`, its input and its
+    The forward maps (b, T, hidden) to (b, T, hidden). With `sequence_parallel`, the input and the
     output have only the tokens of this rank, (b, T/t, hidden). The first stage takes int64 tokens
     of shape (b, T). The last stage returns the logits of this rank, of shape (b, T, ceil(V/t)).
     Parameters have the names that they have in a model of one stage.

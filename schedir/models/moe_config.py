@@ -31,8 +31,8 @@ class MoEConfig(GPTConfig):
         experts: Number of experts of a layer.
         active: Number of experts that process each token.
         expert_hidden: Number of hidden units of an expert. 0 is 4 * hidden.
-        shared_experts: Number of experts that process all tokens, in addition to the `active` ones
-            (DeepSeekMoE, arXiv 2401.06066). Each replica has all shared experts. 0 is none.
+        shared_experts: Number of experts that process all tokens, in addition to the `active`
+            experts (DeepSeekMoE, arXiv 2401.06066). Each replica has all shared experts. 0 is none.
         aux_loss: The factor of the auxiliary loss.
         balance_rate: The step of the routing bias after an update, such as 0.001. The bias
             balances the experts without an auxiliary loss (arXiv 2412.19437, section 2.1.2). 0 is
@@ -93,7 +93,7 @@ class MoEConfig(GPTConfig):
         """Return the number of rows of a rank's buffer for the tokens of its experts.
 
         Args:
-            tokens: Number of tokens of a microbatch. Each is sent to `active` experts.
+            tokens: Number of tokens of a microbatch. Each token is sent to `active` experts.
             ep: Number of ranks among which the experts are divided.
 
         Example:

@@ -7,8 +7,8 @@ experts, and c (combine) returns the outputs:
 
     embedding, attention, router | d | experts | c | sum, attention, router | d | experts | ...
 
-Stages pass on the residual stream and the sum of the auxiliary losses of a microbatch. The last
-stage returns the logits and this sum, and `loss` adds both.
+Each stage sends the residual stream and the sum of the auxiliary losses of a microbatch to the next
+stage. The last stage returns the logits and this sum, and `loss` adds both.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def build_stage(
         ep: The number of ranks among which the experts are divided. With more than one rank, only
             the segments of the stage can run (`split_stage`).
         ep_rank: The number of this rank in its group: the replica modulo `ep`.
-        layers_per_stage: The number of layers of each stage (`split_layers`). None divides them
-            evenly.
+        layers_per_stage: The number of layers of each stage (`split_layers`). None divides the
+            layers evenly.
         device: The device of the parameters.
         dtype: The type of the parameters.
 
@@ -134,8 +134,8 @@ class MoEStage(gpt.Stage):
         """Return the output of the stage, and the auxiliary loss of all layers up to this stage.
 
         Args:
-            *inputs: The input of the stage, and the auxiliary loss. The first stage takes only its
-                input.
+            *inputs: The input of the stage, and the auxiliary loss. The first stage takes no
+                auxiliary loss.
 
         Raises:
             ModelError: The rank has only some of the experts.

@@ -24,7 +24,7 @@ class LayerParameters(NamedTuple):
 
     Args:
         seed: The seed of the model.
-        name: The name of the layer, the prefix of its parameters.
+        name: The name of the layer, which begins the names of its parameters.
         hidden: Hidden size.
         residual_adds: The number of outputs that the full model adds to the residual stream.
         tp: The tensor-parallel group. None is a group of one rank.

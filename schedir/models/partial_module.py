@@ -17,9 +17,10 @@ M = TypeVar("M", bound=nn.Module)
 def select_submodules(module: M, names: Iterable[str]) -> M:
     """Return a copy of a module that has only the named submodules and parameters.
 
-    The copy shares them with the module, under the same names. Other parameters and submodules are
-    None in the copy, or missing in a ModuleDict. Methods are those of the module. So one segment of
-    a stage can have only `proj.weight`, and another segment only `proj.bias`.
+    The copy shares these submodules and parameters with the module, under the same names. Other
+    parameters and submodules are None in the copy, or missing in a ModuleDict. The copy has the
+    methods of the module. So one segment of a stage can have only `proj.weight`, and another
+    segment only `proj.bias`.
 
     Args:
         module: The module.

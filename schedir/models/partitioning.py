@@ -90,7 +90,7 @@ def split_heads(heads: int, tp: int, subject: str = "heads", field: str = "heads
         heads: The number of heads.
         tp: The tensor-parallel size.
         subject: The kind of heads, for the error message.
-        field: The name of their field, for the error.
+        field: The name of the field with the number of heads, for the error.
 
     Raises:
         UsageError: `tp` does not divide the heads.

@@ -1,11 +1,12 @@
-"""The routing bias of experts, which balances them without changing other gradients.
+"""The routing bias of experts, which balances their load without changing other gradients.
 
 The router adds the bias to the probabilities only to choose experts (DeepSeek-V3, arXiv 2412.19437,
 section 2.1.2). After an update, the bias of an expert with more tokens than the mean decreases by a
 fixed rate. The bias of an expert with fewer tokens increases by this rate.
 
-The excess of tokens is used as the gradient of the bias. So a program sums it over microbatches and
-replicas like all other gradients, and the optimizer moves the bias by the sign of the sum.
+The excess of tokens is used as the gradient of the bias. So a program sums the excess over
+microbatches and replicas like all other gradients, and the optimizer moves the bias by the sign of
+the sum.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from schedir.models.language_model import ParameterPlacement
 
 # The factor of the gradient. It is so small that the bias adds less than 1e-12 to the norm of all
-# gradients. Its square, divided by the square of a step's number of tokens, must not underflow in
-# float32.
+# gradients. The square of the factor, divided by the square of a step's number of tokens, must not
+# underflow in float32.
 _GRADIENT_SCALE: Final = 2.0**-33
 # AdamW divides the gradient by its absolute value plus this number. So no step is above the rate.
 _ADAMW_EPS: Final = 1e-19
@@ -31,7 +32,8 @@ def make_routing_bias(experts: int, rate: float, placement: ParameterPlacement) 
 
     Args:
         experts: The number of experts.
-        rate: The change of the bias per update. The parameter gets it as attribute `balance_rate`.
+        rate: The change of the bias per update. It is also the parameter's attribute
+            `balance_rate`.
         placement: The device and the type of the parameter.
     """
     dtype = torch.promote_types(placement["dtype"], torch.float32)
@@ -54,7 +56,7 @@ def make_load_term(bias: Tensor, counts: Tensor) -> Tensor:
 def make_adamw_groups(
     parameters: Sequence[nn.Parameter], model_parameters: Sequence[nn.Parameter]
 ) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
-    """Separate the routing biases from the other parameters, and return AdamW groups for them.
+    """Return the parameters without the routing biases, and AdamW groups for the routing biases.
 
     Without momentum, the step of AdamW is the sign of the gradient.
 

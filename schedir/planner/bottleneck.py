@@ -15,7 +15,7 @@ from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate, StepBreakd
 from schedir.planner.plan_table import PlanTable
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
-# A share of the step time. A smaller difference between two plans is not reported as a bottleneck.
+# A difference between two plans is a bottleneck if it is at least this share of the step time.
 _MIN_DIFFERENCE = 0.01
 
 
@@ -65,7 +65,7 @@ def no_fit_error(
             offload.
 
     Returns:
-        The error. The caller raises it.
+        The error. The caller raises this error.
     """
     least = plan_table.estimate_at(model, cluster, int(plan_table.total_memory.argmin()))
     return UsageError(
@@ -86,8 +86,8 @@ def attach_bottleneck(cluster: Cluster, estimate: PlanEstimate) -> PlanEstimate:
 
     Returns:
         The estimate with `bottleneck` and `explanation`. `bottleneck` is "memory" if the plan does
-        not fit. Otherwise it is the largest part of the step other than compute, or "compute" if
-        all other parts are 0.
+        not fit. Otherwise `bottleneck` is the largest part of the step other than compute, or
+        "compute" if all other parts are 0.
     """
     excess_bytes = estimate.memory.total - cluster.memory
     if excess_bytes > 0:
@@ -120,8 +120,8 @@ def attach_relative_bottleneck(
 
     The first rule that applies sets `bottleneck`:
 
-    - If another plan that fits is faster, the bottleneck is the part of the step that exceeds the
-      same part of the fastest plan by the most seconds.
+    - If another plan that fits is faster, each part of the step is compared with the same part of
+      the fastest plan. The bottleneck is the part with the largest excess in seconds.
     - If faster plans exist but none of them fits, the bottleneck is "memory". `explanation` names
       the faster plan that uses the least memory.
     - Otherwise the bottleneck is the largest part that another plan reduces, or "compute" if no

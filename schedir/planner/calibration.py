@@ -3,7 +3,7 @@
 The logarithms of the constants are fitted to the logarithms of step times. A normal prior keeps
 the constants near the values of the cluster. Cauchy weights reduce the influence of runs with large
 errors. The result is the mode of the posterior and the covariance at the mode (Laplace
-approximation). The intervals of the constants and of step times follow from them.
+approximation). The intervals of the constants and of step times follow from this result.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class MeasuredRun(NamedTuple):
 
     Attributes:
         model: The model.
-        plan: The plan. The GPUs of the plan fill the nodes of the cluster.
+        plan: The plan. The plan has the GPUs of one or more complete nodes, or fewer GPUs than a
+            node.
         step_time: Seconds of a step.
         memory: Peak bytes of the GPU with the highest peak, or None if not measured.
 
@@ -102,7 +103,7 @@ class CalibratedConstant(NamedTuple):
     Attributes:
         name: The name of its field in `Cluster`.
         meaning: A description with the unit.
-        prior: The value before any run.
+        prior: The value before the calibration.
         value: The fitted value.
         low: The lower end of the 90 % interval.
         high: The upper end of the 90 % interval.
@@ -237,7 +238,8 @@ def predict(
     """Estimate a plan in closed form, with the constants of training software.
 
     Args:
-        cluster: The cluster. `resize_cluster` sets its number of nodes to what the plan needs.
+        cluster: The cluster. `resize_cluster` gives the cluster the number of nodes that the plan
+            needs.
         stack: The training software.
         model: The model.
         plan: The plan.
@@ -264,7 +266,7 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
         runs: 1 to 20 runs.
 
     Returns:
-        The fitted constants, the cluster with them, and the prediction of each run.
+        The fitted constants, the cluster with these constants, and the prediction of each run.
 
     Raises:
         UsageError: There are too few or too many runs, a step time is not positive, or `predict`
@@ -384,7 +386,7 @@ def _compute_log_deviations(slopes: Floats, covariance: Floats, noise: float) ->
 
 
 def _fill_constants(cluster: Cluster) -> Cluster:
-    """Return the cluster with a start value for each constant that it lacks."""
+    """Return the cluster with a start value for each constant that the cluster lacks."""
     missing: dict[str, Any] = {
         name: row.start for name, row in CONSTANTS.items() if not getattr(cluster, name)
     }

@@ -23,7 +23,7 @@ from schedir.schedules.schedule_expansion import expand_schedule
 
 # The number of cached programs. A few are enough: plans that differ only in sizes share a program.
 _CACHE_SIZE: Final = 16
-# Larger programs are not cached, because a cache of them would use too much memory.
+# Larger programs are not cached, because a cache of such programs would use too much memory.
 _MAX_CACHED_INSTRUCTIONS: Final = 2**18
 # The compile options that `schedir train` uses when its processes run on CPUs.
 CPU_COMPILE_OPTIONS: Final[dict[str, Any]] = {
@@ -77,7 +77,7 @@ def plan_program(plan: ParallelPlan, *, tied_weights: bool = True, **options: An
 
     - If tp > 1, boundaries are scattered and gathered. With `sequence_parallel`, each rank sends
       its shard of the sequence, and gradients of replicated weights are summed at the end.
-    - The program uses the ZeRO level of the plan. It computes the global gradient norm for
+    - The program uses the ZeRO level of the plan. The program computes the global gradient norm for
       clipping.
     - With `recompute="full"`, every forward runs again as an instruction R. "selective" only
       changes the cost of backwards, not the program.
@@ -180,8 +180,8 @@ def lower_draft(
 def _reduces_each_backward(plan: ParallelPlan) -> bool:
     """Return whether a stage reduces its gradients after each group of consecutive backwards.
 
-    With sharded gradients and more than two stages per rank, this limits the number of unsharded
-    gradients that a rank keeps.
+    With sharded gradients and more than two stages per rank, these reductions limit the number of
+    unsharded gradients that a rank keeps.
     """
     return plan.zero >= SHARDED_FROM_LEVEL["grads"] and plan.stages_per_rank > 2
 
@@ -213,7 +213,8 @@ def train_config(
         model: The model.
         plan: The plan. The configuration includes its division of layers.
         offload_program: The program that `simulated_program` returns for the plan. A plan with an
-            `offload` needs it, because the program decides which microbatches are offloaded.
+            `offload` needs this program, because the program decides which microbatches are
+            offloaded.
         **train_settings: Settings of the section [train], such as `steps=100` or `device="cuda"`.
 
     Raises:
@@ -307,7 +308,6 @@ def _require_trainable(
     layers_per_stage: tuple[int, ...],
     offload_program: Program | None,
 ) -> None:
-    """Raise UsageError if `schedir train` cannot run the plan."""
     if 0 in layers_per_stage[1:-1]:
         raise _unsupported_error(
             "layers_per_stage",

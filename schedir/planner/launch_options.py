@@ -19,11 +19,11 @@ _TORCHTITAN_LAYERS_FIELD: Final = "pipeline_parallel_module_fqns_per_model_part"
 def launcher_options(model: TransformerSpec, plan: ParallelPlan) -> dict[str, str]:
     r"""Return the options with which Megatron-LM and torchtitan give each stage its layers.
 
-    Megatron-LM has `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers`,
-    which are used if they are enough, and `--pipeline-model-parallel-layout`, which can express
-    every division. torchtitan has fields of `config.parallelism`.
-    A line that begins with # describes an alternative, or the reason why the framework cannot run
-    the plan.
+    For Megatron-LM, the function uses `--decoder-first-pipeline-num-layers` and
+    `--decoder-last-pipeline-num-layers` if these options are enough.
+    `--pipeline-model-parallel-layout` can express every division. For torchtitan, the options are
+    fields of `config.parallelism`. A line that begins with # describes an alternative, or the
+    reason why the framework cannot run the plan.
 
     Args:
         model: The model.
@@ -118,7 +118,7 @@ def _format_end_options(plan: ParallelPlan, layers_per_stage: tuple[int, ...]) -
 def _format_layout(layers_per_stage: tuple[int, ...]) -> str:
     """Return Megatron-LM's layout option.
 
-    In its letters E is the embedding, t is a layer, and L is the head with the loss.
+    In the value of this option, E is the embedding, t is a layer, and L is the head with the loss.
     """
     inner = [_format_layer_letters(n) for n in layers_per_stage]
     inner[0], inner[-1] = "E" + inner[0], inner[-1] + "L"

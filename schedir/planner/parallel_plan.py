@@ -308,7 +308,8 @@ class PlanEstimate(ParallelPlan):
         flops_per_second: Floating-point operations per second on one GPU. Recomputation does not
             count.
         mfu: `flops_per_second` divided by the peak in the GPU's data sheet.
-        bottleneck: The limit of the speed of the plan: a field of `StepBreakdown`, or "memory".
+        bottleneck: The part of the step that limits the speed of the plan: a field of
+            `StepBreakdown`, or "memory".
         explanation: A sentence that explains `bottleneck`.
         is_simulated: True if the program was simulated. Otherwise the step time is from the closed
             form.

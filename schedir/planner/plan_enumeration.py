@@ -116,8 +116,8 @@ def enumerate_plans(
       rank has more than two stages only if the total number of stages divides L or L + 2. Here L is
       the number of layers, and 2 counts the embedding and the head.
     - From ZeRO level 2 on, ranks have more than two stages, and backwards are not split. With two
-      stages per rank, both would stay unsharded. With split backwards, gradients would be reduced
-      after every microbatch.
+      stages per rank, both stages would stay unsharded. With split backwards, gradients would be
+      reduced after every microbatch.
     - A pipeline of one rank has several stages only with ZeRO level 2 or 3, or to offload optimizer
       states stage by stage (`FieldFilter.offload`).
 
@@ -207,7 +207,6 @@ def _enumerate_degrees(
 def _list_tp_sizes(
     model: TransformerSpec, cluster: Cluster, field_filter: FieldFilter
 ) -> list[int]:
-    """Return the tensor-parallel sizes that the filter and the model allow."""
     requested, node = field_filter.tp, cluster.gpus_per_node
     sizes = [t for t in requested or list_divisors(cluster.gpu_count) if requested or t <= node]
     fits = [t for t in sizes if not _find_indivisible_field(model, t)]
@@ -306,7 +305,8 @@ def _list_zero_levels(
             or (v > 2 and not SCHEDULE_FORMULAS[schedule].has_split_backward)
         )
         # On a single rank, several stages are useful only for ZeRO 2 and 3 and for offloaded
-        # states. They are also allowed if the filter has both `stages_per_rank` and `zero`.
+        # states. Several stages are also allowed if the filter has both `stages_per_rank` and
+        # `zero`.
         allows_many_stages = (
             field_filter.stages_per_rank is not None and field_filter.zero is not None
         )

@@ -41,7 +41,7 @@ def attach_estimates(
         model: The model.
         cluster: The cluster.
         plan: The plan.
-        breakdown: The parts of its step in seconds.
+        breakdown: The times of the parts of the plan's step, in seconds.
         memory: Peak bytes of the GPU with the highest peak.
         is_simulated: True if the estimates are from a simulation of the program.
         host_memory: Peak bytes of host memory of the process with the highest peak.

@@ -59,8 +59,8 @@ def estimate_step(
         exact: If True, simulate the program of the plan. If False, use the closed form, which is
             faster.
         constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
-            uses those of Adam in the number type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
+            the bytes of Adam in the number type of the cluster.
 
     Returns:
         The plan with its estimates. `fits` is False if the plan does not fit in memory.
@@ -151,13 +151,14 @@ def plan(
         attention: The attention of all plans.
         rank_order: The rank order of all plans. See `ParallelPlan.rank_order`.
         offload: If True, also consider plans that fit only if they offload saved activations, the
-            optimizer state, or both. Only those with the shortest estimated steps are simulated.
-            `PlanEstimate.offload_comparison` compares them with plans without offload.
+            optimizer state, or both. Only the plans with the shortest estimated steps are
+            simulated. `PlanEstimate.offload_comparison` compares these plans with plans without
+            offload.
         division: The rule that divides the layers among stages: "even", or "compute", which counts
             the head too.
         constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
-            uses those of Adam in the number type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
+            the bytes of Adam in the number type of the cluster.
 
     Returns:
         At most `top` plans that fit, the fastest first, with their bottlenecks.
@@ -294,8 +295,8 @@ def all_plans(
         cluster: The cluster. All its GPUs are used.
         batch: The number of sequences of a step, over all replicas.
         constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
-            uses those of Adam in the number type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
+            the bytes of Adam in the number type of the cluster.
         **filters: The arguments of `plan` from `schedules` to `division`, without `exact`.
 
     Returns:
@@ -333,7 +334,6 @@ def _require_state_bytes(state_bytes: StateBytes | None) -> None:
 
 
 def _require_valid_plan(model: TransformerSpec, cluster: Cluster, plan: ParallelPlan) -> None:
-    """Raise UsageError if the plan is impossible for this model on this cluster."""
     formulas = get_formulas(plan.schedule)
     bounds = {"one": (1,), "two": (2,), "many": (1, model.layers)}[formulas.stages_per_rank]
     if not bounds[0] <= plan.stages_per_rank <= bounds[-1]:

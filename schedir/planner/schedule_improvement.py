@@ -26,6 +26,7 @@ from schedir.planner.transformer.memory_estimate import StateBytes
 from schedir.planner.transformer.stage_sizes import compute_sizes
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.schedule_search.search import search_schedule
+from schedir.schedule_search.search_arguments import DEFAULT_TIME_LIMIT
 from schedir.schedule_search.search_results import combine_numba
 
 
@@ -37,9 +38,9 @@ class ImprovedPlan(NamedTuple):
             schedule.
         program: The program of the plan.
         lower_bound: A lower bound of the step time of all schedules of the plan, in seconds,
-            without reductions over replicas. It is the smaller of two bounds, one for full and one
-            for split backwards, because fewer collectives overlap with compute in a split
-            backward. It assumes that recomputation runs directly before its backward.
+            without reductions over replicas. The bound is the smaller of two bounds, one for full
+            and one for split backwards, because fewer collectives overlap with compute in a split
+            backward. The bound assumes that recomputation runs directly before its backward.
         numba: The Numba status of the searches. See
             `schedir.schedule_search.search_results.SearchResult`.
     """
@@ -57,16 +58,16 @@ def improve_schedule(
     constants: SoftwareConstants | None = None,
     *,
     state_bytes: StateBytes | None = None,
-    time_limit: float = 10.0,
+    time_limit: float = DEFAULT_TIME_LIMIT,
     max_evaluations: int | None = None,
     seed: int = 0,
 ) -> ImprovedPlan:
     """Search for a shorter schedule of a plan, within the memory that model states leave free.
 
-    `schedir.search_schedule` searches with the times of the plan's stages and messages. It uses
-    half of `time_limit` for schedules with full backwards, and half for split backwards. The result
-    is estimated as in `simulate_plan`. If the search finds no shorter schedule that fits, the plan
-    is returned unchanged.
+    `schedir.search_schedule` searches with the times of the plan's stages and messages. The search
+    uses half of `time_limit` for schedules with full backwards, and half for split backwards. The
+    result is estimated as in `simulate_plan`. If the search finds no shorter schedule that fits,
+    the plan is returned unchanged.
 
     To train the result, write `schedir.to_text(program)` to a FILE.sched. Then call
     `train_config(model, replace(plan, schedule="FILE.sched"))`.
@@ -75,10 +76,10 @@ def improve_schedule(
         model: The model.
         cluster: The cluster.
         plan: The plan. It must not offload.
-        constants: Constants of the software. None uses those of the cluster's trainer
+        constants: Constants of the software. None uses the constants of the cluster's trainer
             (`get_trainer`).
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
-            uses those of Adam in the number type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
+            the bytes of Adam in the number type of the cluster.
         time_limit: The time limit of both searches together, in seconds.
         max_evaluations: The largest number of rank orders that each search evaluates, or None. If
             this limit ends the search before `time_limit`, the result depends only on `seed`.

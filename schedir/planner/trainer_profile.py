@@ -28,8 +28,8 @@ _FLOAT_BYTES = 4  # Bytes of a float32 number.
 # Bytes that the head saves for each target token: the int64 index of its logit, and two booleans.
 # One boolean is the mask. The other is true if this rank's slice of the vocabulary has the token.
 _TARGET_BYTES = 10
-# Bytes that a slice of the embedding keeps for each token. The forward saves an int64 row, and a
-# boolean that is true if the slice contains the token. For W, only the row is kept.
+# Bytes that a slice of the embedding keeps for each token. The forward saves an int64 index of a
+# row, and a boolean that is true if the slice contains the token. Until W, only the index is kept.
 _LOOKUP_BYTES, _DEFERRED_LOOKUP_BYTES = 9, 8
 
 
@@ -124,14 +124,14 @@ def get_trainer(
 ) -> Trainer:
     """Return the trainer that the planner assumes on a cluster.
 
-    For GPUs the trainer has `constants` and `state_bytes`. For CPUs the trainer is `schedir train`,
-    which runs recomputed forwards before the gradient of their backward arrives. On CPUs, it has no
-    caching allocator, and `Sizes` include all its memory.
+    For GPUs the trainer has `constants` and `state_bytes`. For CPUs the trainer is `schedir train`.
+    It can run a recomputed forward before the gradient for the backward arrives. On CPUs, `schedir
+    train` has no caching allocator, and `Sizes` include all its memory.
 
     Args:
         cluster: The cluster.
         constants: Constants of the software. None uses `SoftwareConstants()`. For CPUs,
-            `_TRAIN_CONSTANTS` replaces some of them.
+            `_TRAIN_CONSTANTS` replaces some of these constants.
         state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
             of the cluster's number type (`get_state_bytes`).
 

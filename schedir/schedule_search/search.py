@@ -23,6 +23,7 @@ from schedir.schedule_search.heuristics.program_builder import BuiltProgram, Pro
 from schedir.schedule_search.problem import Objective, SchedulingProblem, make_problem
 from schedir.schedule_search.rank_order import Order
 from schedir.schedule_search.search_arguments import (
+    DEFAULT_TIME_LIMIT,
     require_evaluations,
     require_integer,
     require_seconds,
@@ -138,7 +139,7 @@ def search_schedule(
     max_in_flight: int | Callable[[int], int] | None = None,
     objective: Objective = "span",
     split_backward: bool = True,
-    time_limit: float = 10.0,
+    time_limit: float = DEFAULT_TIME_LIMIT,
     max_evaluations: int | None = None,
     seed: int = 0,
     initial_schedules: Sequence[Schedule | Program] = (),

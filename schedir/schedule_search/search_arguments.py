@@ -1,11 +1,13 @@
-"""Check arguments of a search: time limit, number of evaluations and seed."""
+"""Defaults and checks of the arguments of a search: time limit, evaluations and seed."""
 
 from __future__ import annotations
 
 from operator import index
+from typing import Final
 
 from schedir.errors import UsageError, describe, to_float
 
+DEFAULT_TIME_LIMIT: Final = 10.0  # seconds
 _EVALUATIONS_RULE = "max_evaluations must be an integer, 1 or more"
 
 

@@ -33,7 +33,7 @@ class SearchStep(NamedTuple):
     Attributes:
         seconds: The time since the start of the search.
         method: The method that found the schedule, or the name of an initial schedule.
-        span: The length of the schedule by the objective of the search, in the unit of the costs.
+        span: The time that the search minimizes, in the unit of the costs. See `SearchResult`.
     """
 
     seconds: float
@@ -48,8 +48,8 @@ class SearchResult:
     Attributes:
         program: The compiled and checked program.
         timeline: The prediction of the program.
-        span: The length of the schedule by the objective of the search: the span, or the longest
-            active span of a rank.
+        span: The time that the search minimizes: the span of the schedule, or the longest active
+            span of a rank.
         bound: The lower bound on the length of every schedule within the memory limit.
         explanation: The proof of the bound in words.
         improvements: Each schedule that was shorter than all before it, in the order in which the

@@ -50,7 +50,7 @@ def assert_same_gradients(
 ) -> float:
     """Assert that a pipeline step of any library computes the gradients of a plain loop.
 
-    The plain loop runs the model without a pipeline, in the calling process.  It computes
+    The plain loop runs the model without a pipeline, in the calling process.  The loop computes
     `loss_fn(model(inputs), targets)` for each microbatch.  Inputs that are a tuple or a dict are
     passed as the arguments of the model.
 
@@ -60,16 +60,16 @@ def assert_same_gradients(
     `start_method` is "spawn".
 
     A gradient is correct if the norm of its difference from the expected gradient is at most
-    `tolerance` times a size.  The size is the sum of the norms of the gradients of the single
-    microbatches.
+    `tolerance` times a reference.  The reference is the sum of the norms of the gradients of the
+    single microbatches.
 
     Args:
         step: Called as `step(rank, ranks, model, batch)` in each process.  torch.distributed is
             initialised over Gloo, and each process has its own copy of `model`.  The step builds
             stages from the modules of the model, and runs them on `batch` once or several times.
-            It accumulates gradients and runs no optimizer.  Gradients are then read from the
-            `.grad` of the parameters.  A step that works on copies of the modules returns
-            `{name: gradient}` instead, by the parameter names of `model`.
+            The step accumulates gradients and runs no optimizer.  Gradients are then read from the
+            `.grad` of the parameters.  A step that works on copies of the modules returns `{name:
+            gradient}` instead, by the parameter names of `model`.
         model: The model, on the CPU, or a list of its stages.  Differences are reported by stage if
             the model is a list, or if the stages are those of torch.distributed.pipelining.
         batch: Tensors, or tuples and dicts of tensors.  Each tensor is split along its first
@@ -78,14 +78,15 @@ def assert_same_gradients(
         ranks: The number of processes.
         microbatches: The number of microbatches of all replicas together.  It may be None if
             `batch` is a list.
-        loss_fn: Returns the loss of one microbatch.  If None, the model returns the loss.
+        loss_fn: A function that returns the loss of one microbatch.  If None, the model returns the
+            loss.
         reduction: The reduction of the losses of all microbatches: "mean", "sum", or a number, by
             which their sum is divided.  The expected gradient is the gradient of the result.
         replicas: The number of data-parallel replicas.  The first replica gets the first
             microbatches.  The same gradient is expected on each replica.
-        tolerance: The largest difference relative to the size above.  The default is 1e-6 in
-            float32, 1e-12 in float64, and 8 times the `eps` of any other type, which hides small
-            errors.  0 requires equal bits.
+        tolerance: The largest allowed norm of a difference, divided by the sum of the norms of the
+            microbatches' gradients.  The default is 1e-6 in float32, 1e-12 in float64, and 8 times
+            the `eps` of any other type, which hides small errors.  0 requires equal bits.
         timeout: Seconds after which a rank that still runs the step counts as hung.
         start_method: "fork" or "spawn".  The default is described above.
 
@@ -206,7 +207,7 @@ def _require_nonnegative(name: str, number: object) -> None:
 def _forks_are_unsafe() -> bool:
     """Return whether processes must be spawned, because this process cannot be forked safely.
 
-    With a GPU, autograd starts threads for it at the first backward, and then refuses forks.
+    With a GPU, autograd starts threads for the GPU at the first backward, and then refuses forks.
     """
     is_linux = sys.platform.startswith("linux")
     return not is_linux or dist.is_initialized() or torch.accelerator.is_available()
@@ -318,7 +319,7 @@ def _run_rank(
 def _find_current_names(
     modules: Mapping[str, nn.Module], known_names: Set[str]
 ) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Return the current parameters of the modules, each with its names that are known."""
+    """Return the current parameters of the modules, each with its names in `known_names`."""
     result: dict[nn.Parameter, tuple[str, ...]] = {}
     for module_name, module in modules.items():
         for local_name, p in module.named_parameters(recurse=False):

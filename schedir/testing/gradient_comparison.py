@@ -255,8 +255,8 @@ def _list_gradients(
                 and gradient is not None
                 and not bool(gradient.any())
             ):
-                gradient = None  # a step may return zeros for the parameters of other ranks
-            # If neither is true, the rank does not have the parameter.
+                gradient = None  # A step may return zeros for parameters of other ranks.
+            # Otherwise, the rank does not have the parameter.
             if gradient is not None or name in stage_by_name:
                 result.append((StageLocation(stage_by_name.get(name), rank), name, gradient))
     for names in weight_names:
@@ -269,7 +269,7 @@ def _list_gradients(
 
 
 class _GradientError(NamedTuple):
-    """The difference of one gradient from the expected one.
+    """The difference of one gradient from the expected gradient.
 
     Args:
         error: The norm of the difference over the norm of the expected gradient.
@@ -293,7 +293,7 @@ class _GradientError(NamedTuple):
 def _measure_error(
     name: str, actual: Tensor | None, expected: ExpectedGradient | None, tolerance: float | None
 ) -> _GradientError:
-    """Return the difference of a gradient from the expected one."""
+    """Return the difference of a gradient from the expected gradient."""
     if actual is None or expected is None:
         value = actual if expected is None else expected.value
         is_wrong = value is not None and bool(value.any())

@@ -42,8 +42,9 @@ def assert_schedule(
 
     Args:
         schedule: The schedule.
-        shapes: Shapes, or a strategy of shapes.  If None, the shapes of `shapes_for(schedule)`.
-        progress_models: The progress models under which the schedule must finish.  All by default.
+        shapes: Shapes, or a strategy of shapes.  None means the shapes of `shapes_for(schedule)`.
+        progress_models: The progress models under which the schedule must finish.  The default is
+            all progress models.
         bitwise: True requires equal bits for all gradients.  False allows a relative error of 1e-6
             for each parameter: the norm of the difference over the norm of the gradient.  None, the
             default, requires equal bits if the program reduces gradients in ascending order of

@@ -159,11 +159,11 @@ def compute_programs(
 
     Args:
         draw: Passed by hypothesis.
-        ranks: As for `shapes`.
-        microbatches: As for `shapes`.
-        stages_per_rank: As for `shapes`.
+        ranks: The largest number of ranks.
+        microbatches: The largest number of microbatches.
+        stages_per_rank: The largest number of stages per rank.
         split: The share of backwards that are split into I and W, from 0 to 1.
-        placements: As for `shapes`.
+        placements: The kinds of placement to draw from, as in `shapes`.
         optimizer_steps: The largest number of optimizer steps.  A draft with several steps has no
             stage replicas, at most `microbatches` microbatches per step, and weight delays from 0
             to 2.
@@ -215,9 +215,9 @@ def programs(
 
     Args:
         draw: Passed by hypothesis.
-        ranks: As for `shapes`.
-        microbatches: As for `shapes`.
-        stages_per_rank: As for `shapes`.
+        ranks: The largest number of ranks.
+        microbatches: The largest number of microbatches.
+        stages_per_rank: The largest number of stages per rank.
 
     Returns:
         The lowered program.
@@ -345,7 +345,8 @@ def _draw_state_placement(draw: st.DrawFn, shape: PipelineShape, clips: bool) ->
 def tied_weights(shape: PipelineShape) -> st.SearchStrategy[TiedStages]:
     """Return a strategy of the stages that share weights in a shape.
 
-    It draws no tied weights, a weight of the first and the last stage, or up to two sets of stages.
+    The strategy draws no tied weights, a weight of the first and the last stage, or up to two sets
+    of stages.
 
     Args:
         shape: The shape.
@@ -398,7 +399,7 @@ def random_compute_program(
     streams: list[list[Instr]] = [[] for _ in range(shape.ranks)]
     ready = [Instr(_F, 0, mb) for mb in range(m)]
     backward_op = {(s, mb): _I if rng.random() < split else _B for s in range(S) for mb in range(m)}
-    arrived_gradients: set[tuple[int, int]] = set()  # (stage, mb) whose output gradient has arrived
+    arrived_gradients: set[tuple[int, int]] = set()  # (stage, mb) whose output gradient arrived.
     # By row of stage replicas and by stage: the microbatch whose backward is next.
     next_backward = [[begin] * S for begin in shape.microbatch_row_offsets[:-1]]
     # By row and by stage: the microbatches with an I and no W yet.
@@ -406,7 +407,7 @@ def random_compute_program(
     steps = _StepOrder(shape)
 
     def offer(stage: int, row: int) -> None:
-        """Add a stage's next backward to `ready` if it can run.  B runs after all earlier W."""
+        """Add a stage's next backward to `ready` if possible.  B runs after all earlier W."""
         mb = next_backward[row][stage]
         if (stage, mb) in arrived_gradients and (
             backward_op[stage, mb] is _I or not waiting_weights[row][stage]
@@ -460,7 +461,7 @@ class _StepOrder:
             self.missing[update, int(shape.rank_of_stage(stage, mb))] += 1
 
     def find_possible(self, ready: list[Instr]) -> list[Instr]:
-        """Return the ready instructions that need no optimizer step with missing gradients."""
+        """Return the ready instructions that wait for no optimizer step with missing gradients."""
         if self.shape.optimizer_steps == 1:
             return ready
         return [instr for instr in ready if self._is_possible(instr)]

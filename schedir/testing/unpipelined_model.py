@@ -38,7 +38,8 @@ class UnpipelinedModel:
     Args:
         model: The model.
         microbatches: The microbatches.
-        loss_fn: Returns the loss of a microbatch.  If None, the model returns the loss.
+        loss_fn: A function that returns the loss of a microbatch.  If None, the model returns the
+            loss.
         divisor: The number by which the sum of the losses is divided.
     """
 
@@ -153,7 +154,7 @@ def compute_loss(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> Tenso
         model: The model.
         batch: The inputs, or a pair of inputs and targets if there is a `loss_fn`.  Inputs that are
             a tuple or a dict are passed as the arguments of the model.
-        loss_fn: Called with the output of the model and the targets.  If None, the loss is the
+        loss_fn: A function of the output of the model and the targets.  If None, the loss is the
             output, or its attribute `loss`.
 
     Returns:
@@ -237,7 +238,7 @@ def _split_leaf(leaf: Any, microbatches: int) -> Sequence[Any]:
                 hint="use tensors, tuples and dicts of tensors, or a list of microbatches",
             )
         return [leaf] * microbatches
-    # Detached, so that backwards do not add to the gradient of the caller's tensor.
+    # Detach the tensor, so that backwards do not add to the gradient of the caller's tensor.
     tensor = leaf.detach().requires_grad_(leaf.requires_grad)
     if tensor.dim() == 0:
         return [tensor] * microbatches

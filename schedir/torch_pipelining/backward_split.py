@@ -1,7 +1,7 @@
 """Detect where torch's split backward would be wrong, and run a full backward instead.
 
 torch computes the gradients of weights from the autograd nodes where the paths of weights and
-inputs join. It silently computes no gradient for two kinds of weights:
+inputs join. torch silently computes no gradient for two kinds of weights:
 
 - Weights whose path to the outputs joins no path of an input. Examples are weights of a stage after
   frozen stages, and a table that the stage returns.
@@ -10,8 +10,8 @@ inputs join. It silently computes no gradient for two kinds of weights:
 torch also detaches, in place, the tensors that a backward begins with. This fails for views.
 
 Both halves run the nodes where weights and inputs join. A `torch.autograd.Function` at such a node
-may count its calls, add to a gradient, or write to its arguments. It must run only once, so only a
-full backward is right.
+may count its calls, add to a gradient, or write to its arguments. Such a function must run only
+once, so only a full backward is right.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from torch.distributed.pipelining import _backward as theirs
 def split_loses_gradients(stage: Any, backward_inputs: Sequence[object], mb: int) -> bool:
     """Return whether torch's split backward would be wrong for a microbatch.
 
-    It is wrong if it leaves out a weight that is used, or a path from a weight to an output. It is
-    also wrong if it counts a path twice, or calls a `torch.autograd.Function` twice.
+    A split backward is wrong if it leaves out a weight that is used, or a path from a weight to an
+    output. It is also wrong if it counts a path twice, or calls a `torch.autograd.Function` twice.
 
     Args:
         stage: A stage of torch, after its forward.
@@ -44,7 +44,7 @@ def split_loses_gradients(stage: Any, backward_inputs: Sequence[object], mb: int
     if _has_reentrant_checkpoint((*reverse_graph, *roots)):
         return True
     used_weights = {node for node in reverse_graph if hasattr(node, "variable")} - {*inputs}
-    # This adds unused weights to `reverse_graph`, so `used_weights` is computed before.
+    # This call adds unused weights to `reverse_graph`, so `used_weights` is computed first.
     groups = theirs.get_param_groups(inputs, weights, reverse_graph)
     grouped_weights = [node for group in groups for node in group["params"]]
     if used_weights - {*grouped_weights} or len(grouped_weights) > len({*grouped_weights}):
@@ -73,8 +73,8 @@ def compute_input_gradients(
 ) -> tuple[Any, ...]:
     """Return the gradients of a stage's inputs, from which torch infers the shapes of messages.
 
-    torch's method uses `torch.autograd.grad`, which reentrant checkpoints refuse. For these, this
-    function runs a full backward instead.
+    torch's method uses `torch.autograd.grad`, which reentrant checkpoints refuse. For such
+    checkpoints, this function runs a full backward instead.
 
     Args:
         stage: A stage of torch.
@@ -94,8 +94,8 @@ def compute_input_gradients(
 def _nodes_in_both_halves(group: Any, reverse_graph: Any) -> set[Any]:
     """Return the nodes of a group of weights that both halves run.
 
-    These are the nodes where the weights join tensors that depend on inputs. If there are several,
-    both halves also run the nodes between two of them.
+    These are the nodes where the weights join tensors that depend on inputs. If there are several
+    such nodes, both halves also run the nodes between two of them.
     """
     join_nodes: set[Any] = group["intermediates"]
     if len(join_nodes) < 2:

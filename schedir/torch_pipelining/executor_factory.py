@@ -54,9 +54,9 @@ def infer_stage_boundaries(
 ) -> dict[int, tuple[Boundary, ...]]:
     """Return the boundaries of each stage except the last, by stage number.
 
-    The stages run one after the other. Each runs on zeros with the shapes of the previous stage's
-    outputs. Afterwards buffers, gradients and random generators are restored. All ranks of the
-    group must call this.
+    The stages run one after the other. Each stage runs on zeros with the shapes of the previous
+    stage's outputs. Afterwards buffers, gradients and random generators are restored. All ranks of
+    the group must call this.
 
     Args:
         modules: The modules of this rank's stages, by stage number.
@@ -135,7 +135,7 @@ class ExecutorRequirements(NamedTuple):
         shapes: The shapes of inputs and keywords.
         module_ids: The `id()` of the module of each stage.
         trained_ids: The `id()` of each parameter in order, or 0 if it is frozen.
-        dtypes: The dtype of autocast, or None if it is off, and the dtypes of the parameters.
+        dtypes: The dtype of autocast, or None if autocast is off, and the dtypes of the parameters.
         name_prefixes: The prefix of parameter names in each module, which `torch.compile` adds.
         num_failures: The number of steps that have failed.
     """
@@ -154,7 +154,7 @@ class CachedExecutor:
     """An executor, and the facts for which it was built.
 
     Args:
-        requirements: The requirements of this rank.
+        requirements: The facts about this rank's step for which the executor was built.
         modules: The modules of the stages.
         executor: The executor.
         transport: The transport of the executor.
@@ -250,7 +250,7 @@ def collect_requirements(
 def _boundary_dtypes(
     stage_device: Any, parameters: Iterable[Tensor]
 ) -> tuple[torch.dtype | None, ...]:
-    """Return the autocast dtype and the parameter dtypes. Boundary dtypes depend on them."""
+    """Return the autocast dtype and the parameter dtypes. These determine boundary dtypes."""
     device = torch.device(stage_device).type
     is_autocast = torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_autocast else None, *map(_get_dtype, parameters)
@@ -275,7 +275,7 @@ def make_executor(
     splittable in place. A module that `torch.compile` compiled is not changed.
 
     Args:
-        requirements: The requirements of all ranks.
+        requirements: The result of `collect_requirements` on each rank.
         stages: The stages of this rank.
         program: The program of the step.
         group: The process group of the pipeline.
@@ -338,7 +338,7 @@ def _prefix_tied_names(
 
 
 def _unwrap_ddp(module: nn.Module) -> nn.Module:
-    """Return the module inside a DDP wrapper, or the module if it has none."""
+    """Return the module inside a DDP wrapper, or `module` if it is not wrapped."""
     return module.module if isinstance(module, Replicated) else module
 
 
@@ -350,7 +350,7 @@ def collect_shapes(arguments: Any) -> tuple[Any, ...]:
 
     Returns:
         For each argument its index or name, shape and dtype. An argument that is not a tensor has
-        its type instead, or its value if that is a bool or a string.
+        its type instead, or its value if the value is a bool or a string.
     """
     named_arguments = arguments.items() if isinstance(arguments, Mapping) else enumerate(arguments)
     return tuple(
@@ -392,7 +392,7 @@ def _require_executor_support(stage: Any) -> None:
 
 
 def _make_transport(program: Program, group: Any, device: torch.device) -> ProcessTransport:
-    """Return the fastest transport between the processes of a group; all of them must call this."""
+    """Return the fastest transport of a group. All processes of the group must call this."""
     if device.type == "cpu":
         transport_class = (
             SharedMemoryTransport

@@ -116,7 +116,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
     _has_warned_of_checkpoints = False
 
     def _claim_stages(self) -> None:
-        """Make torch infer shapes again if another schedule has run these stages since."""
+        """Make torch infer shapes again if another schedule ran these stages last."""
         if any(
             stage in _LAST_SCHEDULE and _LAST_SCHEDULE[stage]() is not self
             for stage in self._stages
@@ -176,7 +176,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
                     preserved.add_gradients(stage.submod.parameters(), clear=True)
                     run = backward_split.compute_input_gradients
                     preserved.enter_context(_replace_method(stage, "_compute_input_grads", run))
-            # torch calls the loss here, too.
+            # torch also calls the loss function while it infers shapes.
             loss_fn = self._loss_fn
             if loss_fn is not None:
                 self._loss_fn = partial(self._compute_checked_loss, loss_fn, 0)

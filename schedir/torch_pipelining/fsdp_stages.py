@@ -36,8 +36,8 @@ COMPUTE: Final = (FORWARD, *BACKWARDS)
 def insert_unshards(actions: Sequence[Any], unsharded_stages: int) -> list[Any]:
     """Return the actions of a rank with UNSHARD and RESHARD added.
 
-    They are placed like Unshard and Reshard in a program with zero 3. A stage is used by its
-    compute actions and by its REDUCE_GRAD, which needs unsharded gradients.
+    The added actions are placed like Unshard and Reshard in a program with zero 3. A stage is used
+    by its compute actions and by its REDUCE_GRAD, which needs unsharded gradients.
 
     Args:
         actions: The actions of the rank.
@@ -67,7 +67,7 @@ def _max_unsharded(actions: Sequence[Any], unsharded_stages: int) -> int:
 def _stages_of_action(
     action: Any, kinds: Sequence[Any] = (*COMPUTE, REDUCE_GRAD)
 ) -> tuple[int, ...]:
-    """Return the stages of an action, or of its sub-actions. Leave out actions of other kinds.
+    """Return the stages that an action, or its sub-actions, of the given kinds use.
 
     The default kinds are those that need unsharded parameters or gradients.
     """
@@ -136,7 +136,8 @@ def accumulate_gradients(module: Any) -> None:
     parameters' dtype.
 
     Args:
-        module: The module of a stage. Nothing happens if `fully_shard` was not applied to it.
+        module: The module of a stage. Nothing happens if `fully_shard` was not applied to the
+            module.
     """
     for parameter in (p for group in list_parameter_groups(module) for p in group.fsdp_params):
         if hasattr(parameter, "_unsharded_param"):
@@ -148,7 +149,7 @@ def list_parameter_groups(module: Any) -> list[Any]:
     """Return FSDP's groups of parameters in the module of a stage.
 
     Args:
-        module: The module. The list is empty if `fully_shard` was not applied to it.
+        module: The module. The list is empty if `fully_shard` was not applied to the module.
     """
     if not isinstance(module, FSDPModule):
         return []
@@ -163,7 +164,7 @@ def unshard_stages(stages: Sequence[Any], *, trains: bool) -> Iterator[None]:
     """Keep the parameters of stages under `fully_shard` unsharded in this context.
 
     FSDP neither reshards nor reduces within the context. Gradients add up in `reduce_dtype`. At the
-    end they are reduced once, and the stages are sharded again.
+    end of the context, the gradients are reduced once, and the stages are sharded again.
 
     Args:
         stages: The stages of this rank.

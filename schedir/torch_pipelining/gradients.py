@@ -1,7 +1,7 @@
 """Reduce, sum and scale the gradients of a step of torch's runtime, once per step.
 
-If gradients are accumulated over steps, those of earlier steps are set aside and added at the end.
-Otherwise they would be divided again.
+If gradients are accumulated over steps, the gradients of earlier steps are set aside and added at
+the end. Otherwise a step would divide the gradients of earlier steps again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from schedir.runtime.parameters.tied_parameters import TiedWeight
 
 SavedGradients = Mapping[nn.Parameter, Tensor]
-BUCKET_BYTES = 25 << 20  # bytes of a reduction, as in DDP
+BUCKET_BYTES = 25 << 20  # the largest number of bytes of one all-reduce, as in DDP
 
 
 def list_parameters(stages: Iterable[Any]) -> list[nn.Parameter]:
@@ -144,9 +144,9 @@ def _make_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def sum_tied_gradients(weights: Sequence[TiedWeight], rank_of: Sequence[int], group: Any) -> None:
     """Sum the gradients of the copies of each tied weight, and write the sum to all copies.
 
-    Ranks exchange the gradients of their copies, and each adds them in the order of stages. So all
-    ranks get the same bits. Every rank with a copy must call this, with the weights in the same
-    order.
+    Ranks exchange the gradients of their copies, and each rank adds these gradients in the order of
+    stages. So all ranks get the same bits. Every rank with a copy must call this, with the weights
+    in the same order.
 
     Args:
         weights: The tied weights that have copies on this rank.
@@ -189,7 +189,7 @@ def _make_p2p_op(op: Any, tensor: Tensor, peer: int, group: Any) -> dist.P2POp:
 
 
 def _contiguous_gradient(p: nn.Parameter, visited: set[nn.Parameter]) -> Tensor:
-    """Return the gradient of a copy of a tied weight, contiguous.
+    """Return the gradient of a copy of a tied weight, as a contiguous tensor.
 
     Return zeros if the copy has no gradient, or if its Parameter is in `visited`. Two stages of a
     rank may share one Parameter, whose gradient must be counted once.

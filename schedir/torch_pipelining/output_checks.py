@@ -42,7 +42,7 @@ class PendingOutputs:
     def __init__(self, *, by_value: bool) -> None:
         self._by_value = by_value
         self._needed_outputs: dict[OutputKey, list[_Output]] = {}
-        self._latest_mb: dict[int, int] = {}  # stage -> microbatch of its latest forward
+        self._latest_mb: dict[int, int] = {}  # Stage -> microbatch of its latest forward.
         # Results of comparisons on a GPU. The host reads them only at the end of the step, because
         # reading them waits for the GPU.
         self._gpu_comparisons: list[tuple[OutputKey, _Output, Tensor]] = []
@@ -70,8 +70,8 @@ class PendingOutputs:
         """Record that the next stage, on the same rank, has read the outputs of a forward.
 
         From now on, only outputs with a gradient are needed, until their backward. Later checks
-        compare them with their present state, because the next stage may have written to its
-        inputs.
+        compare these outputs with their present state, because the next stage may have written to
+        its inputs.
 
         Args:
             stage: The stage of the outputs.

@@ -82,8 +82,8 @@ def compile_for_stages(
     Args:
         source: A schedule or a Program.
         shape: The shape of the stages of all ranks.
-        tied_weights: The stages of each tied weight. It is ignored if `source` is a Program with
-            tied weights.
+        tied_weights: The stages of each tied weight. This argument is ignored if `source` is a
+            Program with tied weights.
 
     Raises:
         UsageError: The Program is for other stages, has a ZeRO level, or has collectives between
@@ -135,7 +135,6 @@ def compile_for_stages(
 
 
 def _describe_shape(shape: PipelineShape) -> str:
-    """Return a shape in words, with the stages of each rank."""
     rank_stages = "; ".join(
         f"rank {rank}: {', '.join(map(str, stages))}"
         for rank, stages in enumerate(shape.stages_on_rank)
@@ -188,8 +187,8 @@ def get_progress_model(group: Any, device: torch.device) -> tuple[ProgressModel,
     - NCCL: Each pair of ranks has a communicator for its messages ("torch_lazy"). If the group is
       bound to a device, all messages use the communicator of the group ("per_device").
     - Gloo: All messages from one rank to another have one tag and match by position, both
-      activations and gradients. "per_pair" has this rule. It is stricter than Gloo, in which the
-      two directions of a pair do not wait for each other.
+      activations and gradients. "per_pair" has this rule. This model is stricter than Gloo, in
+      which the two directions of a pair do not wait for each other.
     - Any other backend: "blocking_serial", which makes no assumption.
 
     Args:

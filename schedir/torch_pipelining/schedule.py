@@ -43,7 +43,6 @@ Runtime = Literal["torch", "schedir"]
 
 
 def _require_runtime(runtime: Any) -> None:
-    """Raise UsageError if `runtime` is not the name of a runtime."""
     if runtime not in get_args(Runtime):
         raise UsageError(
             f"runtime must be 'torch' or 'schedir', not {describe(runtime)}",
@@ -55,13 +54,14 @@ def _require_runtime(runtime: Any) -> None:
 class Schedule(CheckedRuntime):
     """A schedule of torch.distributed.pipelining that runs a schedir program.
 
-    It takes the arguments of torch's schedules, and either `schedule` or `program`. All ranks of a
-    pipeline must create their Schedules together, with the same program. Before the first step,
-    schedir proves that the program is complete and cannot deadlock under the progress model of the
-    stages' process group (`program_selection.get_progress_model`).
+    A Schedule takes the arguments of torch's schedules, and either `schedule` or `program`. All
+    ranks of a pipeline must create their Schedules together, with the same program. Before the
+    first step, schedir proves that the program is complete and cannot deadlock under the progress
+    model of the stages' process group (`program_selection.get_progress_model`).
 
-    `step` and `eval` work as in torch. They take complete batches or microbatches (`arg_mbs`,
-    `kwarg_mbs` and `target_mbs`, a list each). `eval` runs only the forwards of the program.
+    `step` and `eval` work as in torch. Both methods take complete batches or microbatches
+    (`arg_mbs`, `kwarg_mbs` and `target_mbs`, a list each). `eval` runs only the forwards of the
+    program.
 
     Stages may be wrapped by `fully_shard` or by DistributedDataParallel. Gradients are reduced once
     per step, after all full and split backwards have added to them. Gradients of tied weights are
@@ -76,16 +76,16 @@ class Schedule(CheckedRuntime):
         output_merge_spec: The dimensions along which outputs are merged.
         scale_grads: True to divide the gradients of a step once by the number of microbatches. The
             result is added to the gradients that exist before the step.
-        schedule: A schedule, its name, or a function of the user. It is compiled for the shape that
-            follows from the stages of all ranks.
-        program: A Program, a draft, or the path of a .sched or .csv file. It must be for exactly
-            the stages of these ranks.
+        schedule: A schedule, its name, or a function of the user. The schedule is compiled for the
+            shape that follows from the stages of all ranks.
+        program: A Program, a draft, or the path of a .sched or .csv file. The program must be for
+            exactly the stages of these ranks.
         runtime: "torch" runs the program and its transfers with torch's runtime. "schedir" runs it
             with schedir's Executor.
         tied_weights: The parameters that are copies of one weight, as
             `schedir.find_tied_weights(stages)` returns them for the stages of all ranks. Each rank
-            passes the same value. It is not needed if the stages of a rank share one Parameter, or
-            if modules have an attribute `tied_weight`.
+            passes the same value. The argument is not needed if the stages of a rank share one
+            Parameter, or if modules have an attribute `tied_weight`.
         allow_identical_stages: True to allow equal trained parameters in different stages. By
             default, equal parameters are refused if they are neither tied nor constant (such as all
             zeros).
@@ -227,7 +227,6 @@ class Schedule(CheckedRuntime):
         return full_program
 
     def _init_step_state(self) -> None:
-        """Set the attributes that change from step to step."""
         self._losses_by_mb = {}
         self._given_microbatches: tuple[Any, Any, Any] | None = None
         self._loss_kwargs = None
@@ -235,7 +234,7 @@ class Schedule(CheckedRuntime):
         self._last_modules = []
 
     def _set_actions(self, unsharded_stages: int) -> None:
-        """Set torch's actions of both programs. Verify that they unshard stages in time."""
+        """Set torch's actions of both programs. Verify that the actions unshard stages in time."""
         self._actions_by_mode = {
             mode_program.has_backward: {
                 rank: insert_unshards(rank_actions, unsharded_stages)
@@ -392,7 +391,7 @@ class Schedule(CheckedRuntime):
             )
 
     def _refuse_step(self, reason: str, hint: str, field: str) -> NoReturn:
-        """Raise an error about the arguments of a step: the executor raises it on all ranks."""
+        """Raise an error about the arguments of a step. With the executor, all ranks raise."""
         if self._executor_runtime is not None:
             self._executor_runtime.refuse_step(reason, trains=self._has_backward)
         raise UsageError(reason, program=self.program.name, hint=hint, fields=[field])

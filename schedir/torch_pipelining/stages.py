@@ -151,7 +151,7 @@ def require_frozen_stages(stages: Sequence[Any], program: Program) -> None:
 
 
 def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> None:
-    """Refuse an output that differs from the declared output, or from that of the first step.
+    """Refuse an output that differs from the declared output or from the output of the first step.
 
     torch would not raise an error. It would send the output into a buffer of another shape, or
     would not send the gradient of the output back.
@@ -204,7 +204,7 @@ def unwrap_module(module: nn.Module) -> nn.Module:
 class SharedWeights:
     """Finds the tied weights of a rank: the weights that several stages share.
 
-    All ranks of the group must create it together.
+    All ranks of the group must create this object together.
 
     Args:
         stages: The stages of this rank.
@@ -250,7 +250,7 @@ class SharedWeights:
         return {stage.stage_index: unwrap_module(stage.submod) for stage in self._stages}
 
     def _find_named_ties(self) -> TiedStages:
-        """Return the stages whose `tied_weight` attributes are assumed to be one weight."""
+        """Return the stages with a `tied_weight` attribute, which count as copies of one weight."""
         named = {
             s
             for rank_fingerprints in self._fingerprints

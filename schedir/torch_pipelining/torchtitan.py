@@ -30,8 +30,9 @@ def patch_torchtitan(
 ) -> type[Schedule]:
     """Make torchtitan's trainer run a schedule of schedir instead of torch's.
 
-    Call it on every rank before torchtitan builds its trainer. It replaces the function by which
-    `torchtitan.distributed.pipeline_parallel` finds a schedule class. The trainer then creates the
+    Call this function on every rank before torchtitan builds its trainer. The call replaces the
+    function by which `torchtitan.distributed.pipeline_parallel` finds a schedule class. The trainer
+    then creates the
     stages that the schedule needs: one or several per rank, in a loop or in a vee. A later call
     replaces the schedule of an earlier one.
 
@@ -47,7 +48,7 @@ def patch_torchtitan(
         The class that torchtitan uses: `Schedule` with these keywords as defaults.
 
     Raises:
-        UsageError: This version of torchtitan is not known, or it cannot place the stages.
+        UsageError: This version of torchtitan is not known, or torchtitan cannot place the stages.
 
     Example:
         At the top of a script that runs torchtitan's trainer::
@@ -68,7 +69,8 @@ def patch_torchtitan(
     source_option = {"schedule": schedule} if program is None else {"program": program}
     replacement = Schedule.with_options(**source_option, **options)
     if shape.stages_per_rank == 1:
-        # torchtitan makes one stage per rank for such classes, and several for all others.
+        # torchtitan makes one stage per rank for subclasses of PipelineScheduleSingle, and several
+        # for all other classes.
         theirs.PipelineScheduleSingle.register(replacement)
 
     def get_schedule_class(name: str) -> type[Schedule]:

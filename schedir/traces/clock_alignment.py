@@ -1,11 +1,11 @@
 """Estimate the offsets between the clocks of hosts from messages.
 
-No message arrives before it is sent. Host a posts a message at `sent`, host b receives it at `got`,
-each by its own clock. Then offset(b) - offset(a) <= got - sent. Messages from b to a give a lower
-bound of offset(b) - offset(a).
+No message arrives before it is sent. Suppose that host a posts a message at time `sent` of its
+clock, and host b receives the message at time `got` of its clock. Then offset(b) - offset(a) <= got
+- sent. Messages from b to a give a lower bound of offset(b) - offset(a).
 
 Shortest paths combine these bounds over several hosts, as in NTP. The result is the middle of the
-allowed range. Its largest error is its distance from the bounds.
+allowed range. The largest error is the distance of the result from the bounds.
 """
 
 from __future__ import annotations

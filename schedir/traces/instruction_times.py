@@ -1,8 +1,8 @@
 """Find when a rank ran each instruction, from profiler ranges and kernels.
 
-On a CPU, the time of an instruction is the time of its range, without the waits for messages in it.
-For example, torch's runtime waits for a receive inside of the F or B that needs it. A range of Gloo
-gives the end of a wait, and the end of the previous operator gives its start.
+On a CPU, the time of an instruction is the time of its range, without the waits for messages inside
+the range. For example, torch's runtime waits for a receive inside of the F or B that needs it. A
+range of Gloo gives the end of a wait, and the end of the previous operator gives its start.
 
 On a GPU, the ranges of the host only show which instruction launched which kernels. The time of an
 instruction is the time of the kernels launched in its range. The launching thread is the thread of
@@ -43,7 +43,8 @@ class ExecutedSpan(NamedTuple):
         end: The end, in nanoseconds. None for a posted message whose arrival is not recorded.
         wait_time: The time in their profiler range that was a wait for messages, in nanoseconds.
             This time is not between `start` and `end`.
-        is_joined: True if they are in one group with the previous span (`&` in the text form).
+        is_joined: True if the instructions are in one group with the previous span (`&` in the text
+            form).
         has_operators: True if an operator ran in their profiler range.
     """
 
@@ -77,7 +78,7 @@ def split_repetitions(
     Args:
         trace: The trace of the rank.
         interval: The start and the end, in nanoseconds by the clock of the host.
-        default_stage: The stage of ranges that do not name one.
+        default_stage: The stage of ranges that do not name a stage.
 
     Returns:
         One list for each repetition, in the order in which the host issued the instructions.
@@ -98,7 +99,7 @@ def split_repetitions(
     repetitions: list[list[ExecutedSpan]] = []
     seen_actions: set[NamedInstruction] = set()
     for item in items:
-        # A step ran its schedule again.
+        # An instruction occurs again, so the rank ran its schedule again.
         if not repetitions or not seen_actions.isdisjoint(item.actions):
             repetitions.append([])
             seen_actions.clear()
@@ -257,7 +258,6 @@ def _list_wait_intervals(
 
 
 def _union_length(intervals: list[tuple[int, int]]) -> int:
-    """Return the length of the union of some intervals."""
     total, covered_end = 0, 0
     for start, end in sorted(intervals):
         total += max(0, end - max(start, covered_end))

@@ -6,8 +6,8 @@ are ranges that the program named (`user_annotation`), operators (`cpu_op`), lau
 `args.correlation` connects a launch and its work. `ts` and `dur` are microseconds, and absolute
 time is `baseTimeNanoseconds + 1000 ts`.
 
-A file may have gigabytes, but only a part of it is needed. So it is parsed as a stream, and only
-the needed events are kept.
+A file may have gigabytes, but only a part of it is needed. So the file is parsed as a stream, and
+only the needed events are kept.
 """
 
 from __future__ import annotations

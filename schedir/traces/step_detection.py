@@ -127,7 +127,7 @@ class TracedProcesses:
         return common_steps
 
     def _infer_stages(self) -> dict[int, int]:
-        """Return the stage of each process, for ranges that do not name one.
+        """Return the stage of each process, for ranges that do not name a stage.
 
         The stage is the position of the process in a process group. In forwards, the first process
         of this group only sends, the last process only receives, and the others do both. Without

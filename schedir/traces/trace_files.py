@@ -68,7 +68,7 @@ def read_traces(
 
     Args:
         files: The files to read.
-        on_read: Called with each file after it was read.
+        on_read: A function that is called with each file after the file was read.
 
     Returns:
         One trace for each file.

@@ -44,8 +44,9 @@ from schedir.verify.check import check
 Floats = NDArray[np.float64]
 
 _STEP_OP: Final = OPCODE_BY_TEXT["step"]
-# Progress models to try, the strictest first. The run did finish, so one of them must accept it.
-# "torch_lazy" is the last, because a trace does not record which communicators existed.
+# Progress models to try, the strictest first. The run did finish, so its program must finish under
+# one of these models. "torch_lazy" is the last, because a trace does not record which communicators
+# existed.
 _GPU_MODELS: Final[tuple[ProgressModel, ...]] = (
     "per_device",
     "per_direction",
@@ -102,11 +103,11 @@ def read_run(
         sources: Files, directories and patterns of traces of torch.profiler, in any order.
         step: The number of the ProfilerStep. By default the last complete step. If a step ran its
             schedule several times, the last of these runs is read.
-        progress_model: The progress model of the transport. By default the strictest one under
+        progress_model: The progress model of the transport. By default the strictest model under
             which the program finishes.
         name: The name of the program.
         program_attributes: Attributes of the program that traces do not contain, such as `tp`.
-        on_read: Called with each file after it was read.
+        on_read: A function that is called with each file after the file was read.
 
     Returns:
         The timeline, its step, and notes.
@@ -276,7 +277,7 @@ def _note_missing_times(spans: Sequence[ExecutedSpan], is_gpu: bool) -> list[str
 
 
 def _encode_stream_words(run: ScheduleRun) -> list[int]:
-    """Return the marked instructions of a rank as words of a `Stream`."""
+    """Return the marked instructions of a rank encoded as in a `Stream`."""
     return [
         int(action.op) << OP_SHIFT
         | action.stage << STAGE_SHIFT
@@ -323,7 +324,7 @@ def _check_under_models(
 
 
 def _instruction_times(program: Program, ranks: list[ScheduleRun]) -> tuple[Floats, Floats]:
-    """Return the start and the end of each instruction, in seconds. NaN if it is not marked."""
+    """Return the start and the end of each instruction, in seconds. NaN means not marked."""
     first_start = min(span.start for run in ranks for span in run.spans)
     start, end = np.full((2, len(program)), np.nan)
     for stream, run, offset in zip(program.streams, ranks, program.offsets, strict=False):

@@ -70,8 +70,8 @@ class TrainingCheckpoints:
     def resume(self) -> int:
         """Load the newest complete checkpoint, and return the number of complete steps.
 
-        All processes must call this. With `train.resume = "no"` it loads nothing. Process 0 prints
-        the settings that changed since the checkpoint.
+        All processes must call this. With `train.resume = "no"` this method loads nothing. Process
+        0 prints the settings that changed since the checkpoint.
 
         Returns:
             The number of complete steps, or 0 if there is no checkpoint.
@@ -110,8 +110,8 @@ class TrainingCheckpoints:
         """Return whether to save the state after `step` before the next step begins.
 
         Args:
-            step: The step, from 1. The last step is always saved. Other steps are saved in this way
-                only if the program has no snapshots.
+            step: The step, from 1. The last step is always saved. Other steps are saved between
+                steps only if the program has no snapshots.
         """
         train = self.train
         if train.checkpoint_dir is None:
@@ -119,7 +119,7 @@ class TrainingCheckpoints:
         return step == train.steps or (self.saver is None and step % train.checkpoint_every == 0)
 
     def should_copy(self, step: int) -> bool:
-        """Return whether the step after `step` must copy the state that `step` leaves.
+        """Return whether step `step` + 1 must copy the state after `step`.
 
         Args:
             step: The step, from 1.
@@ -156,7 +156,7 @@ class TrainingCheckpoints:
     def schedule_copy(self, step: int) -> None:
         """Request that the next step copies the current state.
 
-        This waits until the previous checkpoint is complete.
+        This method waits until the previous checkpoint is complete.
 
         Args:
             step: The last complete step, from 1.
@@ -218,9 +218,9 @@ class TrainingCheckpoints:
                 self._report_saved(self.saver.saved_checkpoint)
 
     def close(self) -> None:
-        """Complete the checkpoint that is being written, for whatever reason the run ends.
+        """Complete the checkpoint that is being written, when the run ends for any reason.
 
-        With several processes this does nothing, because other processes may have exited.
+        With several processes this method does nothing, because other processes may have exited.
         """
         if self.saver is not None and dist.get_world_size() == 1:
             with suppress(CheckpointError, ModelError):  # The run has ended for another reason.

@@ -46,7 +46,7 @@ class EvaluationResult(NamedTuple):
 
 
 def make_evaluation_programs(config: Config, program: Program) -> list[Program]:
-    """Return the program that evaluates the stages of a training program.
+    """Return the program that evaluates the model on the pipeline of a training program.
 
     Args:
         config: The configuration of the run.
@@ -68,9 +68,9 @@ def make_evaluation_programs(config: Config, program: Program) -> list[Program]:
 class Evaluation:
     """Evaluates the loss on the same held-out windows after certain steps.
 
-    Each evaluation uses the first windows: `train.evaluate_batches` times the number of windows
-    that a training step reads, or all if there are fewer. The last batch is filled up with targets
-    that are ignored.
+    Each evaluation uses the first held-out windows: `train.evaluate_batches` times the windows that
+    a training step reads, or all held-out windows if there are fewer. If the last batch is too
+    short, windows whose targets are ignored fill it.
 
     Args:
         config: The configuration of the run.
@@ -92,7 +92,7 @@ class Evaluation:
         inputs, targets = held_out.read_batch(0, count)
         self.tokens = get_trained_model(config.model).module.count_tokens(targets)
         padded_count = -(-count // batch_windows) * batch_windows
-        # The first window fills up the last batch, and its targets there are ignored.
+        # Copies of the first window fill the last batch. The targets of these copies are ignored.
         indices = torch.zeros(padded_count, dtype=torch.int64)
         indices[:count] = torch.arange(count)
         inputs, targets = inputs[indices], targets[indices]
@@ -102,7 +102,7 @@ class Evaluation:
             (inputs[window : window + replica_windows], targets[window : window + replica_windows])
             for window in range(first_window, padded_count, batch_windows)
         ]
-        # All tensor-parallel ranks compute the same loss, so only the first one adds it.
+        # All tensor-parallel ranks compute the same loss, so only the first of them adds its loss.
         self.should_count_loss = shape.stages - 1 in executor.stages and transport.tp_rank == 0
 
     def is_due(self, step: int) -> bool:

@@ -2,8 +2,8 @@
 
 Both models compute the same function: pre-LayerNorm, learned positions, exact GELU (with erf), and
 a head without bias. The names differ, and `transformers` stores linear weights transposed (Conv1D).
-In schedir, `qkv` has rows in the order (head, qkv, width). In `transformers`, it has columns in the
-order (qkv, head, width).
+In schedir, the rows of the weight `qkv` have the order (head, qkv, width). In `transformers`, its
+columns have the order (qkv, head, width).
 """
 
 from __future__ import annotations
@@ -113,7 +113,6 @@ def convert_to_gpt2(
 def _get_expected_shapes(
     vocab: int, hidden: int, context: int, layers: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter of a GPT of this size, by name."""
     size_factors = {"qkv": (3, 1), "proj": (1, 1), "up": (4, 1), "down": (1, 4)}
     shapes: dict[str, tuple[int, ...]] = {
         "embedding.weight": (vocab, hidden),

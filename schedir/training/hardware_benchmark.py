@@ -1,8 +1,8 @@
 """Measure the machine as a Cluster for the planner.
 
 Several processes run the same measurements at the same time: one process on each GPU, or any number
-of processes on the CPU. They measure matrix products, copies, layers of the trainer's GPT, and
-all-reduces.
+of processes on the CPU. The processes measure matrix products, copies, layers of the trainer's GPT,
+and all-reduces.
 
 On a CPU, a compute time is the processor time of the thread, so the load of other programs does not
 count. This processor time is multiplied by the number of processes that share a processor. On GPUs,
@@ -53,8 +53,8 @@ ALL_REDUCES_PER_LAYER: Final = 4
 # The smallest time of an all-reduce within a layer, in seconds. This time is computed as a
 # difference, which noise can make negative.
 _MIN_SECONDS: Final = 1e-6
-# There is a warning if other programs use more than this share of the processors, or if the rounds
-# of a measurement differ by more than this share.
+# The benchmark warns if other programs use more than this share of the processors. It also warns if
+# the rounds of a measurement differ by more than this share.
 BUSY_THRESHOLD: Final = 0.1
 
 
@@ -84,7 +84,7 @@ class BenchmarkExtent(NamedTuple):
 def _list_gemm_shapes(*shapes: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
     """Return the products (m, k, n) of layers with these (tokens, hidden size).
 
-    The last two products are from a shard of the first layer.
+    The last two products are those of a tensor-parallel shard of the first layer.
     """
     gemms = [(m, k, n) for m, h in shapes for k, n in ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h))]
     m, h = shapes[0]
@@ -204,7 +204,7 @@ class MeasuredSamples(NamedTuple):
         layers: Seconds of each layer, in each round.
         copy_seconds: Seconds of the copy, in each round.
         all_reduces: For each all-reduce, the number of processes in the group, the bytes, and the
-            seconds in each round. There are no seconds if this process was in no group.
+            seconds in each round. The list of seconds is empty if this process was in no group.
         memory_bytes: Bytes of memory of the process.
         processor_share: Processor time divided by wall time, during the matrix products.
     """
@@ -225,7 +225,7 @@ def _print_progress(line: str) -> None:
 def _measure_process(
     rank: int, device: str, extent: BenchmarkExtent, seconds: float, progress: bool
 ) -> MeasuredSamples:
-    """Measure as one of several processes."""
+    """Run all measurements in one process. All processes run this at the same time."""
     say = _print_progress if progress and rank == 0 else lambda line: None
     say(f"measuring {len(extent.gemms)} matrix products and a copy")
     watch = _Stopwatch(device, seconds)
@@ -267,8 +267,8 @@ class _Stopwatch:
     def time_rounds(self, run: Callable[[], object], *, wall: bool = False) -> list[float]:
         """Return the seconds per run in each round: wall time on GPUs, processor time on CPUs.
 
-        With `wall`, the result is wall time on CPUs, too. All processes must call this with the
-        same work.
+        With `wall`, the result is wall time on CPUs, too. All processes must call this at the same
+        point, with an equivalent function.
         """
         wall = wall or self.device == "cuda"
         return [round_times[not wall] for round_times in self.time_wall_and_processor(run)]
@@ -281,7 +281,8 @@ class _Stopwatch:
         start_time = time.perf_counter()
         run()
         self._synchronize()
-        # All processes must run the function equally often, because it may contain collectives.
+        # All processes must run the function equally often, because the function may contain
+        # collectives.
         run_count = torch.tensor(self.round_seconds / max(time.perf_counter() - start_time, 1e-7))
         dist.all_reduce(run_count, dist.ReduceOp.MIN)
         times = min(max(int(run_count), 1), 10_000)
@@ -303,7 +304,7 @@ class _Stopwatch:
 
 
 def _make_gemm(m: int, k: int, n: int, tensor_options: Any) -> Callable[[], object]:
-    """Return a function that runs a product with a weight, and the two products of its backward."""
+    """Return a function that multiplies by a weight, and runs the two products of the backward."""
     x, w, dy = (torch.randn(*shape, **tensor_options) for shape in ((m, k), (n, k), (m, n)))
 
     def run() -> object:
@@ -317,8 +318,8 @@ def _make_layer_step(
 ) -> Callable[[], object]:
     """Return a function that runs a layer of the trainer's GPT forward and backward.
 
-    With a `group`, the layer is this rank's shard. The gradients are allocated only once, as in
-    training.
+    With a `group`, the layer is this rank's tensor-parallel shard. The gradients of the weights are
+    allocated only once, as in training.
     """
     config = GPTConfig(vocab=2, layers=1, hidden=hidden, heads=heads, context=sequence)
     block = gpt.Layer(config, 0, LayerParameters.from_config(config, 0, group, tensor_options))
@@ -342,12 +343,12 @@ def _measure_all_reduces(
     """Measure all-reduces over pairs of processes, and over all processes.
 
     All groups of a size run at the same time. The all-reduces run first without compute, and then
-    inside sharded layers. In a layer, their time is the wall time minus `slowdown` times the
-    processor time of the thread.
+    inside tensor-parallel layers. In a layer, the time of all its all-reduces is the wall time
+    minus `slowdown` times the processor time of the thread.
 
     Yields:
-        The number of processes in the group, the bytes, and the seconds in each round. There are no
-        seconds if this process was in no group.
+        The number of processes in the group, the bytes, and the seconds in each round. The list of
+        seconds is empty if this process was in no group.
     """
     world = dist.get_world_size()
     backend = "gloo" if watch.device == "cpu" else "nccl"
@@ -355,7 +356,7 @@ def _measure_all_reduces(
         group_ranks = [range(k, k + size) for k in range(0, world - size + 1, size)]
         groups = [dist.new_group([*ranks], backend=backend) for ranks in group_ranks]
         group_number = dist.get_rank() // size
-        # If `size` does not divide the processes, the last ones are in no group.
+        # If `size` does not divide the processes, the last processes are in no group.
         group = groups[group_number] if group_number < len(groups) else None
         for number in extent.all_reduce_bytes:
             x = torch.zeros(number // 4, device=watch.device)
@@ -385,7 +386,7 @@ def _all_reduce(x: Tensor, group: Any) -> None:
 
 
 def _do_nothing() -> None:
-    """Do nothing. A process that is in no group calls this instead of a measurement."""
+    """Do nothing. A process that is in no group runs this function instead of a layer."""
 
 
 def _get_memory_bytes(device: str) -> float:
@@ -408,7 +409,6 @@ def _combine_samples(
     device: str,
     extent: BenchmarkExtent,
 ) -> BenchmarkResult:
-    """Combine the samples of all processes, and fit a Cluster to them."""
     slower = _compute_slowdown(processes, processor_count)
 
     def middle(name: str, k: int) -> float:
@@ -493,7 +493,6 @@ def _format_milliseconds(seconds: float) -> str:
 def _find_warnings(
     samples: list[MeasuredSamples], processes: int, processor_count: int | None
 ) -> Iterator[str]:
-    """Yield possible reasons why the measurements are wrong."""
     if processor_count is not None:
         processor_share = sum(sample.processor_share for sample in samples)
         could = min(processes, processor_count)

@@ -47,8 +47,8 @@ class TrainedModel(NamedTuple):
         split_stage: Splits a stage into its segments. None if the kind has no segments.
         make_boundaries: Returns the boundaries between segments, by program stage. Its arguments
             are the number of segments of each stage, the boundary between unsegmented stages, the
-            number of frozen stages, and the number of ranks that share the tokens. None if the
-            kind has no segments.
+            number of frozen stages, and the number of ranks that share the tokens. None if the kind
+            has no segments, or if `ProgramStages` builds the boundaries itself (kind "moe").
     """
 
     module: ModelModule

@@ -151,7 +151,7 @@ def find_resumed_run(config: Config) -> RunIdentity | None:
 
 
 def require_resumable(config: Config) -> None:
-    """Check the checkpoint directory against `train.resume` and the settings of its run.
+    """Check the checkpoint directory against `train.resume` and the settings of the saved run.
 
     Args:
         config: The configuration of the run.
@@ -186,7 +186,7 @@ def require_resumable(config: Config) -> None:
 def _require_same_settings(
     config: Config, previous_run: RunIdentity, settings: Mapping[str, str]
 ) -> None:
-    # If an older version did not have a setting, the run used today's default.
+    # A run of an older version may lack a setting. That run used the current default.
     default_settings = Config(model=type(config.model)()).setting_texts | {
         "model.kind": get_model_kind(GPTConfig())
     }

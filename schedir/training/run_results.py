@@ -55,10 +55,10 @@ class RunResult:
         loss: The mean loss per token of the last step, in nats.
         tokens_per_second: The mean speed of all steps but the first.
         predicted_memory: The predicted peak memory of each rank, in bytes.
-        counted_memory: The peak memory of each rank in the second step, in bytes. Empty if it was
-            not counted.
-        timelines: The measured timeline of the last step, and a prediction from its mean times.
-            None if nothing was recorded.
+        counted_memory: The peak memory of each rank in the second step, in bytes. Empty if the
+            memory was not counted.
+        timelines: The measured timeline of the last step, and the timeline that is predicted from
+            the mean time of each kind of instruction. None if nothing was recorded.
     """
 
     program: Program
@@ -86,8 +86,8 @@ class LossLog:
     def begin(self, start_step: int = 0) -> None:
         """Create the result files of this run, or continue them.
 
-        This removes the results of an earlier run; `claim_directories` has verified that this is
-        allowed. A resumed run keeps its own lines of `loss.csv` and `evaluation.csv` up to
+        This method removes the results of an earlier run; `claim_directories` has verified that
+        this is allowed. A resumed run keeps its own lines of `loss.csv` and `evaluation.csv` up to
         `start_step`. A new run also removes all checkpoints in its checkpoint directory. Call this
         only when it is certain that a step follows.
 
@@ -185,7 +185,7 @@ def read_loss_lines(path: Path, step: int) -> list[str]:
     """Return the lines of a `loss.csv` up to a step.
 
     Args:
-        path: The file. It may be missing, or may begin after the step.
+        path: The file. The file may be missing, or may begin after the step.
         step: The last step to return, from 1.
 
     Returns:
@@ -300,7 +300,7 @@ def _list_result_files(output: OutputConfig) -> list[Path]:
 
 
 def _has_content(path: Path) -> bool:
-    """Return whether a result file has content. A `loss.csv` with only a header has none."""
+    """Return whether a result file has content. A `loss.csv` with only a header has no content."""
     if not path.exists():
         return False
     if path.name != LOSSES_FILE:

@@ -2,8 +2,8 @@
 
 If the loss or a gradient of a step is not finite, the run may have to end. The host reads the loss
 and the gradient norm only after it has issued the next step. So the device skips the update of the
-next step without the host. The weights and the optimizer state then do not change after the failed
-step, so the failed step can run again.
+next step, without a request from the host. The weights and the optimizer state then do not change
+after the failed step, so the failed step can run again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class IssuedStep(NamedTuple):
         learning_rate: The learning rate of the step.
         gradient_norm: The global gradient norm before clipping. None if the program does not clip.
         skipped_updates: The number of updates that were skipped.
-        seconds: The time from the begin of this step to the begin of the next one.
+        seconds: The time from the begin of this step to the begin of the next step.
     """
 
     loss: float
@@ -47,7 +47,7 @@ class IssuedStep(NamedTuple):
 
 
 class _PendingStep(NamedTuple):
-    """A step that the host has issued, but whose numbers it has not read.
+    """A step that the host has issued, but whose results the host has not read.
 
     `step_inputs` has inputs, targets and scale. `inverse_tokens` is 1 / the number of tokens of the
     step. `start_time` is in seconds of `perf_counter`.
@@ -92,7 +92,7 @@ class StepQueue:
     Attributes:
         can_read_late: True if the numbers of a step can be read after the next step was issued.
         last_issued_step: The step that was issued last, from 1.
-        pending_steps: The steps that were issued, but not read.
+        pending_steps: The steps that were issued, but whose numbers were not read.
     """
 
     def __init__(
@@ -119,16 +119,17 @@ class StepQueue:
         count = len(_StepNumbers._fields) + stops_on_nonfinite * len(self.residue)
         self.scalar_buffer = AsyncScalarBuffer(device, count, 2)
         self.zero = torch.zeros((), dtype=torch.float64, device=device)
-        # The next step adds this offset to its scale. If the offset is NaN, that step makes no
-        # update.
+        # The next step adds this offset to the scale of its loss. If the offset is NaN, the next
+        # step makes no update.
         self.scale_offset = self.zero.float() if stops_on_nonfinite and self.can_read_late else None
 
     def issue(self, batch: TrainingBatch, learning_rate: float, start_time: float) -> None:
-        """Issue a step to the device. The host does not wait for any part of it.
+        """Issue a step to the device. The host does not wait for any part of the step.
 
         Args:
             batch: The batch of the step.
-            learning_rate: The learning rate, for the report. The optimizer must have it already.
+            learning_rate: The learning rate, for the report. The optimizer must have this rate
+                already.
             start_time: The time by `perf_counter` when the step began, before it waited for its
                 batch.
         """
@@ -165,7 +166,7 @@ class StepQueue:
             self._roll_back(numbers)
             self.failed_step = step, residue_flags
             return None
-        # All tensor-parallel ranks compute the same loss, so only the first one adds it.
+        # All tensor-parallel ranks compute the same loss, so only the first of them adds its loss.
         counts = self.has_loss and self.transport.tp_rank == 0
         return IssuedStep(
             numbers.loss_sum * step.inverse_tokens if counts else 0.0,
@@ -198,7 +199,8 @@ class StepQueue:
     def _stack_scalars(self, total: Tensor | None) -> Tensor:
         """Return the values of `_StepNumbers` as one float64 tensor.
 
-        If the run may stop, the result of `StepResidue.check_finite` follows.
+        If a value that is not finite can end the run, the result of `StepResidue.check_finite`
+        follows.
         """
         scale = self.loss_scale
         numbers = [  # In the order of the fields of `_StepNumbers`.

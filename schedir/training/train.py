@@ -70,8 +70,8 @@ def run(path: str, overrides: Sequence[str] = ()) -> int:
         or 143 after SIGTERM.
 
     Raises:
-        SchedirError: The configuration, the program, the memory or a directory is refused, before
-            any process starts.
+        SchedirError: The configuration or the program is invalid, the memory is too small, or a
+            directory cannot be used. No process has started.
     """
     if "RANK" in os.environ:
         return _run_rank(path, overrides)
@@ -93,7 +93,6 @@ def _require_data_files(config: Config) -> None:
 
 
 def _train_or_launch(path: str, overrides: Sequence[str], config: Config, program: Program) -> int:
-    """Train in this process, or start the processes that train."""
     try:
         _import_modules("schedir.training.batches.text_batches")
         from schedir.training.batches.text_batches import Corpus
@@ -104,7 +103,7 @@ def _train_or_launch(path: str, overrides: Sequence[str], config: Config, progra
         for samples in filter(None, (corpus.batches, corpus.held_out_batches)):
             samples.read_batch(0, samples.batch_size)
         if config.world_size > 1:
-            # This raises an error if the checkpoints are from a run with other data.
+            # `from_config` raises an error if the checkpoints are from a run with other data.
             RunIdentity.from_config(config, corpus.facts)
             arguments = [
                 "train",
@@ -151,11 +150,11 @@ def build_program(config: Config) -> Program:
 def check_memory(config: Config, processes: int) -> None:
     """Check that this machine has enough memory for a number of processes.
 
-    The check uses a lower limit of the memory that a process needs. On CPUs, this is its share of
-    the model and of the activations of one microbatch, and the tokens of a step. The model includes
-    gradients and AdamW's two moments, sharded as `pipeline.zero` requires. A process needs at least
-    the memory of its unsharded weights, because the modules are built unsharded. On GPUs, only the
-    unsharded weights and the tokens count.
+    The check uses a lower limit of the memory that a process needs. On CPUs, this limit is the
+    process's share of the model and of the activations of one microbatch, plus the tokens of a
+    step. The model includes gradients and AdamW's two moments, sharded as `pipeline.zero` requires.
+    A process needs at least the memory of its unsharded weights, because the modules are built
+    unsharded. On GPUs, only the unsharded weights and the tokens count.
 
     Args:
         config: The configuration of the run.
@@ -212,7 +211,7 @@ def _run_rank(path: str, overrides: Sequence[str]) -> int:
             _train(config, program, Corpus(config))
     except TerminationNotice as notice:
         exit_after_termination(str(notice))
-    except NonFiniteError as error:  # All ranks raise it, but only one rank prints it.
+    except NonFiniteError as error:  # All ranks raise this error, but only one rank prints it.
         exit_with_error(str(error) if error.process == int(os.environ["RANK"]) else None)
     except ExecutionError as error:
         exit_with_error(str(error), is_peer_failure=_is_peer_failure(error))
@@ -307,7 +306,6 @@ def _require_process_count(program: Program) -> None:
 
 
 def _read_integer(name: str, minimum: int, maximum: int, default: str = "") -> int:
-    """Return an integer from an environment variable."""
     value = os.environ.get(name, default)
     try:
         number = parse_integer(value)

@@ -80,7 +80,7 @@ def train(
         ModelError: The processes do not have the same program, settings or data.
         MemoryLimitError: No program fits into `memory.memory_limit`.
         CheckpointError: A checkpoint cannot be read or written.
-        NonFiniteError: A loss or a gradient is not finite. All processes raise it.
+        NonFiniteError: A loss or a gradient is not finite. All processes raise this error.
         ExecutionError: The run fails in another way.
         TerminationNotice: The run ends after SIGTERM, and the last step is saved.
     """
@@ -163,7 +163,7 @@ class _Trainer:
         # The seconds of each step except the first, which also connects and warms up.
         self.step_seconds: list[float] = []
         self.data_crc = 0  # The CRC-32 of all samples that were read.
-        self.has_warned = False  # True if it has warned about allocations after the first step.
+        self.has_warned = False  # True after a warning about allocations after the first step.
         self.counted_memory: tuple[int, ...] = ()
 
     def _create_executor(
@@ -172,7 +172,6 @@ class _Trainer:
         loss: Callable[..., Tensor],
         boundary: StageBoundaries,
     ) -> Executor:
-        """Return the executor of the program and of its evaluation programs."""
         config = self.config
         return Executor(
             self.program,
@@ -263,7 +262,7 @@ class _Trainer:
     ) -> None:
         """Take the batch of a step, and issue the step with its learning rate.
 
-        One step of the run, if possible the second, also counts the memory if this is requested.
+        With `output.memory`, also count the memory during the second step, or the only step.
         """
         train, start_time = self.config.train, perf_counter()
         rate = compute_learning_rate(train, step)
@@ -398,7 +397,7 @@ class _Trainer:
         return peaks
 
     def _gather_counted_memory(self, max_bytes: int) -> tuple[int, ...]:
-        """Return the peak that `LiveMemory` counted on each rank, in bytes. Process 0 prints it."""
+        """Return the peak bytes that `LiveMemory` counted on each rank. Process 0 prints them."""
         peaks = tuple(np.array(gather(max_bytes))[self.transport.mesh].max((0, 2)).tolist())
         if not dist.get_rank():
             print(f"counted memory of each rank: {', '.join(map(format_bytes, peaks))}")
@@ -484,7 +483,7 @@ class _Trainer:
         )
 
     def _make_timelines(self) -> tuple[Timeline, Timeline] | None:
-        """Return the last step's timeline, and its prediction from mean times.
+        """Return the timeline of the last step, and a timeline that is predicted from mean times.
 
         All processes must call this. It returns None except on process 0.
         """

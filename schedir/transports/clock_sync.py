@@ -12,25 +12,26 @@ import torch.distributed as dist
 
 from schedir.transports.json_collectives import gather
 
-# With 16 requests, other traffic hardly delays the shortest one. They take a few milliseconds.
+# With 16 requests, other traffic hardly delays the shortest request. All 16 take a few
+# milliseconds.
 ROUNDS: Final = 16
 
 
 def measure_clock_offset(rounds: int = ROUNDS) -> tuple[float, float]:
     """Return the offset of this process's clock, and the error of the offset, in seconds.
 
-    All processes must call this. Processes of one machine read the same clock, so their offset and
-    error are 0. The processes of other machines ask process 0 for its time, one process after the
-    other. Process 0 reads its clock at some time between a request and its answer. The shortest
-    request therefore gives the best estimate.
+    All processes must call this. Processes on the machine of process 0 read the same clock as
+    process 0, so their offset and error are 0. The processes on other machines ask process 0 for
+    its time, one process after the other. Process 0 reads its clock at some time between a request
+    and its answer. The shortest request therefore gives the best estimate.
 
     Args:
         rounds: The number of requests that each process sends to process 0.
 
     Returns:
         The offset and the error. A process subtracts the offset from its `perf_counter` to get the
-        time of process 0. The real offset differs from this one by at most the error. The error is
-        half of the duration of the shortest request.
+        time of process 0. The real offset differs from the returned offset by at most the error.
+        The error is half of the duration of the shortest request.
 
     References:
         RFC 5905 (NTP), section 8, and the clock filter of section 10.
@@ -70,7 +71,6 @@ def _measure_offset(rounds: int) -> tuple[float, float]:
 
 
 def _answer_clock_requests(peer: int, rounds: int) -> tuple[float, float]:
-    """Answer the clock requests of a process."""
     local_time = torch.zeros((), dtype=torch.float64)
     for _ in range(rounds):
         dist.recv(local_time, peer)

@@ -30,7 +30,8 @@ class AllToAll(NamedTuple):
 
     Attributes:
         sent: The number of elements that this rank sends to each member, in the order of ranks.
-        received: The number of elements that it receives from each member, in the order of ranks.
+        received: The number of elements that this rank receives from each member, in the order of
+            ranks.
     """
 
     sent: tuple[int, ...]
@@ -45,8 +46,8 @@ class CollectiveKind(NamedTuple):
     """A kind of collective.
 
     Attributes:
-        compute_outputs: Returns the output of each member for the inputs of all members. Both are
-            in the order of ranks. Virtual ranks of one process use it.
+        compute_outputs: Returns the output of each member for the inputs of all members. Inputs and
+            outputs are in the order of ranks. Virtual ranks of one process use this function.
         start: Starts the collective in a process group of torch.distributed. Its arguments are the
             group, the output tensor, the input tensor, and whether the collective is asynchronous.
             For an asynchronous collective, `start` returns a Work. Otherwise NCCL issues the
@@ -133,7 +134,7 @@ def start_in_group(
 
 @dataclass(eq=False)
 class CollectiveMember:
-    """The call of one rank to a collective.
+    """The call of a collective by one rank.
 
     Args:
         kind: The collective.

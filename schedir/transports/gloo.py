@@ -47,8 +47,8 @@ def initialise(timeout: float, **init_args: Any) -> torch.device:
 
     Args:
         timeout: The timeout of the default process group, in seconds.
-        **init_args: Arguments of `init_process_group`. Without any, the environment variables that
-            torchrun sets are used.
+        **init_args: Arguments of `init_process_group`. Without arguments, torch uses the
+            environment variables that torchrun sets.
 
     Returns:
         The device of the tensors: the CPU.
@@ -83,19 +83,19 @@ class ProcessTransport:
     and separate CUDA streams. So a gather that waits for its message does not delay a layer.
 
     `torch.distributed` must be initialised with pp * tp * dp processes, or `group` must have that
-    number of processes. With `group`, only its members create this transport, and all of them must.
-    Other groups may create other transports.
+    number of processes. With `group`, all members of the group create this transport, and no other
+    processes. Other groups may create other transports.
 
     Args:
         program: The program that the transport runs.
-        timeout: The time that a process waits for others in its groups, in seconds. NCCL groups
-            wait longer, by `process_groups.WATCHDOG_MARGIN`. By default Gloo groups have the
+        timeout: The time that a process waits for other processes in its groups, in seconds. NCCL
+            groups wait longer, by `process_groups.WATCHDOG_MARGIN`. By default Gloo groups have the
             timeout of `group` or of the default group, and NCCL groups have the default of torch.
         device: The device of the tensors.
         max_message_bytes: The size of the largest message, in bytes, or 0 if it is unknown.
         group: The process group that runs the program. By default all processes run it.
-        extra_programs: Other programs that run on the same mesh. The groups and edges of all
-            programs are created.
+        extra_programs: Other programs that run on the same mesh. The transport creates the groups
+            and edges of all programs.
 
     Raises:
         ModelError: The number of processes is not pp * tp * dp, the processes have different
@@ -175,7 +175,7 @@ class ProcessTransport:
         if self.has_pipeline_group:
             rows_of_ranks = self.mesh.swapaxes(1, 2).reshape(-1, pp)
             self.pipeline_group: Any = self._make_own_group(rows_of_ranks)
-        # The layers use this group. Instructions use a separate one, `self.groups["tp"]`.
+        # The layers use this group. Instructions use a separate group, `self.groups["tp"]`.
         self.tp_group: Any = None
         if self.tp > 1:
             self.tp_group = self._make_own_group(self.mesh.reshape(-1, self.tp))
@@ -194,7 +194,7 @@ class ProcessTransport:
         """Run collectives on CUDA streams of this transport, one for each lane with collectives.
 
         By default torch has one stream for each group. The streams have high priority, because a
-        gather must not wait for multiprocessors that compute kernels use.
+        gather must not wait until compute kernels release their multiprocessors.
 
         Args:
             device: The GPU.
@@ -261,7 +261,7 @@ class ProcessTransport:
     def allocate_buffers(
         self, buffer_sizes: BufferSizes, device: torch.device, programs: Sequence[Program]
     ) -> dict[SlotKey, Tensor]:
-        """Allocate the memory that messages are received in.
+        """Allocate the memory into which messages are received.
 
         Args:
             buffer_sizes: The bytes of each slot, by kind (`schedir.ir.isa.instructions.Value`):
@@ -319,7 +319,7 @@ class ProcessTransport:
             )
 
     def on_step_begin(self, program: int) -> None:
-        """Do nothing, because messages are matched by their order in any program.
+        """Do nothing, because this transport matches messages only by their order.
 
         Args:
             program: The index of the program in the `programs` of `allocate_buffers`.
@@ -356,7 +356,7 @@ class ProcessTransport:
 
         Args:
             kind: The collective.
-            group: The group that runs it.
+            group: The group that runs the collective.
             output_tensor: The output, see `Transport.start_collective`.
             input_tensor: The input.
         """
@@ -364,7 +364,7 @@ class ProcessTransport:
 
 
 class LaneWork(StreamPoint):
-    """Work that was issued to a CUDA stream, with the tensors that it uses.
+    """Work that was issued to a CUDA stream, with the tensors that the work uses.
 
     Args:
         lane_stream: The stream.
@@ -427,7 +427,7 @@ class GlooTransport(ProcessTransport):
 
     Args:
         program: The program that the transport runs.
-        timeout: The timeout of its groups in seconds, see `ProcessTransport`.
+        timeout: The timeout of the transport's groups in seconds, see `ProcessTransport`.
         device: The device of the tensors.
         max_message_bytes: Not used.
         group: The process group that runs the program. By default all processes run it.
@@ -470,7 +470,7 @@ class GlooTransport(ProcessTransport):
     def disconnect(self) -> None:
         """See `ProcessTransport.disconnect`.
 
-        Gloo closes the connections of a group when its last reference is dropped.
+        Gloo closes the connections of a group when the last reference to the group is dropped.
         """
         pipeline_group: Any = self.pipeline_group
         self.pipeline_group: Any = None

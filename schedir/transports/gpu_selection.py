@@ -21,7 +21,7 @@ from schedir.transports.process_groups import MAX_CTAS
 HOST_ID_VARIABLE = "NCCL_HOSTID"
 SHARED_GPU_VARIABLES = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 # The variable sets the number of hardware queues of a GPU. Streams that share a queue wait for each
-# other, so fewer than 8 are refused.
+# other, so fewer than 8 queues are refused.
 QUEUES_VARIABLE, MIN_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8
 _SHARED_GPU_KEY = "schedir: processes of one GPU"
 
@@ -70,7 +70,7 @@ _REFUSED_VARIABLES: Final = (
     _RefusedVariable(
         ("PYTORCH_NO_CUDA_MEMORY_CACHING",),
         "each free of a tensor would wait for all work of the GPU, and so for receives",
-        max_value=-1,  # torch ignores the value: any value enables it
+        max_value=-1,  # torch ignores the value: any value disables the cache
     ),
     _RefusedVariable(
         ("NCCL_LAUNCH_ORDER_IMPLICIT",),
@@ -209,7 +209,7 @@ def require_distinct_gpus(store: Any, rank: int, processes: int, gpu: str, host:
         host: The name of this process's host, as NCCL uses it.
 
     Raises:
-        ModelError: Two processes have the same GPU and host. All processes raise it.
+        ModelError: Two processes have the same GPU and host. All processes raise this error.
     """
     keys = [f"schedir: GPU of process {process}" for process in range(processes)]
     store.set(keys[rank], f"{gpu}\n{host}")

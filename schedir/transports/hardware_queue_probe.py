@@ -1,14 +1,14 @@
 """Find CUDA streams of a rank that share a hardware queue.
 
-CUDA does not report which streams share a hardware queue, so a probe finds out before the first
+CUDA does not report which streams share a hardware queue, so a probe detects them before the first
 step. At each end of each edge, a receive waits for a message that is not sent yet. Meanwhile the
 other streams of the rank get a short operation each. A stream whose operation does not end shares a
 queue with the edge. Then the message is sent, and all operations end. The probe cannot hang,
 because only the hosts wait for each other.
 
-Most streams may share a queue without harm. `require_safe_queues` refuses a program only if it
-would deadlock. The probe does not test two cases: collective streams that share a queue with each
-other, and the single communicator of `GroupedMessages`.
+Most streams may share a queue without harm. `require_safe_queues` refuses a program only if the
+shared queues would make the program deadlock. The probe does not test two cases: collective streams
+that share a queue with each other, and the single communicator of `GroupedMessages`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SharedQueuePair(NamedTuple):
 
     Attributes:
         rank: The rank.
-        edge: A directed edge. If both queues are edges, this is the first of them in sorted order.
+        edge: A directed edge. If both queues are edges, `edge` is the first edge in sorted order.
         other_queue: Another edge, or a lane.
     """
 
@@ -76,7 +76,8 @@ def require_safe_queues(
         The pairs of all ranks, sorted by their descriptions.
 
     Raises:
-        ModelError: The program would deadlock with these shared queues. All processes raise it.
+        ModelError: The program would deadlock with these shared queues. All processes raise this
+            error.
     """
     pairs_per_process = transport.check_agreement(
         {},
@@ -221,7 +222,6 @@ def _find_queue_number(program: Program, rank: int, queue: Queue) -> int:
 
 
 def _describe_queue(queue: Queue) -> str:
-    """Return a description of a queue for error messages."""
     if isinstance(queue, Lane):
         names = {Lane.COMPUTE: "computation", Lane.TP: "gathers", Lane.EP: "all-to-alls"}
         return names.get(queue, "reductions")

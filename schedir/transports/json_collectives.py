@@ -26,13 +26,13 @@ RecordTypes = Sequence[type]  # NamedTuples, dataclasses and Enums
 
 
 def gather(value: object, group: Any = None, record_types: RecordTypes = ()) -> list[Any]:
-    """Return the values of all processes of a group, by their rank in the group.
+    """Return the values of all processes of a group, in the order of their ranks in the group.
 
     All processes of the group must call this.
 
     Args:
-        value: The value of this process. It consists of None, numbers, strings, lists, tuples,
-            dicts, dtypes of torch, and instances of `record_types`.
+        value: The value of this process. The value consists of None, numbers, strings, lists,
+            tuples, dicts, dtypes of torch, and instances of `record_types`.
         group: The process group. By default all processes.
         record_types: NamedTuples, dataclasses and Enums that values may contain.
 
@@ -45,7 +45,7 @@ def gather(value: object, group: Any = None, record_types: RecordTypes = ()) -> 
 
 
 def gather_bytes(data: bytes, group: Any = None) -> list[bytes]:
-    """Return the bytes of all processes of a group, by their rank in the group.
+    """Return the bytes of all processes of a group, in the order of their ranks in the group.
 
     All processes of the group must call this.
 
@@ -81,7 +81,7 @@ def broadcast(value: object, source: int, group: Any = None, record_types: Recor
     All processes of the group must call this.
 
     Args:
-        value: The value to send, see `gather`. Only the source uses it.
+        value: The value to send, see `gather`. Only the source uses this argument.
         source: The rank of the sender in the group.
         group: The process group. By default all processes.
         record_types: NamedTuples, dataclasses and Enums that the value may contain.
@@ -128,7 +128,7 @@ def _tensor_to_bytes(data: Tensor) -> bytes:
 def find_difference(facts_per_process: Sequence[Mapping[str, str]]) -> str:
     """Return a sentence about the first fact in which two processes differ, or "".
 
-    Two processes differ if both have a fact with this name and the values are not equal.
+    Two processes differ in a fact if both have the fact and its values are not equal.
 
     Args:
         facts_per_process: The facts of each process: values by name.
@@ -170,7 +170,7 @@ def encode_value(value: object, record_types: RecordTypes = ()) -> bytes:
 
     Args:
         value: The value, see `gather`.
-        record_types: Record types that it may contain.
+        record_types: Record types that the value may contain.
 
     Raises:
         TypeError: The value has a type that cannot be encoded.
@@ -184,7 +184,7 @@ def decode_value(data: bytes, sender: str, record_types: RecordTypes = ()) -> An
     Args:
         data: The bytes.
         sender: The name of the sender, for the error message.
-        record_types: Record types that it may contain.
+        record_types: Record types that the value may contain.
 
     Raises:
         ModelError: `encode_value` cannot have written these bytes.

@@ -47,7 +47,8 @@ class RankError(Exception):
     Args:
         tracebacks: The traceback of each failed rank, or another description of its failure, in the
             order in which ranks failed.
-        hung_ranks: The ranks that still ran at the time limit. Their tracebacks are their stacks.
+        hung_ranks: The ranks that still ran at the time limit. The tracebacks of these ranks are
+            their stacks.
     """
 
     def __init__(self, tracebacks: Mapping[int, str], hung_ranks: tuple[int, ...] = ()) -> None:
@@ -70,16 +71,16 @@ def run_processes(
     when this process ends, even if it is killed.
 
     Args:
-        fn: The function. It is pickled by its name, except if processes are forks.
+        fn: The function. The function is pickled by its name, except if processes are forks.
         world_size: The number of processes.
-        *args: The arguments of `fn`. They are pickled, except if processes are forks.
+        *args: The arguments of `fn`. The arguments are pickled, except if processes are forks.
         context: A context of multiprocessing.
         timeout: The number of seconds after which ranks that still run count as hung.
         grace_seconds: The number of seconds for which ranks may still report after the first
             failure.
 
     Returns:
-        The results by rank. They are sent as pickles.
+        The results by rank. The results are sent as pickles.
 
     Raises:
         RankError: A rank failed, died or hung.
@@ -158,7 +159,7 @@ def end_processes(processes: list[Any]) -> None:
 def _collect_reports(
     pipes: list[Connection], deadline: float, grace_seconds: float
 ) -> dict[int, _Report]:
-    """Return the reports of the ranks that sent one before the deadline, by rank."""
+    """Return the reports of the ranks that sent a report before the deadline, by rank."""
     reports: dict[int, _Report] = {}
     rank_by_pipe = {pipe: rank for rank, pipe in enumerate(pipes)}
     has_failed = False
@@ -213,13 +214,13 @@ def call_in_group(
         pickled_call: The function and its arguments, as a tuple or its pickle.
     """
     with _stack_path(directory, rank).open("w") as stack:
-        # The stacks are written a little before the parent's time limit, when it reads them.
+        # The stacks are written a little before the time limit, at which the parent reads them.
         faulthandler.dump_traceback_later(max(timeout - 1, timeout / 2), file=stack)
         try:
             fn, args = (
                 pickle.loads(pickled_call) if isinstance(pickled_call, bytes) else pickled_call
             )
-            # A file store needs no port, so runs on one machine cannot compete for one.
+            # A file store needs no port, so runs on one machine cannot compete for a port.
             dist.init_process_group(
                 "gloo",
                 init_method=Path(directory, "store").as_uri(),

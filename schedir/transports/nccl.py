@@ -49,9 +49,11 @@ def count_streams(
     """Return the number of CUDA streams that a rank uses in a step over NCCL, by purpose.
 
     A communicator uses two streams: a stream of NCCL, and the launch stream of its kernels. Each
-    group with messages, the group of the layers and the gathers have such a pair. All reductions
-    share one launch stream. All-to-alls have a pair, and a second communicator for the numbers of
-    tokens, whose launch stream is that of the reductions.
+    group with messages, the group of the layers, and the group of the gathers use two streams. Each
+    group with reductions has a stream of NCCL, and all reductions share one launch stream.
+    All-to-alls use three streams: two for the tokens, and the stream of NCCL of a second
+    communicator for the numbers of tokens. This second communicator uses the launch stream of the
+    reductions.
 
     If the timeline of a step is recorded, the step uses one more stream for each queue of receives.
     These streams are always counted. Communicators that no step uses are not counted.
@@ -163,8 +165,8 @@ def initialise(timeout: float, **init_args: Any) -> torch.device:
 
     Args:
         timeout: The timeout of the default process group, in seconds.
-        **init_args: Arguments of `init_process_group`. Without any, the environment variables that
-            torchrun sets are used.
+        **init_args: Arguments of `init_process_group`. Without arguments, torch uses the
+            environment variables that torchrun sets.
 
     Returns:
         The GPU of this process.
@@ -241,8 +243,8 @@ class NCCLEdge(EdgeGroups):
         program: The program that the transport runs.
         timeout: See `ProcessTransport`.
         device: The GPU.
-        max_message_bytes: The size of the largest message, in bytes, or 0 if it is unknown. It
-            determines the number of multiprocessors of a communicator.
+        max_message_bytes: The size of the largest message, in bytes, or 0 if it is unknown. This
+            size determines the number of multiprocessors of a communicator.
         extra_programs: Other programs that run on the same mesh.
 
     Raises:
@@ -316,8 +318,8 @@ def nccl_transport(
 ) -> NCCLEdge | NCCLGrouped:
     """Create the transport of a program on GPUs, and connect it.
 
-    Call `transports.nccl.initialise` first. The program must be proven for the progress model of
-    the transport: `per_edge` for "per_edge", and `per_device` for "grouped".
+    Call `transports.nccl.initialise` first. The program must be proven free of deadlocks under the
+    progress model of the transport: `per_edge` for "per_edge", and `per_device` for "grouped".
 
     Messages are received and sent in memory that is allocated once, with one boundary for each slot
     of the program. Compile the program with `buffer_sharing="latency_preserving"`. Otherwise each

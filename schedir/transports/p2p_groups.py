@@ -8,9 +8,9 @@ the progress model.
 - `GroupedMessages`, model `per_device`: one process group for the pipeline. Transfers that the
   program groups are issued as one batch.
 
-Both work over any backend. All processes create groups, and send the first message of each edge, in
-one global order before the first step. The first message creates the connection. A connection that
-is created while a kernel of the peer waits can hang (NVIDIA/nccl issue 783).
+Both classes work over any backend. All processes create groups, and send the first message of each
+edge, in one global order before the first step. The first message creates the connection. A
+connection that is created while a kernel of the peer waits can hang (NVIDIA/nccl issue 783).
 """
 
 from __future__ import annotations
@@ -185,9 +185,9 @@ class _GroupedTransfer:
 class GroupedMessages(ProcessTransport):
     """A transport with one process group for all messages of a pipeline.
 
-    Its progress model is `per_device`. It issues each group of transfers with one
-    `batch_isend_irecv`. A transfer outside of a group is a batch of one. NCCL fuses a batch, so
-    both ends of a message must be in batches with the same transfers.
+    Its progress model is `per_device`. The transport issues each group of transfers with one
+    `batch_isend_irecv`. A transfer outside of a group is a batch of one. NCCL fuses a batch into
+    one operation, so both ends of a message must be in batches with the same transfers.
 
     Args:
         program: The program that the transport runs.

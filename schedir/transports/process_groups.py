@@ -6,11 +6,11 @@ as all tensor-parallel groups. Each process creates the group of the row that co
 processes call `make_group` with the same rows in the same order.
 
 Over NCCL a call is one ncclCommSplit of the communicator of the default group. torch computes the
-color from the row. The default group must be connected and bound to its device.
+color for ncclCommSplit from the row. The default group must be connected and bound to its device.
 
 torch has two alternatives. `dist.split_group` also creates a set of disjoint groups in one call.
-But up to torch 2.13 it is experimental, and passes NCCL options to Gloo if the default group has
-both backends.
+But up to torch 2.13 this function is experimental, and passes NCCL options to Gloo if the default
+group has both backends.
 `dist.new_group` for all rows, one after the other, splits the communicator once for each row.
 """
 
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 WATCHDOG_MARGIN: Final = 600.0
 BYTES_PER_CTA: Final = 2 << 20  # bytes of a message per multiprocessor, see choose_max_ctas
 DEFAULT_CTAS: Final = 4  # multiprocessors of an edge if the size of its messages is unknown
-MAX_CTAS: Final = 16  # the most multiprocessors of an edge
+MAX_CTAS: Final = 16  # the largest number of multiprocessors of an edge
 
 _created_groups = 0  # the number of groups that this process has created
 
@@ -69,7 +69,7 @@ def make_group(
     device: torch.device | str = "cpu",
     max_ctas: int = 0,
 ) -> Any:
-    """Create the groups of rows of processes, and return the group of the row with this process.
+    """Create a group for each row of processes, and return the group that contains this process.
 
     Every process must call this, with the same rows. The groups are Gloo groups for a CPU, and NCCL
     groups for a GPU.
@@ -79,7 +79,8 @@ def make_group(
         timeout: The time that the processes of a group wait for each other, in seconds. NCCL groups
             wait `WATCHDOG_MARGIN` longer. By default torch's timeout.
         device: The device of the tensors.
-        max_ctas: The most multiprocessors that an NCCL group uses, or 0 for NCCL's default.
+        max_ctas: The largest number of multiprocessors that an NCCL group uses, or 0 for NCCL's
+            default.
 
     Returns:
         The group, or None if no row contains this process.
@@ -100,7 +101,7 @@ def make_group(
 
 
 def get_backend_name(group: Any, device: torch.device) -> str:
-    """Return the name of a group's backend for a device, such as "gloo", or "" if it has none.
+    """Return the name of a group's backend for a device, such as "gloo", or "" if it is missing.
 
     Args:
         group: The process group.
@@ -115,8 +116,9 @@ def get_backend_name(group: Any, device: torch.device) -> str:
 def get_nccl_progress_model(group: Any) -> ProgressModel:
     """Return the progress model of unbatched messages in an NCCL group.
 
-    If the group is bound to a device, the messages use its communicator ("per_device"). Otherwise
-    torch creates a communicator for each pair of ranks at their first message ("torch_lazy").
+    If the group is bound to a device, the messages use the communicator of the group
+    ("per_device"). Otherwise torch creates a communicator for each pair of ranks at their first
+    message ("torch_lazy").
 
     Args:
         group: The process group.
@@ -131,7 +133,7 @@ def get_host_timeout(group: Any = None) -> float | None:
         group: The process group. By default the group of all processes.
 
     Returns:
-        The timeout, or None if the group has no CPU backend or its backend does not report one.
+        The timeout, or None if the group has no CPU backend or its backend reports no timeout.
     """
     process_group: Any = group or dist.group.WORLD
     if "cpu" not in {device.type for device in process_group._device_types}:
@@ -142,7 +144,7 @@ def get_host_timeout(group: Any = None) -> float | None:
 
 
 def _create_group(row: GroupRow, **options: Any) -> Any:
-    """Create the group of a row. Only its members call this."""
+    """Create the group of a row. Only the processes of the row call this."""
     name = f"schedir-{_created_groups}-{row[0]}"
     with _use_group_name(name):
         group = dist.new_group([*row], use_local_synchronization=True, **options)
@@ -181,7 +183,8 @@ def _nccl_options(timeout: float | None, max_ctas: int) -> dict[str, Any]:
         options.config.min_ctas = 1
         options.config.max_ctas = max_ctas
     # NCCL's watchdog ends the process. Its timeout begins when a message is issued, and a receive
-    # may be issued a step early. With the margin, schedir's watchdog reports the cause before that.
+    # may be issued a step early. With the margin, schedir's watchdog reports the cause earlier than
+    # NCCL's watchdog ends the process.
     arguments = _gloo_options(None if timeout is None else timeout + WATCHDOG_MARGIN)
     if arguments["timeout"] is not None:
         # torch warns if the two timeouts differ.

@@ -1,4 +1,4 @@
-"""Compare the arguments of a pipeline's processes, and raise one error in all of them."""
+"""Compare the arguments of a pipeline's processes, and raise one error in all processes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _T = TypeVar("_T")
 def gather_or_raise(
     make_value: Callable[[], _T], group: Any, record_types: RecordTypes = ()
 ) -> list[_T]:
-    """Return the value that each process of the group makes, by rank.
+    """Return the results of `make_value` in all processes of the group, in the order of ranks.
 
     If some processes raise a SchedirError, all processes raise the error of the lowest of these
-    ranks. The text names this rank, except if all processes raise the same error. All processes of
-    the group must call this.
+    ranks. The message names this rank, except if all processes raise the same error. All processes
+    of the group must call this.
 
     Args:
         make_value: Returns the value of this process: a plain value, or an instance of one of
@@ -28,7 +28,7 @@ def gather_or_raise(
         record_types: The record types that values may have.
 
     Raises:
-        SchedirError: `make_value` of a process raised it.
+        SchedirError: `make_value` of a process raised this error.
         UsageError: `make_value` of a process returned a value that cannot be sent.
     """
     value: _T | None = None
@@ -60,7 +60,8 @@ def gather_or_raise(
 def _error_to_values(error: SchedirError) -> tuple[Any, ...]:
     """Return an error as plain values.
 
-    If its class has more fields than SchedirError, the fact contains its complete text.
+    If the class of the error has more fields than SchedirError, the fact contains the complete
+    message.
     """
     sites = [InstructionSite(s.rank, s.index, str(s.instr), s.note) for s in error.sites]
     fact = error.fact

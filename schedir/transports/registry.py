@@ -126,8 +126,8 @@ def choose_transport(name: str, device: str, *programs: Program) -> type[Process
     All processes must call this, after they called the function of `initialise_path`.
 
     Args:
-        name: The name of the transport, or "auto" for the first one that supports all programs. If
-            none supports them, the last one is returned.
+        name: The name of the transport. "auto" selects the first transport of the device that
+            supports all programs. If no transport supports them, "auto" selects the last transport.
         device: The name of the device.
         *programs: The programs that will run.
     """

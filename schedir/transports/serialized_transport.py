@@ -13,7 +13,7 @@ from schedir.transports.transport import CompletedWork, Transport, TransportWrap
 
 
 class SerializedTransport(TransportWrapper):
-    """A transport that forwards all calls to another one, and can serialize them.
+    """A transport that forwards all calls to another transport, and can serialize the calls.
 
     Within `serialize`, each operation has completed for the current stream when its call returns.
     Transfers are not grouped, and the side stream is not used.
@@ -58,15 +58,15 @@ class SerializedTransport(TransportWrapper):
         return CompletedWork()
 
     def start_group(self) -> None:
-        """See `Transport.start_group`. Within `serialize` it does nothing."""
+        """See `Transport.start_group`. Within `serialize` this method does nothing."""
         if not self.is_serialized:
             self.inner.start_group()
 
     def end_group(self) -> None:
-        """See `Transport.end_group`. Within `serialize` it does nothing."""
+        """See `Transport.end_group`. Within `serialize` this method does nothing."""
         if not self.is_serialized:
             self.inner.end_group()
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """See `Transport.side_stream`. Within `serialize` it is the current stream."""
+        """See `Transport.side_stream`. Within `serialize` the side stream is the current stream."""
         return nullcontext() if self.is_serialized else self.inner.side_stream()

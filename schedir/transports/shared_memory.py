@@ -462,7 +462,8 @@ class SharedMemoryTransport(ProcessTransport):
 
     Args:
         program: The program that the transport runs.
-        timeout: The timeout of its groups and messages in seconds, see `ProcessTransport`.
+        timeout: The timeout of the transport's groups and messages in seconds, see
+            `ProcessTransport`.
         device: The device of the tensors, which must be a CPU.
         max_message_bytes: Not used.
         group: The process group that runs the program. By default all processes run it.
@@ -550,7 +551,7 @@ class SharedMemoryTransport(ProcessTransport):
     def allocate_buffers(
         self, buffer_sizes: BufferSizes, device: torch.device, programs: Sequence[Program]
     ) -> dict[SlotKey, Tensor]:
-        """Allocate the memory that messages are received in, and share it with the neighbours.
+        """Allocate the memory into which messages are received, and share it with the neighbours.
 
         All processes call this method once for each executor. The method waits until all processes
         have called it.
@@ -565,8 +566,8 @@ class SharedMemoryTransport(ProcessTransport):
             A flat uint8 tensor for each slot, by kind and number: `(Value.ACT_IN, 0)`.
 
         Raises:
-            ModelError: A process has not enough memory, or cannot connect to a neighbour. Or one of
-                the programs is not among those that the transport was created for.
+            ModelError: A process has not enough memory, or cannot connect to a neighbour. Or the
+                transport was not created for one of the programs.
         """
         self.require_supported(programs)
         self.ended_steps = 0  # The counters in new memory begin at 0, too.

@@ -36,12 +36,12 @@ class Transport(Protocol):
 
     Attributes:
         progress_model: The progress model of the transport. The executor refuses programs that are
-            not proven under it.
+            not proven free of deadlocks under this model.
         blocking_hosts: True if all instructions after a compute instruction in a stream wait for
             the end of the compute. On a CPU, the host waits. Over NCCL, torch makes a message wait
-            for all earlier computation. Programs must be proven for this, too.
+            for all earlier computation. The deadlock check of a program must include these waits.
         is_grouped: True if the executor must start the transfers of a group of the program between
-            `start_group` and `end_group`. `end_group` issues them together.
+            `start_group` and `end_group`. `end_group` issues these transfers together.
         uses_static_buffers: True if the executor must copy sent tensors to memory that is allocated
             once. Without the copy, a library that sends on other streams would keep the tensor for
             an unknown time.
@@ -65,8 +65,8 @@ class Transport(Protocol):
     ) -> list[Any]:
         """Compare facts of all processes, and return their payloads.
 
-        This method blocks. A difference that it does not find would cause a hang or a wrong result
-        later.
+        This method blocks. A difference that this method does not find would cause a hang or a
+        wrong result later.
 
         Args:
             facts: The facts of this process: values by name. Each fact is compared among the
@@ -78,16 +78,17 @@ class Transport(Protocol):
             The payloads of all processes, by process.
 
         Raises:
-            ModelError: Two processes have different values of a fact. All processes raise it.
+            ModelError: Two processes have different values of a fact. All processes raise this
+                error.
         """
 
     def allocate_buffers(
         self, buffer_sizes: BufferSizes, device: torch.device, programs: Sequence[Program]
     ) -> dict[SlotKey, Tensor]:
-        """Allocate the memory that messages of programs are received in.
+        """Allocate the memory into which messages of programs are received.
 
-        All processes call this method once for each executor. It may block. Afterwards, earlier
-        executors of this transport cannot be used.
+        All processes call this method once for each executor. The method may block. Afterwards,
+        earlier executors of this transport cannot be used.
 
         Args:
             buffer_sizes: The bytes of each slot, by kind.
@@ -146,8 +147,8 @@ class Transport(Protocol):
     ) -> Work:
         """Start a collective of the n members of a group.
 
-        Neither tensor may be used before the Work has completed. Both are contiguous. They are
-        flat, except for "all_reduce".
+        Neither tensor may be used before the Work has completed. Both tensors are contiguous. They
+        are flat, except for "all_reduce".
 
         Args:
             kind: "all_reduce" outputs the sum of all inputs, which have the same shape.
@@ -168,8 +169,8 @@ class Transport(Protocol):
     def side_stream(self) -> AbstractContextManager[object]:
         """Return a context in which waits do not delay computation.
 
-        Such a wait delays only the gathers that are started in the same context. If a wait of this
-        transport blocks the host, it blocks the host here, too.
+        A wait in this context delays only the gathers that are started in the same context. If a
+        wait of this transport blocks the host, a wait in this context blocks the host, too.
         """
 
 
@@ -245,8 +246,8 @@ def describe_peer_error(error: BaseException) -> str:
 def is_caused_by_peer(error: BaseException | None) -> bool:
     """Return whether the end or a timeout of a peer caused an error, directly or indirectly.
 
-    Gloo, torch's store and transports raise such errors. An indirect error has one of them in its
-    chain of causes.
+    Gloo, torch's store and transports raise such errors. An indirect error has one of these errors
+    in its chain of causes.
 
     Args:
         error: The error.
@@ -323,7 +324,7 @@ class CompletedWork:
 
 
 class ChainedWork:
-    """Work with a callback that runs after it.
+    """Work with a callback that runs after the work.
 
     Args:
         work: The work.

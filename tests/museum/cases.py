@@ -14,7 +14,8 @@ A case is a file `NAME.toml` in this folder:
     program = '''...'''             the text of a program
     make = "..."                    or an expression of schedir that makes or refuses a program
     runs = [["a", "b"], ["a"]]      or for each rank the names of the steps that it runs in turn,
-    steps.a = '''...'''             with the text of each step
+    replicas = ["a", "b"]           or for each data-parallel replica the name of its program
+    steps.a = '''...'''             with the text of each step or program
     show = "per_pair"               the progress model whose error the page shows; the default is
                                     `per_device`, or the first model that refuses the case
     activation = 16e6               the size of a message: the program finishes under all models
@@ -39,7 +40,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import schedir
-from schedir import Program, Sizes, check, check_program_sequence, from_text
+from schedir import Program, Sizes, check, check_program_sequence, check_replicas, from_text
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.errors import DeadlockError, SchedirError
 
@@ -76,6 +77,7 @@ class Case:
     mended: str = ""
     steps: dict[str, str] = field(default_factory=dict)
     runs: list[list[str]] = field(default_factory=list)
+    replicas: list[str] = field(default_factory=list)
     show: Literal["", ProgressModel] = ""
     activation: float = 0.0
     refused: dict[str, list[str]] = field(default_factory=dict)
@@ -84,12 +86,16 @@ class Case:
     @property
     def is_said(self) -> bool:
         """Return whether the case has a program or a sequence of programs."""
-        return bool(self.program or self.make or self.runs)
+        return bool(self.program or self.make or self.runs or self.replicas)
 
     def ran(self) -> list[list[Program]]:
         """Return the programs that each rank runs one after the other, in a case with steps."""
         steps = {name: from_text(text) for name, text in self.steps.items()}
         return [[steps[name] for name in row] for row in self.runs]
+
+    def of_replicas(self) -> list[Program]:
+        """Return the program of each replica, in a case with replicas."""
+        return [from_text(self.steps[name]) for name in self.replicas]
 
     def made(self) -> Program:
         """Make the program again, without earlier proofs. This may raise the error of the case."""
@@ -102,9 +108,12 @@ class Case:
         if self.activation:
             how["sizes"] = Sizes(activation=self.activation)
         try:
-            check_program_sequence(self.ran(), progress_model) if self.runs else check(
-                self.made(), progress_model, **how
-            )
+            if self.runs:
+                check_program_sequence(self.ran(), progress_model)
+            elif self.replicas:
+                check_replicas(self.of_replicas(), progress_model)
+            else:
+                check(self.made(), progress_model, **how)
         except SchedirError as error:
             return error
         return None
@@ -119,7 +128,11 @@ def verdict(error: SchedirError | None) -> list[str]:
     if error is None:
         return []
     named = error.cycle if isinstance(error, DeadlockError) else error.sites
-    where = [f"rank {one.rank} #{one.index} {one.instr}" for one in named]
+    where = [
+        f"replica {one.replica} " * (one.replica is not None)
+        + f"rank {one.rank} #{one.index} {one.instr}"
+        for one in named
+    ]
     return [type(error).__name__, *(where or [error.fact])]
 
 

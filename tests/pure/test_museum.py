@@ -11,6 +11,7 @@ from schedir.errors import DeadlockError
 from schedir.ir.text_format import from_text
 from schedir.verify.check import check
 from tests.museum.cases import HERE, Case, cases, verdict
+from tests.oracle_replicas import verdict as of_replicas
 from tests.oracle_step_sequences import verdict as in_turn
 from tests.oracle_threads import verdict as ran
 
@@ -25,7 +26,9 @@ def test_museum_cases_have_expected_errors(case: Case) -> None:
     }
 
 
-@pytest.mark.parametrize("case", [c for c in DESCRIBED if not c.runs], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [c for c in DESCRIBED if not (c.runs or c.replicas)], ids=lambda case: case.name
+)
 def test_museum_cases_with_lazy_communicators(case: Case) -> None:
     free = [model for model in MODELS if not case.expected(model)]
     errors = {model: verdict(case.refusal(model, lazy_communicators=True)) for model in free}
@@ -57,7 +60,10 @@ EXECUTED = [case for case in DESCRIBED if case.name not in NOT_EXECUTED]
 def test_execution_agrees(case: Case) -> None:
     """If `check` refuses a case, its execution without `check` hangs or fails."""
     for model in MODELS:
-        kind = (in_turn(case.ran(), model, 0) if case.runs else ran(case.made(), model)).kind
+        if case.replicas:
+            kind = of_replicas(case.of_replicas(), model, 0).kind
+        else:
+            kind = (in_turn(case.ran(), model, 0) if case.runs else ran(case.made(), model)).kind
         assert (kind == "ok") == (not case.expected(model)), (model, kind)
         if "DeadlockError" in case.expected(model):
             assert kind == "hang"
@@ -70,7 +76,8 @@ def test_museum_files_are_complete() -> None:
     for case in CASES:
         assert case.seen and (case.sources or case.here)
         assert not case.here or (HERE.parents[1] / case.here).is_file()
-        assert bool(case.program) + bool(case.make) + bool(case.runs) <= 1, case.name
+        ways = (case.program, case.make, case.runs, case.replicas)
+        assert sum(map(bool, ways)) <= 1, case.name
         assert case.missing or (case.is_said and case.follows), case.name
         for source in case.sources:
             assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", source), source

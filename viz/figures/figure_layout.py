@@ -1,7 +1,7 @@
 """Compute the positions of charts, titles and axes on a figure, in inches.
 
 `schedir.viz.layout` places the boxes of one chart, in units of time and of lanes. This module
-decides their size on the figure, before anything is drawn.
+decides the size of these boxes on the figure, before anything is drawn.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def lay_out(
 
     Args:
         timelines: The timelines, from the top.
-        titles: The title of each, as in `ChartLayout`.
-        bounds: The lower bound on the span of each, or None.
+        titles: The title of each timeline, as in `ChartLayout`.
+        bounds: The lower bound on the span of each timeline, or None.
         style: The style.
 
     Raises:

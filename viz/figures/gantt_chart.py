@@ -57,10 +57,10 @@ def gantt(
     Args:
         timeline: The timeline.
         title: The title, instead of the name and the kind. "" removes the title line.
-        bound: A lower bound on the span (`schedir.lower_bound`), in the unit of the timeline. It
-            must hold for all orders with the same memory. If the timeline has no split backwards,
-            it may be a bound for full backwards only. A line marks the bound, and the title has the
-            largest possible saving.
+        bound: A lower bound on the span (`schedir.lower_bound`), in the unit of the timeline. The
+            bound must hold for all orders with the same memory. If the timeline has no split
+            backwards, it may be a bound for full backwards only. A line marks the bound, and the
+            title has the largest possible saving.
         **style: The options of `schedir.viz.Style`.
 
     Returns:
@@ -130,7 +130,7 @@ def compare(
 
 
 def _require_titles(value: object, chart_count: int) -> Sequence[str | None]:
-    """Return a title for each chart, or None for each."""
+    """Return a title for each chart, or None for each chart."""
     if value is None:
         return [None] * chart_count
     titles = [value] if isinstance(value, str) else value
@@ -150,7 +150,7 @@ def _require_titles(value: object, chart_count: int) -> Sequence[str | None]:
 
 
 def _require_bounds(value: object, chart_count: int) -> Sequence[float | None]:
-    """Return a lower bound for each chart, or None for each."""
+    """Return a lower bound for each chart, or None for each chart."""
     if value is None:
         return [None] * chart_count
     bounds = (
@@ -164,7 +164,6 @@ def _require_bounds(value: object, chart_count: int) -> Sequence[float | None]:
 
 
 def _require_bound(value: object) -> float | None:
-    """Return a bound as a float, or None."""
     if value is None or (isinstance(value, Real) and 0 < float(value) < inf):
         return None if value is None else float(value)
     raise UsageError(
@@ -217,7 +216,6 @@ def _draw_figure(layout: FigureLayout, style: ResolvedStyle) -> Figure:
 
 
 def _draw_overlays(axes: Axes, chart: ChartLayout, style: ResolvedStyle, row_height: float) -> None:
-    """Draw the overlays of the style on a chart."""
     rectangles = chart.rectangles
     if "phases" in style.overlays:
         overlays.draw_phases(axes, rectangles)
@@ -269,7 +267,7 @@ def _format_axes(axes: Axes, chart: ChartLayout, style: ResolvedStyle, row_heigh
 
 
 def _draw_lane_names(axes: Axes, name: str, positions: NDArray[np.floating[Any]]) -> None:
-    """Write the name of a lane to the left of it in each rank."""
+    """Write the name of a lane to the left of the lane of each rank."""
     for y in positions.tolist():
         axes.annotate(
             name, (0, y), (-4, 0), textcoords="offset points",
@@ -279,7 +277,7 @@ def _draw_lane_names(axes: Axes, name: str, positions: NDArray[np.floating[Any]]
 
 
 def _draw_title(axes: Axes, chart: ChartLayout, width_inches: float) -> None:
-    """Write the name of a chart on the left above it, and its numbers on the right."""
+    """Write the name of a chart above its left end, and its numbers above its right end."""
     timeline, title, is_narrow = chart.rectangles.timeline, chart.title, width_inches < NARROW_WIDTH
     if title == "":
         return

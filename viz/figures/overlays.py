@@ -83,7 +83,7 @@ def find_messages(timeline: Timeline) -> NDArray[np.int64]:
 def draw_arrows(axes: Axes, rectangles: ChartRectangles) -> None:
     """Draw an arrow for each message, from the start of its send to the end of its receive.
 
-    A chart with more than `_MAX_ARROWS` messages gets no arrows, because they would hide it.
+    A chart with more than `_MAX_ARROWS` messages gets no arrows, because they would hide the chart.
 
     Args:
         axes: The axes.
@@ -178,7 +178,8 @@ def draw_phases(axes: Axes, rectangles: ChartRectangles) -> None:
 def find_phase_times(timeline: Timeline) -> dict[str, tuple[Floats, Floats]]:
     """Return the start and end of the warmup and the cooldown of each rank.
 
-    They are before and after the steady phase (`bubble_causes.find_steady_phase`). A rank without a
+    These phases are before and after the steady phase (`bubble_causes.find_steady_phase`). A rank
+    without a
     backward has neither: both have length 0.
 
     Args:

@@ -328,7 +328,6 @@ def _set_axis_limits(
 
 
 def _mark_plan(axes: Axes, best: PlanEstimate, unit_time: float) -> None:
-    """Mark a plan with a circle and its label."""
     x = best.memory.total / 1e9
     y = best.step_time / unit_time
     axes.scatter(
@@ -393,7 +392,8 @@ def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = 
     """Draw the step time and the TFLOP/s per GPU of plans, by the number of GPUs.
 
     The left chart has the step time. The right chart has the model's operations per second of a
-    GPU. The label of each point is p x t x d.
+    GPU. The label of each point has the numbers of pipeline ranks, tensor-parallel ranks and
+    replicas.
 
     Args:
         strong: Plans with the same batch size (strong scaling). A thin line shows the step times

@@ -30,7 +30,7 @@ def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
     """Draw bubble against memory, with a point per timeline.
 
     A line joins the timelines with the smallest bubble at each memory. Memory is the largest peak
-    of a rank, in GB. Without sizes, it is `Timeline.peak_activations`.
+    of a rank, in GB. Without sizes, memory is `Timeline.peak_activations`.
 
     Args:
         timelines: The timelines.
@@ -89,8 +89,8 @@ def memory_frontier(frontier: MemoryFrontier) -> Figure:
 
     A line shows the shortest run that the search found within each limit. No schedule of these
     stages can be in the filled region. Each point is one of `frontier.timelines`. Memory is the
-    largest peak of a rank, in GB. Without sizes, it is a number of activations. One microbatch in
-    all stages of a rank counts 1. The chart leaves out the area far above all points.
+    largest peak of a rank, in GB. Without sizes, memory is a number of activations. One microbatch
+    in all stages of a rank counts 1. The chart leaves out the area far above all points.
 
     Args:
         frontier: The result of `schedir.memory_frontier`.

@@ -111,10 +111,12 @@ def fill_successors(
     Args:
         source: The source of each edge.
         target: The target of each edge.
-        offsets: An output. Its length is the number of nodes + 1, and it must be filled with zeros.
-            Afterwards the edges of node a lead to `sorted_targets[offsets[a]:offsets[a + 1]]`.
+        offsets: An output. Its length is the number of nodes + 1. The caller must fill it with
+            zeros. Afterwards the edges of node a lead to
+            `sorted_targets[offsets[a]:offsets[a + 1]]`.
         sorted_targets: An output: the targets, sorted by their source.
-        pending_counts: An output: the number of edges to each node. It must be filled with zeros.
+        pending_counts: An output: the number of edges to each node. The caller must fill it with
+            zeros.
     """
     for a in source:
         offsets[a] += 1
@@ -154,8 +156,9 @@ def fill_longest_paths(
         offsets: As `fill_successors` fills it.
         sorted_targets: As `fill_successors` fills it.
         queue: An output: the nodes, in the order in which the function reaches them.
-        start: An output: the start of each node. It must be filled with zeros.
-        level: An output: the level of each node. It must be filled with zeros.
+        start: An output: the start of each node. The caller must fill it with zeros.
+        level: An output: the level of each node, as `solve_by_loop` defines it. The caller must
+            fill it with zeros.
     """
     nodes, has_fixed_ends, has_hops = len(cost), len(fixed_end) > 0, len(hop_time) > 0
     # The queue is first in, first out. So the last predecessor of a node has the largest level.

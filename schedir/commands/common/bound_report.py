@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
     from schedir.schedule_search.search_results import LowerBound
 
-# "This memory" is the largest memory of a rank: bytes, or microbatches in flight without sizes.
+# "This memory" is the largest memory that any rank of the run uses. Its unit is bytes if there are
+# sizes, and microbatches in flight otherwise.
 WITHIN_MEMORY = " within this memory"
 
 

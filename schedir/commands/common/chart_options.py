@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
     from schedir.viz.style import Style
 
-# Names of parsed options, which are also names of parameters of schedir.viz.
+# Names of parsed options, which are also names of parameters of functions of schedir.viz.
 _STYLE_OPTIONS = ("show", "width", "palette", "colours", "axis", "time")
 
 

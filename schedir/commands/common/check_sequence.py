@@ -1,9 +1,10 @@
-"""Check several programs that the ranks run one after another."""
+"""Check several programs: those that ranks run one after another, or those of replicas."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from schedir.commands.common.schedule_options import make_request
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--rank-programs`, for ranks that run different programs.
+    """Add the options `--rank-programs` and `--replicas`, for ranks with different programs.
 
     Args:
         parser: The parser of `check`.
@@ -33,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with several programs, one per step: the programs that rank RANK runs instead, such "
         "as 1:train.sched+train.sched",
     )  # fmt: skip
+    parser.add_argument(
+        "--replicas", action="store_true",
+        help="the programs are those of data-parallel replicas, one for each replica, and not "
+        "steps: check that the members of each group issue their collectives in one order, and "
+        "that ranks of several replicas do not wait for each other",
+    )  # fmt: skip
 
 
 def has_several_programs(args: argparse.Namespace) -> bool:
@@ -41,11 +48,11 @@ def has_several_programs(args: argparse.Namespace) -> bool:
     Args:
         args: The parsed options of `check`.
     """
-    return len(args.source) > 1 or bool(args.rank_programs)
+    return len(args.source) > 1 or bool(args.rank_programs) or args.replicas
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return the progress models under which the ranks finish all programs.
+    """Return the progress models under which the ranks or replicas finish all programs.
 
     Args:
         args: The parsed options of `check`.
@@ -70,32 +77,42 @@ def run(args: argparse.Namespace) -> str:
     ):
         if (value := getattr(args, option)) is not None and value is not False:
             raise UsageError(f"{name} cannot be combined with several programs")
+    if args.replicas and args.rank_programs:
+        raise UsageError("--replicas cannot be combined with --rank-programs")
+    find_error = partial(_find_error, has_replicas=args.replicas)
     runs, proven_models = _load_rank_programs(args)
     first = proven_models.pop() if len(proven_models) == 1 else "per_device"
     other_models = [model for model in MODELS if args.progress_model is None and model != first]
-    if error := _find_sequence_error(runs, first):
-        finishing_models = [
-            model for model in other_models if _find_sequence_error(runs, model) is None
-        ]
+    if error := find_error(runs, first):
+        finishing_models = [model for model in other_models if find_error(runs, model) is None]
         if finishing_models and isinstance(
             error, ProgramSequenceError | DeadlockError | GroupError | ChannelMismatchError
         ):
             error.hint = f"they finish under {join_words(finishing_models)}"
         raise error
     models = [model for model in MODELS if model == first or model in other_models]
-    models = [model for model in models if _find_sequence_error(runs, model) is None]
-    program_names = [[program.name for program in row] for row in runs]
+    models = [model for model in models if find_error(runs, model) is None]
+    names = [[program.name for program in row] for row in runs]
     if args.json:
-        return format_json({"rank_programs": program_names, "progress_models": models})
-    is_uniform = all(row == program_names[0] for row in program_names)
-    steps = ", ".join(program_names[0]) if is_uniform else "; ".join(
-        f"rank {rank}: {', '.join(row) or 'nothing'}" for rank, row in enumerate(program_names)
-    )  # fmt: skip
+        facts = {"replica_programs": names[0]} if args.replicas else {"rank_programs": names}
+        return format_json(facts | {"progress_models": models})
+    subject = f"{len(runs)} ranks that run them one after another"
+    if args.replicas:
+        subject = f"{len(names[0])} replicas that run one of them each"
     fails = [model for model in other_models if model not in models]
     exceptions = f", but not under {join_words(fails)}" if fails else ""
     return (
-        f"{steps}\neach program is complete and in order, and {len(runs)} ranks that run them one "
-        f"after another finish under {join_words(models)}{exceptions}\n"
+        f"{_describe_rank_programs(names)}\neach program is complete and in order, and {subject} "
+        f"finish under {join_words(models)}{exceptions}\n"
+    )
+
+
+def _describe_rank_programs(names: list[list[str]]) -> str:
+    """Return the names of the programs of each rank, or only once if all ranks have the same."""
+    if all(row == names[0] for row in names):
+        return ", ".join(names[0])
+    return "; ".join(
+        f"rank {rank}: {', '.join(row) or 'nothing'}" for rank, row in enumerate(names)
     )
 
 
@@ -133,13 +150,21 @@ def _load_rank_programs(args: argparse.Namespace) -> tuple[list[list[Program]], 
     return rank_programs, proven_models
 
 
-def _find_sequence_error(
-    rank_programs: Sequence[Sequence[Program]], progress_model: ProgressModel
+def _find_error(
+    rank_programs: Sequence[Sequence[Program]],
+    progress_model: ProgressModel,
+    *,
+    has_replicas: bool,
 ) -> SchedirError | None:
+    """Return the error of the programs of each rank, or of the programs of replicas."""
     from schedir.verify.program_sequence import check_program_sequence
+    from schedir.verify.replicas import check_replicas
 
     try:
-        check_program_sequence(rank_programs, progress_model)
+        if has_replicas:
+            check_replicas(rank_programs[0], progress_model)
+        else:
+            check_program_sequence(rank_programs, progress_model)
     except SchedirError as error:
         return error
     return None

@@ -67,8 +67,8 @@ def collect_facts(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> 
 
     Returns:
         All checkpoints, and the contents of the newest complete checkpoint. "is_complete" is True
-        if a checkpoint is complete. It is None if only the sizes of the files were compared, and
-        the sizes are correct.
+        if a checkpoint is complete. "is_complete" is None if only the sizes of the files were
+        compared, and the sizes are correct.
     """
     return {
         "checkpoints": [

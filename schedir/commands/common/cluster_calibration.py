@@ -120,7 +120,7 @@ def read_runs(path: str | Path, model: TransformerSpec) -> list[MeasuredRun]:
 
 
 def _parse_cell(text: str, default: Any) -> Any:
-    """Return the value of a field of a plan, in the type of its default."""
+    """Convert the text of a cell into the type of the default of its field."""
     if isinstance(default, bool):
         return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
     if isinstance(default, int):

@@ -34,7 +34,8 @@ class FrontierRequest:
     Args:
         shape: The shape of the pipeline.
         costs: The costs of each stage, or None for the defaults.
-        sizes: The sizes of each stage. If None, limits count (stage, microbatch) pairs in flight.
+        sizes: The sizes of each stage. If None, a memory limit is a number of (stage, microbatch)
+            pairs in flight.
         initial_schedules: Schedules and programs from which the search starts.
         unit: The unit of the costs, or "".
     """
@@ -81,7 +82,7 @@ def report_frontier(args: argparse.Namespace, request: FrontierRequest) -> tuple
         request: The arguments of the search.
 
     Returns:
-        The text or JSON of the frontier, and False if the search was interrupted.
+        The text or JSON of the frontier, and False if the search was interrupted, else True.
 
     Raises:
         UsageError: The output file cannot be written.

@@ -1,4 +1,4 @@
-"""Find a built-in schedule that is as short as a proved shortest run, but needs less memory."""
+"""Find a built-in schedule that is as short as a run proved shortest, but needs less memory."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _has_split_backward(timeline: Timeline) -> bool:
 
 
 def _get_memory(timeline: Timeline) -> float:
-    """Return the largest memory of a rank: bytes, or microbatches in flight without sizes."""
+    """Return the largest memory of a rank, in bytes, or without sizes in microbatches in flight."""
     memory = timeline.peak_in_flight if timeline.sizes is None else timeline.peak_memory
     return float(memory.max(initial=0))
 

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from schedir.ir.cost.cluster import Cluster
     from schedir.planner import PlanEstimate
 
-# The printed names of the parts of a step, and of the memory of a GPU.
+# The printed names of the parts of a step, and of the parts of the memory of a GPU.
 _STEP_PART_NAMES: Final = dict(
     zip(
         StepBreakdown._fields,
         (
             "compute",
             "recompute",
-            "layer collectives",  # `_name_step_parts` names the groups of a plan instead.
+            "layer collectives",  # `_name_step_parts` replaces this name.
             "messages",
             "bubble",
             "replicas",
@@ -60,7 +60,7 @@ _COLUMN_MEANINGS: Final = {
     "ep": "ranks that share the experts", "SP": "sequence parallel", "dp": "replicas",
     "v": "stages per rank", "b": "microbatch size", "m": "microbatches",
 }  # fmt: skip
-_MAX_SENTENCE_WIDTH: Final = 110  # about the width of the table of plans
+_MAX_SENTENCE_WIDTH: Final = 110  # About the width of the table of plans.
 _MAX_OPTION_LENGTH: Final = 100  # The rest of a longer option is not printed; `--json` has all.
 
 
@@ -81,7 +81,7 @@ def format_seconds(time: float) -> str:
 
 
 def format_teraflops(flops_per_second: float) -> str:
-    """Return a speed in TFLOP/s, for a table. Speeds of processors can be far below 1 TFLOP/s.
+    """Return a speed in TFLOP/s, for a table. Speeds of CPUs can be far below 1 TFLOP/s.
 
     Args:
         flops_per_second: The speed in FLOP/s.
@@ -131,9 +131,9 @@ def format_plans(
         request: The request of the plans.
         plans: The plans, the preferred plan first.
         selected_number: The number of the plan whose details are printed, from 1.
-        tokens: The number of tokens of the training run. If it is not None, the duration of the run
-            is printed.
-        fastest: The fastest plan. A line describes it if it is faster than the first plan.
+        tokens: The number of tokens of the training run. If this number is given, the duration of
+            the run is printed.
+        fastest: The fastest plan. A line describes the fastest plan if it is not the first plan.
     """
     model, cluster = request.model, request.cluster
     plan = plans[selected_number - 1]
@@ -198,7 +198,7 @@ def _format_table(plans: Sequence[PlanEstimate], limit: float) -> str:
 
 
 def _wrap(sentence: str) -> str:
-    """Return a sentence in lines of a limited width, with a newline at the end of each.
+    """Return a sentence in lines of a limited width, with a newline at the end of each line.
 
     The second and later lines are indented by two spaces more than the first.
     """
@@ -312,7 +312,7 @@ def _join_columns(left: list[str], right: list[str]) -> Iterator[str]:
 
 
 def _format_layers(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
-    """Yield lines about uneven layers per stage, and the options of other trainers for them."""
+    """Yield lines about uneven layers per stage, with the options that other trainers need."""
     if not (options_by_trainer := _find_launcher_options(request, plan)):
         return
     yield f"layers of each stage: {_format_repeats(plan.layers_per_stage)}"
@@ -327,7 +327,7 @@ def _format_layers(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
 
 
 def _find_launcher_options(request: PlanRequest, plan: PlanEstimate) -> dict[str, str]:
-    """Return trainer -> options for the layers per stage, or {} if all stages have equally many."""
+    """Return trainer -> options for the layers per stage, or {} if these are equal."""
     from schedir.planner import launcher_options
 
     return launcher_options(request.model, plan) if len({*plan.layers_per_stage}) > 1 else {}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from schedir.ir.program import Program
     from schedir.planner import PlanEstimate, TransformerSpec
 
-_MAX_SEARCHED_PLANS: Final = 3  # The number of plans to improve. Each of them takes seconds.
+_MAX_SEARCHED_PLANS: Final = 3  # The number of plans to improve. Improving a plan takes seconds.
 # Plans are one point of a picture if their times and memories differ by less than about 1/60.
 _PICTURE_RESOLUTION: Final = 60
 # Options that fix a field of all plans: (option, field, help).
@@ -58,7 +58,7 @@ class PlanRequest:
 
     @property
     def software(self) -> dict[str, Any]:
-        """The constants and state bytes of `--stack`, as keyword arguments."""
+        """The constants and state bytes of `--stack`, as keyword arguments of the planner."""
         names = ("constants", "state_bytes")
         return {name: self.planner_options.get(name) for name in names}
 

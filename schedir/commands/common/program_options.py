@@ -47,7 +47,8 @@ class ProgramOption(NamedTuple):
     Attributes:
         kind: The type of the values of the option.
         help: A description.
-        config_key: The name in a configuration, such as "pipeline.zero", or "" if it has none.
+        config_key: The name in a configuration, such as "pipeline.zero", or "" if a configuration
+            cannot have the option.
         is_shape_option: True for an option of the shape, False for an option of the lowering.
     """
 
@@ -155,7 +156,7 @@ def _parse_value(location: str, name: str, text: str) -> Any:
         return PROGRAM_OPTIONS[name].kind.parse(text)
     except ValueError as error:
         hint = get_rename_hint(name, text) or f"schedir options {name}"
-        # A configuration accepts "none", which was named "own".
+        # A configuration accepts "none", which had the name "own" in older versions.
         if name == "buffer_sharing" and text in ("none", "own"):
             hint = "leave out buffer_sharing: this is its default"
         separator = ": " if location.startswith("-O") else " "
@@ -253,7 +254,6 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def _read_options(text: str, path: str) -> dict[str, Any]:
-    """Return the options in the text of a configuration."""
     from schedir.training.config.settings_table import list_settings
 
     known = {

@@ -98,8 +98,8 @@ def list_built_in_schedules(*, has_weight_delay: bool) -> dict[str, Schedule]:
 
     Args:
         has_weight_delay: If True, return only the schedules with weight delay. If False, return
-            only those without. Weight delay changes the trained weights, so schedules with and
-            without it are not compared.
+            only the schedules without weight delay. Weight delay changes the trained weights, so
+            schedules with and without it are not compared.
     """
     from schedir.schedules import get_built_in_schedules
     from schedir.schedules.schedule_algebra import get_weight_delay_mark, has_free_v
@@ -196,11 +196,11 @@ def rank_schedules(
     Args:
         candidates: The name of each candidate, and its `Request`.
         find_excess: A function that returns the memory that a run needs, or None if the run fits.
-        compute_objective: A function that returns the time by which runs are ranked. By default the
-            span.
+        compute_objective: A function that returns the time by which runs are ranked. The default is
+            the span.
         full_backward_only: If True, leave out candidates that split backwards.
         named_sources: The sources that the user gave. The result lists a duplicate only if its
-            source is one of these.
+            source is one of these sources.
 
     Raises:
         UsageError: A request is invalid. Other errors are listed in the result.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from schedir.commands.studio.state import StudioState
     from schedir.io.source_loader import Source
 
-# The options that the page shows first. Options of the command line replace them.
+# The options that the page shows first. Options of the command line replace these options.
 DEFAULTS: Final = {
     "ranks": "4",
     "microbatches": "8",

@@ -265,7 +265,7 @@ def compare_runs(one: Timeline, other: Timeline) -> str:
 
     Args:
         one: The run.
-        other: The run with which it is compared.
+        other: The run with which `one` is compared.
     """
     name, peaks = "memory", [one.peak_activations, other.peak_activations]
     if one.sizes is not None and other.peak_memory.any():
@@ -297,7 +297,7 @@ def describe_page(runs: list[Timeline]) -> dict[str, Any]:
 def _find_source_type(request: Request) -> str:
     """Return the type of the source, which decides which options the page shows.
 
-    It is "schedule", "draft", "lowered" or "run".
+    The result is "schedule", "draft", "lowered" or "run".
     """
     if request.source_timeline is not None:
         return "run"
@@ -308,11 +308,11 @@ def _find_source_type(request: Request) -> str:
 
 
 def describe_error(error: SchedirError, request: Request | None = None) -> dict[str, Any]:
-    """Return an error as JSON. If the error names instructions, add a picture of them.
+    """Return an error as JSON. If the error names instructions, add a picture of these.
 
     Args:
         error: The error.
-        request: The request that raised it, or None.
+        request: The request that raised the error, or None.
     """
     return {
         "kind": type(error).__name__,
@@ -390,7 +390,7 @@ def find_changed_state(
 
     Args:
         state: The state before the change.
-        shape: The shape of its program.
+        shape: The shape of the program of this state.
         change: The change.
 
     Returns:

@@ -1,7 +1,7 @@
 """Run the code of the editor in a process with limits of time and memory.
 
-`python -m schedir.commands.studio.code_process` reads a state as one line of JSON. It writes the
-text of the draft, or an error, as JSON.
+`python -m schedir.commands.studio.code_process` reads a state as one line of JSON. The process
+writes the text of the draft, or an error, as JSON.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _communicate(
     """
     try:
         assert process.stdout is not None
-        process.stdout.readline()  # Wait until the process is ready: its start does not count.
+        process.stdout.readline()  # Wait until the process is ready. The limit excludes its start.
         output, _ = process.communicate(f"{question}\n".encode(), max_seconds)
     except subprocess.TimeoutExpired:
         fact = f"the code did not finish within {max_seconds:g} s, and was stopped"
@@ -170,9 +170,10 @@ def expand_code(state: StudioState) -> str:
 
 
 def _load_function(state: StudioState) -> FunctionType:
-    """Execute the code, and return its schedule function, with the name that the code gives it.
+    """Execute the code, and return its schedule function under its name in the code.
 
-    If the state names no function, this is the last function with three or more parameters.
+    If the state names no function, the schedule function is the last function with three or more
+    parameters.
     """
     namespace: dict[str, Any] = {"__name__": "schedule", "__file__": _FILE}
     exec(compile(state.code, _FILE, "exec"), namespace)

@@ -70,8 +70,8 @@ def move_instruction(request: Request, rank: int, index: int, before: int) -> Pr
         request: The request of the program.
         rank: The rank.
         index: The index of the instruction in the stream of the lowered program.
-        before: The index of the instruction before which it is moved. The number of instructions in
-            the stream means the end of the stream.
+        before: The index of the instruction before which the other instruction is moved. The number
+            of instructions in the stream means the end of the stream.
 
     Raises:
         UsageError: There is no such instruction, or it cannot be moved.
@@ -109,9 +109,9 @@ def _find_in_draft(words: Words, draft: Words, index: int, before: int) -> tuple
 
 
 def _move_word(words: Words, index: int, before: int) -> Words:
-    """Return the words with the word at `index` moved before the word at `before`.
+    """Return the encoded instructions, with the one at `index` moved before the one at `before`.
 
-    If the word was in a joined pair, the pair is no longer joined.
+    If the moved instruction ran together with a neighbour, the two then run separately.
     """
     words = words.copy()
     if before < len(words) and words[before] & JOINED_BIT and before != index:
@@ -134,7 +134,7 @@ def export_program(request: Request, file_format: str) -> tuple[str, str]:
             and simulate the program.
 
     Raises:
-        SchedirError: The format is unknown, or the program cannot be written in it.
+        SchedirError: The format is unknown, or the program cannot be written in this format.
     """
     name = request.program.name
     if file_format == "sched":

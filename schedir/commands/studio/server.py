@@ -70,8 +70,6 @@ class StudioServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Handles the HTTP requests of one connection."""
-
     protocol_version = "HTTP/1.1"  # This version keeps connections open.
     disable_nagle_algorithm = True
     server: StudioServer

@@ -1,7 +1,7 @@
 """Define the state of a studio: a schedule, a program or code, and options.
 
 The values of options are texts, as on the command line. So the studio can write the state as a
-command, and errors can name its options.
+command, and errors can name the options of this command.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CodeError(UsageError):
 
 @dataclass(frozen=True)
 class StudioState:
-    """The input from which a studio computes what it shows.
+    """The input of a studio: a schedule, a program or code, and options.
 
     Args:
         schedule: The name of a built-in schedule, with its options in brackets.
@@ -73,7 +73,7 @@ class StudioState:
         """Return the state in a JSON object, with the defaults for missing keys.
 
         Args:
-            data: The object, such as `dataclasses.asdict` returns.
+            data: The object, in the form that `dataclasses.asdict` returns.
 
         Raises:
             UsageError: A key is unknown, or a value has a wrong type.
@@ -105,8 +105,8 @@ class StudioState:
 def make_state_request(state: StudioState, source: Source) -> Request:
     """Return the request for a source with the options of a state.
 
-    Options that do not apply to the source are ignored. For a draft these are the options of the
-    shape. For a lowered program or a run, only the options in `PREDICTION_OPTIONS` apply.
+    Options that do not apply to the source are ignored. For a draft, the options of the shape are
+    ignored. For a lowered program or a run, only the options in `PREDICTION_OPTIONS` apply.
 
     Args:
         state: The state.

@@ -17,7 +17,7 @@ from schedir.schedules import get_built_in_schedules
 from schedir.viz.html_page import build_page
 
 _TITLE: Final = "schedir studio"
-_MARKER: Final = f"<title>{_TITLE}</title>".encode()  # Only files that contain it are replaced.
+_MARKER: Final = f"<title>{_TITLE}</title>".encode()  # Only files with this title are replaced.
 _COST_HELP: Final = "time of {} of one stage and microbatch, or one per stage: 1:1:2"
 _HELP: Final = {
     "F": _COST_HELP.format("a forward"),
@@ -115,7 +115,7 @@ def export_page(studio: Studio, state: StudioState, folder: str) -> str:
 
 
 def _collect_help() -> dict[str, str]:
-    """Return name of a control -> description of what it changes."""
+    """Return name of a control -> description of its effect."""
     options = {name: option.help for name, option in PROGRAM_OPTIONS.items()}
     options["ranks"] = options["ranks"].partition(" (")[0]
     options["microbatches"] = options["microbatches"].partition(" (")[0]

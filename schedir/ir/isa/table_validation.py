@@ -37,8 +37,8 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.program import Program
 
-# Group of a collective -> the scopes that its row may have.  With another scope, a rank would have
-# several instructions for one collective, and wait for itself.
+# Group of a collective -> the scopes that its row may have.  With another scope, a rank could have
+# several instructions of one collective.  The rank would then wait for itself, which is a deadlock.
 _GROUP_SCOPES: Final = {
     "model": (Scope.RANK,),
     "stage_replicas": (Scope.STAGE, Scope.OCCURRENCE),

@@ -86,9 +86,10 @@ def insert_offloads(program: Program, options: Options) -> Program:
     if k <= 1. With "half", all moves overlap if k <= 2.
 
     "fit" applies to the ranks that exceed the limit. As in the paper, it selects the values with
-    the longest time until their use. Values with equal times are selected evenly spaced. "fit"
-    selects the smallest number of values that keeps the limit. It selects more values if that makes
-    the step shorter. For the disk, it selects the values that are on the host for the longest time.
+    the longest time until their use. If several values have the same time, it selects some of them
+    at even distances, such as every second one. "fit" selects the smallest number of values that
+    keeps the limit. It selects more values if that makes the step shorter. For the disk, it selects
+    the values that are on the host for the longest time.
 
     Args:
         program: A program with messages.

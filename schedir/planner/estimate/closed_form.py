@@ -45,7 +45,9 @@ _MODEL_PARTS: Final = ("layer", "embedding", "head")
 
 
 class RankTimes(NamedTuple):
-    """Times of one microbatch on each rank group, in seconds, of shape (plans, groups).
+    """Times of one microbatch on each rank group (`RankGroupShares`): arrays (plans, groups).
+
+    The times are in seconds.
 
     Attributes:
         stage_times: The sum of the times of all stages of a rank, as a `StageTimes` of arrays.
@@ -257,11 +259,11 @@ def _apply_formulas(
 ) -> tuple[Floats, Floats, Floats]:
     """Return waiting times, and numbers of messages that do not overlap with compute.
 
-    The first result is the time in seconds for which another rank waits for each rank group, of
-    shape (plans, groups). The second result is the number of exposed messages of a step. The third
-    result is the number of exposed messages per microbatch. The second and the third result have
-    the shape (plans,). Recomputation that may run before the gradient arrives (`recompute_ahead`)
-    adds no waiting time.
+    The first result is the number of seconds that another rank waits for one rank of each rank
+    group. Its shape is (plans, groups). The second result is the number of exposed messages of a
+    step. The third result is the number of exposed messages per microbatch. The second and the
+    third result have the shape (plans,). Recomputation that may run before the gradient arrives
+    (`recompute_ahead`) adds no waiting time.
     """
     waits = np.zeros(rank_times.F.shape)
     messages, messages_each = np.zeros((2, len(plans)))
@@ -299,14 +301,14 @@ def _estimate_data_parallel(
     - Gradients: without ZeRO, a ring all-reduce; with ZeRO, a reduce-scatter (arXiv 1910.02054,
       section 7).
     - The share `reduction_overlap_share` of the reduction of a stage overlaps with the last
-      backward of the stage. On a rank with several stages, all reductions but the last one also
-      overlap with later backwards. If the backward is not split, the backwards of all other ranks
-      end before those of the first rank. Reductions during this time are not exposed.
-    - Weights: with ZeRO they are gathered at the start of the step, while ranks wait for their
-      first microbatch. With sharded weights they are gathered several times, in parallel with
-      compute.
+      backward of the stage. On a rank with several stages, all reductions except the last reduction
+      also overlap with later backwards. If the backward is not split, the backwards of all other
+      ranks end before those of the first rank. Reductions during this time are not exposed.
+    - Weights: with ZeRO, the replicas gather the weights at the start of the step, while ranks wait
+      for their first microbatch. With sharded weights, the replicas gather them several times, in
+      parallel with compute.
     - With sharded gradients and more than two stages per rank, a rank has the unsharded gradients
-      of one stage at a time. The backward of another stage waits until they are reduced.
+      of one stage at a time. The backward of another stage waits until these gradients are reduced.
     """
     zero, v, p, m = (
         getattr(plans, name)[:, None] for name in ("zero", "stages_per_rank", "pp", "microbatches")

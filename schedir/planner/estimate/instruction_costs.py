@@ -70,9 +70,9 @@ def compute_costs(
 ) -> Costs:
     """Return the costs of all instructions of a plan's program, in seconds.
 
-    The share `recompute_ahead` of full recomputation is a separate instruction R. The rest is part
-    of the backward. The cost of a reduction over replicas is only the time that the last backward
-    does not hide (`reduction_overlap_share`).
+    The share `recompute_ahead` of full recomputation is a separate instruction R. The rest of the
+    recomputation is part of the backward. The cost of a reduction over replicas is only the time
+    that the last backward does not hide (`reduction_overlap_share`).
 
     Args:
         model: The model.
@@ -180,9 +180,9 @@ def _compute_expert_costs(
 ) -> dict[str, tuple[float, ...]]:
     """Return the costs that expert parallelism changes: field of `Costs` -> seconds per stage.
 
-    `step` has seconds per rank instead. The gradients of an expert are reduced over the replicas
-    with the same experts: every `ep`-th replica. The update of an expert is divided among these
-    replicas only.
+    The field `step` has seconds per rank instead. The gradients of an expert are reduced over the
+    replicas with the same experts: every `ep`-th replica. The update of an expert is divided among
+    these replicas only.
     """
     cut = plan.zero > 0
     rings = {
@@ -238,7 +238,7 @@ def _compute_tied_reduction(
     process_mesh: NDArray[np.int64],
     state_bytes: StateBytes,
 ) -> float:
-    """Return the seconds to reduce the gradient of a tied embedding over its two ranks."""
+    """Return the seconds to reduce the gradient of a tied embedding over its two stages."""
     first_rank = int(shape.replica_ranks[0, 0])
     last_rank = int(shape.replica_ranks[0, -1])
     if first_rank == last_rank or not model.tied:

@@ -32,9 +32,10 @@ def compute_link_times(
 ) -> LinkTimes:
     """Return the times to send the boundary of a microbatch from rank to rank.
 
-    Each of t tensor-parallel ranks sends the full boundary, or 1/t of it, which the receivers then
-    gather (SC21, arXiv 2104.04473, section 4.1). The faster of the two ways is used. With sequence
-    parallelism each rank sends its part of the sequence, 1/t, and nothing is gathered.
+    Each of t tensor-parallel ranks sends either the full boundary, or 1/t of the boundary. In the
+    second case, the receivers gather the parts (SC21, arXiv 2104.04473, section 4.1). The estimate
+    uses the faster of the two ways. With sequence parallelism each rank sends its part of the
+    sequence, 1/t, and nothing is gathered.
 
     Args:
         model: The model.
@@ -125,7 +126,8 @@ def place_on_nodes(cluster: Cluster, plan: ParallelPlan) -> NodePlacement:
     nodes = mesh // cluster.gpus_per_node
     crossed = (nodes[:, 1:] != nodes[:, :-1]).any(axis=(0, 2))
     groups = mesh.reshape(len(mesh), -1)
-    # Groups with the same node offsets have the same links, so one group of each offset is enough.
+    # Groups whose ranks have the same distances in nodes have the same links. So one group for each
+    # set of distances is enough.
     node_offsets = (nodes - nodes[:1]).reshape(len(mesh), -1)
     distinct_groups = groups[:, np.unique(node_offsets, axis=1, return_index=True)[1]].T
     slowest, experts = (
@@ -178,8 +180,8 @@ def compute_tree_latency(nodes: Any, latency: Any) -> Any:
 def compute_expected_maximum(replicas: int) -> float:
     """Return the expected maximum of independent standard normal numbers, one for each replica.
 
-    A step ends when its slowest replica ends. It therefore takes (1 + `Cluster.jitter` x result)
-    times the mean step time of a replica.
+    A step ends when its slowest replica ends. A step therefore takes (1 + `Cluster.jitter` x
+    result) times the mean step time of a replica.
 
     Args:
         replicas: The number of replicas.

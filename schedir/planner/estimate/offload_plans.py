@@ -60,7 +60,7 @@ def simulate_offload_plans(
 
     Args:
         model: The model.
-        cluster: The cluster. It needs `host_bandwidth` and `host_memory`.
+        cluster: The cluster. The cluster needs `host_bandwidth` and `host_memory`.
         plan_table: The closed-form estimates of all plans, without offload.
         top: The number of plans that the caller needs.
         constants: Constants of the software.
@@ -181,8 +181,8 @@ def attach_offload_comparison(
 
     Args:
         plans: The plans, the fastest first.
-        min_memory_plan: The plan without offload that uses the least memory. The text describes it
-            if no plan fits without offload.
+        min_memory_plan: The plan without offload that uses the least memory. The text describes
+            this plan if no plan fits without offload.
     """
     plain = next((estimate for estimate in plans if not estimate.has_offload), None)
     offloading = next((estimate for estimate in plans if estimate.has_offload), None)

@@ -221,8 +221,8 @@ def get_formulas(name: object, argument: str = "schedule") -> ScheduleFormulas:
 def count_unshards(name: str, P: Any, v: Any, m: Any) -> Any:
     """Return the number of unshards of a rank in a step with sharded weights (`zero=3`).
 
-    With at most two stages per rank, each stage is unsharded once, because both can stay unsharded.
-    With more stages, Belady's rule gives the number (passes/communication/unshard_placement.py).
+    With at most two stages per rank, each stage is unsharded once, and then stays unsharded. With
+    more stages, Belady's rule gives the number (passes/communication/unshard_placement.py).
 
     Args:
         name: The name of the schedule.

@@ -78,10 +78,10 @@ def simulate_plan(
         model: The model.
         cluster: The cluster.
         plan: The plan.
-        constants: Constants of the software. None uses those of the cluster's trainer
+        constants: Constants of the software. None uses the constants of the cluster's trainer
             (`get_trainer`).
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
-            uses those of Adam in the number type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
+            the bytes of Adam in the number type of the cluster.
 
     Raises:
         UsageError: The options of the plan are incompatible, or its schedule has stage replicas.
@@ -130,10 +130,10 @@ def simulated_program(
         model: The model.
         cluster: The cluster.
         plan: The plan.
-        constants: Constants of the software. None uses those of the cluster's trainer
+        constants: Constants of the software. None uses the constants of the cluster's trainer
             (`get_trainer`).
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
-            uses those of Adam in the number type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
+            the bytes of Adam in the number type of the cluster.
 
     Raises:
         UsageError: See `simulate_plan`.
@@ -156,7 +156,7 @@ def simulated_program(
 def compile_plan(
     model: TransformerSpec, cluster: Cluster, plan: ParallelPlan, trainer: Trainer
 ) -> Program:
-    """Return the program of a plan, with the offloads that its memory requires.
+    """Return the program of a plan, with the offloads that the memory of a GPU requires.
 
     The memory limit is the memory of a GPU without the overheads of the allocator and the process.
 
@@ -277,7 +277,7 @@ def simulate_on_cluster(
         cluster: The cluster.
         plan: The plan of the program.
         program: The program.
-        costs: The costs of its instructions.
+        costs: The costs of the instructions of the program.
     """
     if cluster.processors is None:
         return simulate(program, costs, progress_model="per_edge")
@@ -300,14 +300,14 @@ def break_down_step(
 ) -> StepBreakdown:
     """Divide the time from the first start to the last end of a step into parts.
 
-    The parts are those of the busiest rank. `stage_times` divides its compute instructions into
-    compute, recomputation and collectives. `idleness` gives the causes of its idle time.
+    The parts are those of the busiest rank. `stage_times` divides the compute instructions of this
+    rank into compute, recomputation and collectives. `idleness` gives the causes of its idle time.
 
     Args:
         run: The timeline of the step.
         stage_times: The times of one microbatch in each stage.
-        recompute_ahead: The share of recomputation that is a separate instruction R. The rest is
-            part of the backward.
+        recompute_ahead: The share of recomputation that is a separate instruction R. The rest of
+            the recomputation is part of the backward.
     """
     rank = int(run.busy.argmax())
     rank_slice = slice(*run.program.offsets[rank : rank + 2].tolist())

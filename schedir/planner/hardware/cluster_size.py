@@ -16,7 +16,7 @@ def resize_cluster(cluster: Cluster, gpus: int) -> Cluster:
         gpus: The number of GPUs. If a node has more GPUs, the result is one node with `gpus` GPUs.
 
     Raises:
-        UsageError: `gpus` is more than the GPUs of a node, and not a multiple of them.
+        UsageError: `gpus` is more than the GPUs of a node, and not a multiple of this number.
     """
     gpus_per_node = cluster.gpus_per_node
     if gpus < gpus_per_node:

@@ -67,7 +67,7 @@ class SoftwareConstants:
         tensor_overlap_share: The share of a tensor-parallel collective that is hidden if it
             overlaps with the product of a weight gradient.
         recompute_ahead: The share of recomputation that is a separate instruction, which may run
-            before the gradient arrives. The rest is part of the backward.
+            before the gradient arrives. The rest of the recomputation is part of the backward.
         reduction_overlap_share: The share of the reduction of a stage's gradients over replicas
             that can overlap with the last backward of the stage.
         logit_bytes: Bytes of the saved tensors of the loss, for each logit of the last stage.

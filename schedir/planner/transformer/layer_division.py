@@ -54,8 +54,9 @@ def divide_by_compute(model: TransformerSpec, stages: int) -> tuple[int, ...]:
     """Return the number of layers of each stage, so that the compute per token is balanced.
 
     The compute of a layer is the number of weights with which each token is multiplied. The compute
-    of the head is the number of weights of its matrix. A stage takes layers until it and all
-    earlier stages together have their share of the sum. The last stages can remain without layers.
+    of the head is the number of weights of its matrix. A stage takes layers until this stage and
+    all earlier stages together have their share of the sum. The last stages can remain without
+    layers.
 
     Args:
         model: The model.

@@ -83,7 +83,8 @@ class CollectiveOp(NamedTuple):
         name: The name of the collective.
         kind: The type of the collective. "exchange" is the exchange of keys and values among
             context-parallel ranks. This exchange overlaps with the core of attention.
-        size: Bytes of 16-bit elements, counted as the time methods of `Cluster` count them.
+        size: The bytes of the tensor with 16-bit elements. It is the argument `size` of methods
+            such as `Cluster.all_reduce_time`.
         group: The type of the group.
         phase: The phase that contains the collective: the forward or the backward of the inputs.
         overlapped_gemm: The name of the product whose weight gradient the collective may overlap

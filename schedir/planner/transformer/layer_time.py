@@ -172,8 +172,8 @@ def stage_time(
     """Return the time of one microbatch in one stage on one GPU, in seconds.
 
     The host can issue kernels of a later layer while the GPU computes an earlier layer. The time of
-    a phase is therefore the longer of the GPU time and the host time of the stage. This may be less
-    than the sum of the layer times.
+    a phase is therefore the longer of the GPU time and the host time of the stage. This time may be
+    less than the sum of the layer times.
 
     Args:
         model: The model.
@@ -213,7 +213,6 @@ _LIST_OPS = {"layer": list_layer_ops, "embedding": list_embedding_ops, "head": l
 
 
 def _to_python_floats(work: GpuWork) -> StageTimes:
-    """Return the stage times with Python floats instead of NumPy numbers."""
     return StageTimes(*(PhaseTimes(*map(float, phases)) for phases in work.stage_times))
 
 

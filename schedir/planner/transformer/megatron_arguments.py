@@ -38,7 +38,7 @@ _ASSIGNMENT: Final = re.compile(
     r"^\s*(?:export\s+)?(\w+)=[\"']?(?:\$\{\w+:-)?(\d+)\b", re.MULTILINE
 )
 _VARIABLE: Final = re.compile(r"\$\{?(\w+)\}?")
-# Text without arguments: comments, and lines that print.
+# Text that contains no arguments: comments, and lines with `echo` or `printf`.
 _NOT_ARGUMENTS: Final = re.compile(r"(?:(?<!\S)#|^\s*(?:echo|printf)\s).*$", re.MULTILINE)
 # An option, and its value if it has one: "--a 1", "--a=1", or "--a: 1" of a YAML file.
 _OPTION: Final = re.compile(
@@ -109,7 +109,7 @@ def _parse_number(
     """Return the value of an option as a number.
 
     `texts` has the value of each occurrence of the option. `assignments` has, for each variable,
-    the numbers that the file assigns to it.
+    the numbers that the file assigns to this variable.
     """
     numbers: set[int] = set()
     for text in texts:

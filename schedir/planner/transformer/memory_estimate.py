@@ -240,7 +240,6 @@ def _get_columns(plans: PlanColumns, *names: str) -> tuple[Any, ...]:
 def _count_rank_params(
     model: TransformerSpec, plans: PlanColumns, shares: RankGroupShares
 ) -> _RankParams:
-    """Return the numbers of parameters of each rank group."""
     t, v, e = _get_columns(plans, "tp", "stages_per_rank", "ep")
     exists = shares.rank_count > 0
     common, network = count_layer_params(model, t, e)
@@ -268,7 +267,7 @@ def _estimate_states(
     def state(size: float, name: str) -> Any:
         """Return the bytes that a rank has of a state with `size` bytes per parameter.
 
-        The ZeRO level decides whether the replicas shard it.
+        The ZeRO level decides whether the replicas shard this state.
         """
         is_sharded = zero >= SHARDED_FROM_LEVEL[name]
         return size * sum(
@@ -277,7 +276,7 @@ def _estimate_states(
         )
 
     # If ZeRO shards weights, two stages are unsharded at the same time
-    # (passes/communication/unshard_placement.py). If it shards gradients, the gradients of one
+    # (passes/communication/unshard_placement.py). If ZeRO shards gradients, the gradients of one
     # stage are unsharded until they are reduced. With at most two stages per rank, all stages are
     # unsharded.
     has_few_stages, end_params = v <= 2, np.maximum(params.embedding, params.head)
@@ -437,8 +436,8 @@ def peak_memory(
         cluster: The cluster.
         plan: The plan. It must not offload.
         constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
-            uses those of Adam in the number type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
+            the bytes of Adam in the number type of the cluster.
 
     Raises:
         UsageError: The planner does not support the schedule, the degrees do not divide the model
@@ -479,8 +478,8 @@ def estimate_by_rank(
         cluster: The cluster.
         plan: The plan. It must not offload.
         constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
-            uses those of Adam in the number type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
+            the bytes of Adam in the number type of the cluster.
 
     Raises:
         UsageError: See `peak_memory`.

@@ -128,8 +128,8 @@ def compute_sizes(
     buffers += constants.unsharded_bytes * (plan.zero == 1) * numbers.total
     state_sizes = {name: size * numbers.total for name, size in state_bytes._asdict().items()}
     # ZeRO shards experts over fewer replicas than `Sizes` assumes, so each replica has more bytes
-    # of them. The optimizer state is never gathered, so its field can simply be larger. For weights
-    # and gradients the difference is a buffer.
+    # of experts. The optimizer state is never gathered, so the size `optimizer` includes these
+    # bytes. For weights and gradients, the size `buffers` includes these bytes.
     replicas = plan.dp * plan.cp
     extra = numbers.experts * (1 / max(replicas // plan.ep, 1) - 1 / replicas)
     for name, size in state_bytes._asdict().items():

@@ -35,8 +35,8 @@ class TransformerSpec:
 
     Raises:
         UsageError: A size is not an integer of at least 1, or is too large. Also if `kv_heads` does
-            not divide `heads`, `heads` does not divide `hidden` and `head_dim` is 0, or `active` is
-            more than `experts`.
+            not divide `heads`, or `active` is more than `experts`. If `head_dim` is 0, also if
+            `heads` does not divide `hidden`.
 
     Example:
         >>> from schedir.planner import TransformerSpec
@@ -132,7 +132,7 @@ class TransformerSpec:
 
     @property
     def embedding_params(self) -> int:
-        """The number of parameters of the token embedding. An untied head has as many."""
+        """The number of parameters of the token embedding. An untied head has the same number."""
         return self.vocab * self.hidden
 
     @property
@@ -150,8 +150,8 @@ class TransformerSpec:
             batch: The number of sequences of the step.
 
         References:
-            arXiv 2205.05198, equation 7: 72 B l s h^2 (1 + s/6h + V/12lh) for a GPT. It is equation
-            3 of SC21 (arXiv 2104.04473) without recomputation.
+            arXiv 2205.05198, equation 7: 72 B l s h^2 (1 + s/6h + V/12lh) for a GPT. Without
+            recomputation, equation 3 of SC21 (arXiv 2104.04473) is the same.
 
         Example:
             >>> from schedir.planner import TransformerSpec

@@ -1,1 +1,4 @@
-"""Handlers: functions that return the call of an instruction, one for each opcode."""
+"""Handlers: for each opcode, a function that prepares an instruction and returns its `Call`.
+
+A `Call` contains the functions that wait for the inputs of the instruction and that run it.
+"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from schedir.ir.isa.instructions import Instr, Opcode
-from schedir.runtime.handlers.reduction_handlers import make_local_squared_norm
+from schedir.runtime.handlers.gradient_norm_handlers import make_local_squared_norm
 from schedir.runtime.parameters.optimistic_step import OptimisticStep
 from schedir.runtime.rank_state import Call, Handler, State, chain_calls
 from schedir.runtime.services.update_checks import UpdateChecks

@@ -10,19 +10,13 @@ from functools import partial
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from schedir.ir.isa.instructions import GRADS_CHECK_OPS, Instr, Opcode
 from schedir.ir.pipeline.tied_weights import find_sharing_ranks
 from schedir.runtime.autograd.random_streams import UPDATE
-from schedir.runtime.parameters.buckets import ShardSpec, is_expert, is_summed_over_tp
-from schedir.runtime.parameters.gradient_buffers import (
-    GradientBuffers,
-    compute_sum_of_squares,
-    is_tp_sharded,
-    poison_if_nan,
-    scale_buffer,
-)
+from schedir.runtime.parameters.buckets import ShardSpec, is_summed_over_tp
+from schedir.runtime.parameters.gradient_buffers import poison_if_nan, scale_buffer
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.runtime.parameters.tied_parameters import TiedWeight, make_tie_reducer, sum_into_copies
 from schedir.runtime.rank_state import Call, State
@@ -31,7 +25,6 @@ from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.stage_weight_versions import StageWeightVersions, find_weight_versions
 from schedir.runtime.services.update_checks import OptimizerSteps, UpdateChecks
-from schedir.transports.collectives import GroupKey
 from schedir.transports.transport import ChainedWork, Work
 
 
@@ -173,92 +166,6 @@ def reduce_sequence_parallel_grads(state: State, i: Instr) -> Call:
     return Call(reductions.wait, run)
 
 
-def reduce_norm(state: State, i: Instr) -> Call:
-    """Return the call of ReduceNorm: sum the squares of gradients over the ranks of the model."""
-    start, reductions = state.transport.start_collective, state.service(PendingReductions)
-    compute_squares = make_local_squared_norm(state)
-    checks = state.service(UpdateChecks)
-
-    def run() -> None:
-        squared_norm = checks.squared_norms[i.mb] = compute_squares()
-        reductions.works.append(start("all_reduce", "model", squared_norm, squared_norm))
-
-    return Call(reductions.wait, run)
-
-
-def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
-    """Return a function that computes the sum of squares of the rank's gradients.
-
-    The function first adds the squares of each shard of a parameter, then the sums of the shards on
-    a replica, and then the sums of all replicas. So the order of additions does not depend on the
-    ZeRO level. With expert parallelism the function also adds the squares of the experts of other
-    ranks.
-
-    Args:
-        state: The state of the rank.
-
-    Returns:
-        A function that returns a 0-dim float64 tensor.
-    """
-    counted_parameters = [
-        (stage.gradients, p)
-        for s, stage in state.stages.items()
-        for p in stage.gradients.parameters
-        # If several ranks have the full parameter, only one of them counts it.
-        if state.shape.first_rank_per_stage[s] == state.rank
-        and (is_tp_sharded(p) or state.transport.tp_rank == 0)
-        and not any(
-            p is w.local_copies.get(s) and s > w.stages[0] for w in state.resources.ties.weights
-        )
-    ]
-
-    start, spec = state.transport.start_collective, state.resources.shard_spec
-
-    def make_sum(
-        counted_parameters: list[tuple[GradientBuffers, nn.Parameter]],
-        spec: ShardSpec,
-        group: GroupKey,
-    ) -> Callable[[], Tensor]:
-        shard_views = [
-            [gradients.shard_views[p][k] for gradients, p in counted_parameters]
-            for k in range(len(spec.shard_indices))
-        ]
-
-        def compute() -> Tensor:
-            zero = partial(torch.zeros, (), dtype=torch.float64, device=state.device)
-            sums = [
-                zero() if (sum_ := compute_sum_of_squares(views)) is None else sum_
-                for views in shard_views
-            ]
-            shard_sums = torch.stack(sums)
-            if len(shard_views) < spec.replicas:
-                shard_sums = shard_sums.new_empty(spec.replicas)
-                start("all_gather", group, shard_sums, torch.stack(sums)).wait()
-            return shard_sums.sum()
-
-        return compute
-
-    expert_parameters = [
-        (gradients, p)
-        for gradients, p in counted_parameters
-        if state.program.ep > 1 and is_expert(p)
-    ]
-    if not expert_parameters:
-        return make_sum(counted_parameters, spec, "dp")
-    common_parameters = [(gradients, p) for gradients, p in counted_parameters if not is_expert(p)]
-    compute_common = make_sum(common_parameters, spec, "dp")
-    expert_spec = spec.for_tensor(expert_parameters[0][1])
-    compute_experts = make_sum(expert_parameters, expert_spec, "expert_dp")
-
-    def compute() -> Tensor:
-        common_squares = compute_common()
-        expert_squares = compute_experts()
-        start("all_reduce", "ep", expert_squares, expert_squares).wait()
-        return common_squares + expert_squares
-
-    return compute
-
-
 def optimizer_step(state: State, i: Instr) -> Call:
     """Return the call of OptimizerStep: wait for reductions, run the optimizer, end the update."""
     reductions = state.service(PendingReductions)
@@ -302,6 +209,5 @@ HANDLERS: Final = {
     Opcode.ReduceReplicatedStages: reduce_replicated_stages,
     Opcode.ReduceTied: reduce_tied,
     Opcode.ReduceSequenceParallelGrads: reduce_sequence_parallel_grads,
-    Opcode.ReduceNorm: reduce_norm,
     Opcode.OptimizerStep: optimizer_step,
 }

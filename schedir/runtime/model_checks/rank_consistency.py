@@ -39,8 +39,8 @@ def compare_processes(
         options: The options of the rank.
 
     Returns:
-        The fingerprints of the parameters of each process that has this process's tensor-parallel
-        rank.
+        The fingerprints of the parameters of each process with the same tensor-parallel rank as
+        this process.
 
     Raises:
         ModelError: The processes differ.

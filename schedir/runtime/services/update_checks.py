@@ -65,7 +65,7 @@ class OptimizerSteps(RankService):
         """See `Service.undo_steps`.
 
         Args:
-            preserved: Restores the fields that this method sets.
+            preserved: Restores `can_step` and `read_last_result` after the steps.
             makes_update: True if the optimizer may step.
         """
         preserved.add_fields(self, "can_step", "read_last_result")

@@ -8,6 +8,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+# For each round: (initial temperature, number of moves per task). The unit of temperatures is the
+# mean time of a task.
+ANNEALING_ROUNDS: Final = ((4.0, 100), (8.0, 400), (16.0, 100), (4.0, 1600), (2.0, 400))
+MAX_FAILED_ROUNDS: Final = 64  # Annealing ends after this many successive rounds without success.
+MIN_TEMPERATURE: Final = 0.1  # The smallest initial temperature, in the same unit.
+FINAL_TEMPERATURE_SHARE: Final = 1 / 30  # Final temperature / initial temperature of a round.
+
 Vector = Any  # A list or a one-dimensional array.
 
 _NEVER: Final = 1e300  # A time that is never reached.

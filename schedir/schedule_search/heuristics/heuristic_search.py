@@ -11,6 +11,12 @@ from time import perf_counter
 
 from schedir.analysis.numba_jit import NumbaStatus, compile_within
 from schedir.predict.possible_saving import RELATIVE_TOLERANCE
+from schedir.schedule_search.heuristics.annealing import (
+    ANNEALING_ROUNDS,
+    FINAL_TEMPERATURE_SHARE,
+    MAX_FAILED_ROUNDS,
+    MIN_TEMPERATURE,
+)
 from schedir.schedule_search.heuristics.dispatch_policies import (
     generate_neighbours,
     generate_policies,
@@ -36,12 +42,7 @@ _MAX_EQUAL_MOVES = 500  # The most moves from the shortest order to an order of 
 _FIRST_MOVES = 16  # The number of moves before the first check of the budget.
 _POOL_SIZE = 24  # The number of policies from whose orders annealing starts.
 _COMPILE_AFTER_SECONDS = 0.2  # For a shorter search, loading the compiled loops takes too long.
-_MAX_FAILED_ROUNDS = 64  # Annealing ends after this many successive rounds without improvement.
-# For each round: (initial temperature, in mean times of a task; number of moves per task).
-_ANNEALING_ROUNDS = ((4.0, 100), (8.0, 400), (16.0, 100), (4.0, 1600), (2.0, 400))
 _UNLIMITED_EVALUATIONS = 2**62  # The number that means "no limit".
-_MIN_TEMPERATURE = 0.1  # The least initial temperature, in mean times of a task.
-_FINAL_TEMPERATURE_SHARE = 1 / 30  # The final temperature of a round, as a share of the initial.
 
 
 class BudgetExhausted(Exception):
@@ -248,8 +249,8 @@ class HeuristicSearch:
             / num_tasks
         )
         num_failed = round_number = 0
-        while not self.is_proved and num_failed < _MAX_FAILED_ROUNDS:
-            temperature, num_moves = _ANNEALING_ROUNDS[round_number % len(_ANNEALING_ROUNDS)]
+        while not self.is_proved and num_failed < MAX_FAILED_ROUNDS:
+            temperature, num_moves = ANNEALING_ROUNDS[round_number % len(ANNEALING_ROUNDS)]
             num_moves *= num_tasks
             order = (
                 policy_orders[round_number // 2 % len(policy_orders)]
@@ -258,7 +259,7 @@ class HeuristicSearch:
             )
             max_moves = self._count_affordable_moves() // 3
             if num_moves > max_moves:  # A shorter round needs a lower temperature.
-                temperature = max(temperature * max_moves / num_moves, _MIN_TEMPERATURE)
+                temperature = max(temperature * max_moves / num_moves, MIN_TEMPERATURE)
                 num_moves = max_moves
                 order = self.best_order
             num_failed = (
@@ -270,7 +271,7 @@ class HeuristicSearch:
 
     def _run_annealing_round(self, order: Order, temperature: float, num_moves: int) -> bool:
         """Run a round of annealing, and return whether it found a shorter order."""
-        cooling = float(_FINAL_TEMPERATURE_SHARE ** (1 / num_moves))
+        cooling = float(FINAL_TEMPERATURE_SHARE ** (1 / num_moves))
         annealing = self._evaluator.start_annealing(
             order, temperature, cooling, self._random.randrange(2**31)
         )

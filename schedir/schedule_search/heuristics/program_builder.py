@@ -35,7 +35,7 @@ class BuiltProgram(NamedTuple):
     """The prediction of a compiled program.
 
     Attributes:
-        length: The length by the objective of the search.
+        length: The time that the search minimizes.
         timeline: The predicted timeline, which contains the program.
     """
 

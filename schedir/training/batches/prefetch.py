@@ -1,8 +1,8 @@
 """Read the batch of the next step during a step.
 
-A thread reads it into pinned memory, from which a copy to the GPU does not block the host. All
-pinned memory is allocated before the first step. An allocation during a step would synchronize the
-CUDA streams (CUDA C++ Programming Guide, "Implicit Synchronization").
+A thread reads the batch into pinned memory. A copy from pinned memory to the GPU does not block the
+host. All pinned memory is allocated before the first step. An allocation during a step would
+synchronize the CUDA streams (CUDA C++ Programming Guide, "Implicit Synchronization").
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from torch import Tensor
 from schedir.runtime.recording.stream_events import make_event
 from schedir.training.batches.samples import Batches
 
-# One slot is for the batch of the current step, and one for the batch that the thread reads. One is
-# for the batch of the previous step, because the host may not have read the loss of that step.
+# The first slot is for the batch of the current step. The second slot is for the next batch, which
+# the thread reads. The third slot is for the batch of the previous step, because the host may not
+# have read the loss of that step yet.
 BATCH_SLOTS: Final = 3
 JOIN_TIMEOUT: Final = 1.0  # Seconds that the end of a run waits for the prefetch thread.
 
@@ -34,7 +35,7 @@ class TrainingBatch(NamedTuple):
         inputs: The inputs, int64 (samples, context), on the device.
         targets: The targets, int64 (samples, context), on the device.
         tokens: The number of targets that the loss includes, in the batch of all replicas.
-        data_crc: The CRC-32 of all samples so far, of all replicas. It must be the same on all
+        data_crc: The CRC-32 of the samples of all replicas so far. It must be the same on all
             processes.
     """
 
@@ -45,7 +46,7 @@ class TrainingBatch(NamedTuple):
 
 
 class Prefetch:
-    """A context in which a thread reads the batches of a run, one step after the other.
+    """Context manager: a thread reads the batches of a run, one step ahead.
 
     A batch remains valid until the batch `BATCH_SLOTS` steps later is taken.
 
@@ -117,7 +118,8 @@ class Prefetch:
             step: The step, from 0.
 
         Raises:
-            Exception: Any error of the read, such as UsageError for an invalid token.
+            Exception: Any error that occurred when the batch was read, such as UsageError for an
+                invalid token.
         """
         assert self.next_batch is not None, "the step is after the last one"
         tokens, data_crc = self.next_batch.result()

@@ -137,7 +137,9 @@ class Batches:
         return np.concatenate(parts).astype(np.int64)
 
     def make_cursor(self, samples: int) -> dict[str, Any]:
-        """Return the number of used samples, their data and the seed, for a checkpoint.
+        """Return the number of used samples, a description of the data, and the seed.
+
+        The dictionary is a part of a checkpoint.
 
         Args:
             samples: The number of samples that were used.
@@ -148,7 +150,7 @@ class Batches:
         return {"samples": samples, "of": self.description, "seed": self.seed}
 
     def read_cursor(self, cursor: Mapping[str, Any]) -> int:
-        """Return the number of used samples in a cursor, which is the number of the next sample.
+        """Return the number of used samples in a cursor. The next sample has this number.
 
         Args:
             cursor: The result of `make_cursor`.

@@ -17,13 +17,13 @@ from schedir.training.resume_checks import DATA_FACT
 
 
 class Corpus:
-    """The data of a configuration, which is read once, when it is first used.
+    """The data of a configuration. The data is read once, when it is first used.
 
     Args:
         config: The configuration of the run.
 
     Raises:
-        UsageError: The data cannot be used. This is raised when the data is first used.
+        UsageError: The data cannot be used. The error is raised when the data is first used.
     """
 
     def __init__(self, config: Config) -> None:
@@ -59,7 +59,7 @@ class Corpus:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Return the facts of the data that must be the same on all processes."""
+        """Return descriptions of the data, by name. All processes must have the same data."""
         return {
             "the tokenizer": self._documents.tokenizer.digest,
             DATA_FACT: self.batches.description,
@@ -112,13 +112,10 @@ class Corpus:
 
 
 class _CorpusSplit(NamedTuple):
-    """The training documents, the held-out documents, and their tokenizer."""
-
     training_documents: Documents
     held_out_documents: Documents | None
     tokenizer: Tokenizer
 
 
 def _describe_source(source: Source | float) -> str:
-    """Return the name of a source, for errors."""
     return "the corpus" if source is None or isinstance(source, float) else str(source)

@@ -91,7 +91,9 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
                 else f'{name} = "{setting.value}{"GB" * name.endswith("_limit")}"'
                 if str in get_args(kind)
                 and not isinstance(setting.value, list | dict | bool)
-                and (section, name) != ("data", "validation")  # A number is a share of the source.
+                # A number in data.validation is a share of the source. In quotes, it would be the
+                # name of another source.
+                and (section, name) != ("data", "validation")
                 else "",
             ) from None
     for name in ("checkpoint_every", "checkpoint_keep"):
@@ -174,8 +176,9 @@ def _parse_override(override: str) -> tuple[tuple[str, str], _SettingValue]:
 def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
     """Return the settings that the schedule or the program file decides.
 
-    For a schedule, these are its defaults for settings that are not set. For a program in a file,
-    they are the settings of the program. A setting that contradicts the program is an error.
+    For a schedule, the result has the schedule's defaults for settings that are not set. For a
+    program in a file, the result has the settings of the program. A setting that contradicts the
+    program is an error.
     """
     source = Source(values.get(("pipeline", "schedule"), PipelineConfig.schedule))
     try:

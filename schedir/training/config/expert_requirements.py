@@ -9,7 +9,7 @@ from schedir.models.moe_config import MoEConfig
 
 
 def require_expert_parallelism(config: Any) -> None:
-    """Refuse settings that do not fit a mixture-of-experts model or its experts on several ranks.
+    """Check the settings against the experts of the model and the expert-parallel size.
 
     Args:
         config: The configuration of the run.

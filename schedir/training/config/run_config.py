@@ -82,8 +82,8 @@ class PipelineConfig:
 
     - `schedule`: the name of a built-in schedule, a function as `file.py:function`, or a program as
       `FILE.sched`. A name or a function takes options in brackets, as in `"interleaved(group=4)"`.
-      `file.py` is executed; `--no-code` refuses it. A `FILE.sched` sets the other settings of the
-      program, and a setting that contradicts it is refused.
+      `file.py` is executed; `--no-code` refuses it. A `FILE.sched` also contains settings of its
+      program. A setting here that contradicts the file is an error.
     - `ranks`: the number of pipeline ranks.
     - `microbatches`: the number of microbatches of each replica in a step.
     - `stages_per_rank`: the number of stages of each rank. The default is 2 if the schedule needs
@@ -92,20 +92,21 @@ class PipelineConfig:
       ranks. A list of lists has one list for each stage replica. If the schedule needs a placement,
       this placement is the default.
     - `optimizer_steps`: the number of optimizer steps in one program. The pipeline does not drain
-      between them.
+      between these steps.
     - `weight_delay`: the age of the weights that a microbatch uses, in optimizer steps: one number,
-      or one per stage. The schedule `pipedream_2bw` sets it.
+      or one per stage. The schedule `pipedream_2bw` sets `weight_delay`.
     - `tp`: the number of ranks in a tensor-parallel group.
     - `dp`: the number of data-parallel replicas.
-    - `ep`: the number of replicas that share the experts of a model of kind "moe". It divides `dp`.
+    - `ep`: the number of replicas that share the experts of a model of kind "moe". It must divide
+      `dp`.
     - `overlap`: if true, opposite transfers are grouped, and receives and unshards begin early.
     - `buffer_sharing`: how values share static buffers.
       - "none" gives each value its own buffer.
       - "minimal" uses as few buffers as possible.
-      - "latency_preserving" uses as few buffers as possible without a longer step, if a message
-        takes half the time of a forward.
-      - "auto" is "latency_preserving" on GPUs and "none" on CPUs. It keeps the buffers of a
-        `FILE.sched`.
+      - "latency_preserving" uses as few buffers as possible without a longer step. This value
+        assumes that a message takes half the time of a forward.
+      - "auto" is "latency_preserving" on GPUs and "none" on CPUs. If a `FILE.sched` shares buffers
+        already, "auto" does not change them.
     - `layers_per_stage`: the number of layers of each stage. By default, the layers are divided
       evenly.
     - `frozen_stages`: the number of stages at the start of the pipeline that are not trained.
@@ -114,15 +115,15 @@ class PipelineConfig:
     - `reduce_scatter_at`: when the replicas reduce gradients: "update_end", once after the last
       microbatch, or "each_backward", after each group of consecutive backwards of a stage.
       "each_backward" needs `zero` 2 or 3.
-    - `sequence_parallel`: if true, tensor-parallel ranks also share the tokens between their linear
-      layers. Each rank then saves and sends 1/tp of these activations.
+    - `sequence_parallel`: if true, tensor-parallel ranks also split the tokens between them,
+      outside of their linear layers. Each rank then saves and sends 1/tp of these activations.
     - `stage_segments`: splits each stage of a GPT into segments. "layers" splits at each
       tensor-parallel collective, so n layers become 4 n + 1 segments. A model of kind "moe" is
       split at its all-to-alls, into 2 n + 1 segments. A number is the number of segments of each
       stage. A list has one number per stage. By default, stages are not split.
     - `microbatch_chunks`: splits each microbatch into this number of chunks, each with
-      `data.microbatch_size` / chunks samples. Stages and microbatches in [memory] are then segments
-      and chunks. By default, microbatches are not split.
+      `data.microbatch_size` / chunks samples. In [memory], a stage is then a segment, and a
+      microbatch is a chunk. By default, microbatches are not split.
     - `fill_collective_waits`: not available here, because it needs costs. `schedir compile ... -O
       stage_segments=fgfg -O fill_collective_waits=W --costs ... -o x.sched` writes a program for
       `schedule = "x.sched"`.
@@ -147,7 +148,7 @@ class PipelineConfig:
         require_known("buffer_sharing", self.buffer_sharing, known)
         for f in ATTRIBUTE_FIELDS:
             if f.in_config and f.section == "pipeline":
-                # This raises an error if the value is invalid.
+                # `resolve` raises an error if the value is invalid.
                 f.field_type.resolve(f.name, getattr(self, f.name), self.shape)
 
     @property
@@ -173,15 +174,15 @@ class MemoryConfig:
 
     - `memory_limit`: the bytes of a device that a rank may use. If a rank is predicted to use more,
       the run is refused before its first step. By default, there is no limit.
-    - `recompute`: the forwards that save only their inputs and run again before their backwards. It
-      is "all", "half" (every other microbatch), stages such as "0,1", microbatches of stages such
-      as "0.3,0.4", or "fit" (as few as `memory_limit` requires). By default, no forward is
-      recomputed.
-    - `offload`: the saved activations that move to the host's memory until they are used. It takes
-      the same values as `recompute`. By default, none move.
+    - `recompute`: the forwards that save only their inputs and run again before their backwards.
+      Its values are "all", "half" (every other microbatch), stages such as "0,1", pairs of a stage
+      and a microbatch such as "0.3,0.4", or "fit" (as few as `memory_limit` requires). By default,
+      no forward is recomputed.
+    - `offload`: the saved activations that move to the host's memory until they are used. `offload`
+      takes the same values as `recompute`. By default, none move.
     - `offload_to_disk`: the offloaded activations that move on to the disk, into an unnamed file in
-      `spill_dir`. It takes the same values as `recompute`; "fit" is as few as `host_memory_limit`
-      requires. By default, none move.
+      `spill_dir`. `offload_to_disk` takes the same values as `recompute`; "fit" is as few as
+      `host_memory_limit` requires. By default, none move.
     - `spill_dir`: a directory for the files of `offload_to_disk` and of `optimizer_placement =
       "disk"`, such as "/nvme". Both settings require it.
     - `optimizer_placement`: the place of the optimizer state between steps.
@@ -276,11 +277,12 @@ class DataConfig:
     A step reads the next dp * microbatches * microbatch_size windows. A window has `model.context`
     inputs. An epoch reads each window once.
 
-    - `source`: a path or a glob, or a list of them: a `.bin`, or text files. By default, it is the
+    - `source`: a path or a glob, or a list of them: a `.bin`, or text files. The default is the
       Python source of the standard library.
     - `tokenizer`: "bytes", or the path of a tokenizer.json.
-    - `end_of_document`: the token of the tokenizer.json after each document. By default, it is the
-      token that has one of the usual names. The tokenizer "bytes" has its own token for the end.
+    - `end_of_document`: the token of the tokenizer.json after each document. The default is the
+      token that has one of the usual names. The tokenizer "bytes" has its own token for the end of
+      a document.
     - `packing`: "concatenate" joins all documents into one stream of tokens. "best_fit" packs
       complete documents into windows.
     - `validation`: the data for evaluation, on which the run never trains: another source, or the
@@ -309,17 +311,17 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """The files that a run writes, and the measurements for them.
+    """The files that a run writes, and the measurements for these files.
 
-    - `dir`: the directory for results, which is created. If it has results of an earlier run,
-      `overwrite` must be true.
+    - `dir`: the directory for results, which is created. If the directory has results of an earlier
+      run, `overwrite` must be true.
     - `overwrite`: if true, results of an earlier run are removed when the first step begins.
-    - `trace`: a directory for the timeline of the last step. It requires `record = true`. By
+    - `trace`: a directory for the timeline of the last step. `trace` requires `record = true`. By
       default, no timeline is written.
     - `record`: if true, the begin and the end of each instruction are recorded in the steps that
-      are reported. Without it, no bubble is reported.
-    - `memory`: if true, the bytes that are in use during the second step are counted. This makes
-      the second step slower.
+      are reported. If false, no bubble is reported.
+    - `memory`: if true, the bytes that are in use during the second step are counted. Counting
+      makes the second step slower.
     """
 
     dir: str = "schedir-output"

@@ -22,7 +22,7 @@ LAYER_SEGMENTATION: Final = "layers"
 class StageSegmentation:
     """The layers and the segments of the stages of a run.
 
-    A stage here is an unsegmented stage. Each of its segments is a stage of the program.
+    A stage here is an unsegmented stage. Each segment of such a stage is a stage of the program.
 
     Args:
         layers_per_stage: The number of layers of each stage.
@@ -64,8 +64,8 @@ def make_segmentation(
 
     Args:
         layers: The number of layers of the model.
-        shape: The pipeline shape. If `segment_boundaries` is set, its stages are segments.
-            Otherwise they are unsegmented stages.
+        shape: The pipeline shape. If `segment_boundaries` is set, the stages of the shape are
+            segments. Otherwise the stages of the shape are unsegmented.
         layers_per_stage: The number of layers of each stage. None uses the division that
             `segment_boundaries` implies. Without `segment_boundaries`, None divides the layers
             evenly.
@@ -84,7 +84,7 @@ def make_segmentation(
 
     Raises:
         UsageError: The segments do not fit the layers, the chunks do not divide the microbatch, or
-            another setting contradicts them.
+            another setting contradicts the segments or chunks.
 
     Example:
         >>> make_segmentation(4, PipelineShape(2, 8), None, microbatch_size=4, microbatch_chunks=2,
@@ -139,7 +139,7 @@ def make_segmentation(
 
 
 def _split_microbatch(microbatch_size: int, microbatch_chunks: int | None) -> int:
-    """Return the number of samples in a chunk of a microbatch. None does not split it."""
+    """Return the samples of a chunk. If `microbatch_chunks` is None, a chunk is a microbatch."""
     chunks = (
         1
         if microbatch_chunks is None
@@ -171,7 +171,7 @@ def _require_complete_layers(
     hint: str,
     option: str,
 ) -> None:
-    """Raise UsageError if the segments of a stage, as letters, are not those of its layers."""
+    """Raise UsageError if the boundaries of a stage's segments do not match its layers."""
     for stage, (boundaries, number) in enumerate(zip(letters, layers_per_stage, strict=True)):
         if boundaries not in ("", layer_boundaries * number):
             raise UsageError(

@@ -23,7 +23,7 @@ def require_known(name: str, value: str, known: Sequence[str]) -> None:
         known: The possible values.
 
     Raises:
-        UsageError: The value is unknown. If it was renamed, the hint has its current name.
+        UsageError: The value is unknown. If the value was renamed, the hint has the current name.
             Otherwise the hint has the possible values.
     """
     if value not in known:

@@ -63,10 +63,10 @@ class Setting(NamedTuple):
 
     Args:
         name: The name of the setting.
-        accepted: A text with the values that it accepts.
-        default: The default as in TOML, or a text that describes it. "" if there is none.
+        accepted: A text with the values that the setting accepts.
+        default: The default as in TOML, or a text that describes it. "" if there is no default.
         meaning: The meaning, from the docstring of the section, or else the help of the option. ""
-            if there is neither.
+            if both are missing.
     """
 
     name: str
@@ -148,7 +148,6 @@ def _list_section_settings(section: type[Any]) -> tuple[str, list[Setting]]:
 
 
 def _describe_choices(choices: Iterable[str]) -> str:
-    """Return a text with the values that a setting accepts."""
     *others, last = map(json.dumps, choices)
     return f"{', '.join(others)} or {last}"
 

@@ -39,7 +39,7 @@ class TrainConfig:
     - `clip_grad_norm`: the largest global gradient norm. 0 disables clipping.
     - `log_every`: the number of steps between two reports of the loss.
     - `timeout`: the time limit of an instruction, including its wait for other ranks, in seconds.
-      The processes also wait this time for each other at the start.
+      At the start of the run, the processes also wait at most this time for each other.
     - `threads`: the number of torch threads of a process.
     - `device`: "cpu", or "cuda" for one GPU per process.
     - `transport`: the transport of messages. "auto" is the first transport of the device that
@@ -48,9 +48,9 @@ class TrainConfig:
       optimizer state are float32. With "float16" the loss is scaled. The scale depends on the
       gradient norm, so `clip_grad_norm` must not be 0.
     - `on_nonfinite`: the reaction to a loss or a gradient that is infinite or NaN. "stop" ends the
-      run and reports the first instruction that computed such a value. "skip" skips the update; it
-      needs the gradient norm, so `clip_grad_norm` must not be 0. Updates that overflow because of
-      the scale of float16 are always skipped.
+      run and reports the first instruction that computed such a value. "skip" skips the update.
+      Because "skip" needs the gradient norm, `clip_grad_norm` must not be 0. Updates that overflow
+      because of the scale of float16 are always skipped.
     - `checkpoint_dir`: a directory for checkpoints. By default, none are written.
     - `checkpoint_every`: the number of steps between two checkpoints. A checkpoint is written while
       the next steps run, or between steps if a compiled `FILE.sched` has no snapshots. The last
@@ -123,5 +123,5 @@ class TrainConfig:
 
     @property
     def progress_model(self) -> ProgressModel:
-        """Return the progress model of the transport. Programs are proven under this model."""
+        """Return the progress model of the transport, for the deadlock check of programs."""
         return list_transports(self.device, self.transport)[0].progress_model

@@ -54,8 +54,9 @@ class GracefulStop:
 
     Attributes:
         last_begun_step: The last step that this process has begun, from 1.
-        signal_time: The time by `time.monotonic` when this process requested the stop, or None.
-        notice_time: The time by `time.monotonic` when this process received a request, or None.
+        signal_time: The time by `time.monotonic` when this process requested the stop. None before.
+        notice_time: The time by `time.monotonic` when this process received a stop request. None
+            before.
         last_step: The step after which all processes stop. None before they agree.
     """
 
@@ -73,7 +74,7 @@ class GracefulStop:
     def try_begin_step(self, step: int) -> bool:
         """Return True and begin a step, or return False if the processes stop before this step.
 
-        After a stop request, this waits until the processes agree on the last step.
+        After a stop request, this method waits until the processes agree on the last step.
 
         Args:
             step: The step, from 1.
@@ -87,7 +88,7 @@ class GracefulStop:
             return True
 
     def is_grace_over(self, grace: float) -> bool:
-        """Return whether this process received the request more than `grace` seconds ago.
+        """Return whether the stop was requested more than `grace` seconds ago.
 
         Args:
             grace: The time to finish and save a step, in seconds.
@@ -108,7 +109,7 @@ class GracefulStop:
 
     def _send_request(self) -> None:
         # If the process with the store has exited, no request is sent. The other processes then
-        # exit later.
+        # exit because that process is missing.
         with suppress(Exception):
             connect_store(STORE_TIMEOUT).set(make_store_key("stop request"), b"")
 

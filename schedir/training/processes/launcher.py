@@ -1,6 +1,6 @@
 """Start the processes of a run on this machine, forward their output, and end them together.
 
-The launcher uses only the files in the directory of the black boxes, which is in the output
+The launcher reads and writes only files in the directory of the black boxes, which is in the output
 directory. If the launcher ends for any reason, the processes end, too.
 """
 
@@ -52,8 +52,8 @@ class FailedExit(NamedTuple):
 
     Args:
         process: The number of the process, or -1 if no process failed.
-        code: Its exit code, negative for a signal.
-        black_boxes: The black boxes of all processes when this process exited.
+        code: The exit code of the process. A negative code is the number of a signal.
+        black_boxes: The black boxes of all processes when the failed process exited.
     """
 
     process: int
@@ -71,20 +71,20 @@ def launch(
     line, with the number of the process in front, up to `MAX_OUTPUT_BYTES` per process.
 
     When a process fails, the launcher prints the reason that the process reported. If the process
-    reported no reason, the launcher prints its exit code or signal, and its position. The launcher
-    then kills the other processes.
+    reported no reason, the launcher prints the exit code or signal of the process, and its
+    position. The launcher then kills the other processes.
 
     Args:
         arguments: The arguments of schedir.
         layout: The numbers of ranks, tensor-parallel ranks and replicas.
         output_dir: The output directory, for the black boxes.
-        grace: The seconds in which the processes must exit after a SIGTERM, which is forwarded to
-            them. A second SIGTERM ends them immediately. With None, the first SIGTERM ends them
-            immediately.
+        grace: The seconds in which the processes must exit after a SIGTERM. The launcher forwards
+            the first SIGTERM to the processes. A second SIGTERM ends them immediately. With None,
+            the first SIGTERM ends them immediately.
 
     Returns:
-        The exit code: 0, 1 if a process failed, 2 if it refused the configuration, or 143 after
-        SIGTERM.
+        The exit code: 0 if all processes succeeded, 1 if a process failed, 2 if a process refused
+        the configuration, or 143 after SIGTERM.
 
     Raises:
         UsageError: There are more processes than `MAX_PROCESSES`.
@@ -130,7 +130,7 @@ def launch(
 def _report_failure(
     failure: FailedExit, layout: ProcessLayout, folder: Path, run: int, *, was_terminated: bool
 ) -> int:
-    """Print why a run failed, write the verdict if needed, and return the exit code."""
+    """Print why a run failed, save the message for later readers, and return the exit code."""
     black_boxes = read_black_boxes(folder, run)
     message, code = _describe_failure(failure, black_boxes, layout, folder)
     print(message, file=sys.stderr)
@@ -149,7 +149,7 @@ def _open_store() -> tuple[TCPStore, int]:
     """Return the rendezvous store of the run, which is in this process, and its port."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    # The port is reserved from the start.
+    # This process holds the port from the start, so that no other process can take the port.
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = TCPStore(
@@ -178,7 +178,6 @@ def _make_environment(world: int, port: int) -> dict[str, str]:
 def _start_process(
     number: int, arguments: Sequence[str], environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start the process with this number."""
     return subprocess.Popen(
         [sys.executable, "-m", "schedir", *arguments],
         stdin=subprocess.PIPE,  # It closes when this process ends. See `end_with_parent`.
@@ -248,13 +247,12 @@ class _SignalForwarding:
             process.kill()
 
     def wait(self) -> None:
-        """Wait until all processes have exited, at most `EXIT_GRACE` seconds each."""
+        """Wait until all processes have exited, or one takes more than `EXIT_GRACE` seconds."""
         with suppress(subprocess.TimeoutExpired):
             for process in self.processes:
                 process.wait(EXIT_GRACE)
 
     def restore(self) -> None:
-        """Restore the previous handler."""
         if self.kill_timer is not None:
             self.kill_timer.cancel()
         if self.previous_handler is not None:
@@ -292,9 +290,9 @@ def _describe_failure(
 ) -> tuple[str, int]:
     """Return the error message of a run that failed, and the exit code.
 
-    If another process killed the failed process, the message is the reason of that other process.
-    Otherwise the message is the reason of the failed process. If the failed process has no reason,
-    the message has its exit code or signal.
+    If another process killed the failed process, the message is the reason that the killer
+    reported. Otherwise the message is the reason that the failed process reported. If the failed
+    process reported no reason, the message has its exit code or signal.
     """
     killers = [
         black_box
@@ -303,7 +301,7 @@ def _describe_failure(
     ]
     failed_box = black_boxes.get(failure.process)
     candidates = [*killers, *([failed_box] if failed_box is not None else [])]
-    # If a failed process has no reason, another process is the cause.
+    # A process that failed without a reason failed because of another process.
     if failed_box is not None and failed_box.has_failed and not failed_box.reason:
         candidates += sorted(
             black_boxes.values(), key=lambda black_box: black_box[BlackBoxField.FAILURE_TIME]

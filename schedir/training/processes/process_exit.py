@@ -2,11 +2,11 @@
 
 A process that fails writes the reason into its black box. If another process is the cause, the
 black boxes of all processes show which process it is (`hang_diagnosis/stall_cause.py`). Only one
-process prints the reason. Under `launch`, the launcher prints it. Otherwise the first process that
-fails prints it, and the rendezvous store decides which process is the first.
+process prints the reason. Under `launch`, the launcher prints the reason. Otherwise the first
+process that fails prints it, and the rendezvous store decides which process is the first.
 
 A process that is stopped, or that never arrives, blocks all other processes. The process that
-reports this also kills the blocking process. So the launcher or torchrun receives the exit of the
+reports the blocking process also kills it. So the launcher or torchrun receives the exit of the
 blocking process first.
 """
 
@@ -39,7 +39,8 @@ from schedir.ir.program import Program
 from schedir.training.processes.rendezvous_store import connect_store
 
 EXIT_TIMEOUT: Final = 1.0  # Seconds within which a process exits after its connections close.
-EXIT_GRACE: Final = 5.0  # Seconds within which the first process that fails ends the others.
+# Seconds within which the first process that fails ends the other processes.
+EXIT_GRACE: Final = 5.0
 LAUNCHER_PID_VARIABLE: Final = "SCHEDIR_LAUNCHED"  # Its value is the process id of `launch`.
 _PR_SET_PDEATHSIG: Final = 1  # From linux/prctl.h.
 
@@ -56,7 +57,7 @@ class RunMember:
         black_box: The black box of this process.
         program: The program of the run. None during the set-up.
         has_lost_peers: True if this process failed because other processes did not arrive. The
-            position in its black box is then out of date.
+            position in the black box of this process is then out of date.
         known_processes: The processes whose black boxes were read.
         is_single_machine: True if all processes run on this machine.
     """
@@ -82,11 +83,11 @@ class RunMember:
 
     @property
     def is_current_process(self) -> bool:
-        """Return whether this is the process that joined the run, and not a fork of it."""
+        """Return whether this process joined the run, and is not a fork of the process that did."""
         return self.black_box.values[BlackBoxField.PID] == os.getpid()
 
     def set_program(self, program: Program) -> None:
-        """Set the program, and write it to the directory for readers of the black boxes.
+        """Set the program, and write the program to the directory for readers of the black boxes.
 
         Args:
             program: The program of the run.
@@ -105,7 +106,7 @@ class RunMember:
         return black_boxes
 
     def inspect_stall(self) -> StalledRun:
-        """Return which process waits for which, on all machines."""
+        """Return the state of the processes on all machines: which process waits for which."""
         black_boxes = self.collect_black_boxes()
         missing, unheard = list[int](), list[int]()
         if len(black_boxes) < self.world_size:
@@ -140,7 +141,7 @@ class RunMember:
             self.directory.rmdir()  # This fails in all processes but the last one.
 
 
-_CURRENT_MEMBER: list[RunMember] = []  # It has one element if the run has several processes.
+_CURRENT_MEMBER: list[RunMember] = []  # The list has one element if the run has several processes.
 
 
 def get_current_member() -> RunMember | None:
@@ -158,7 +159,7 @@ def join_run(member: RunMember) -> None:
 
 
 def is_launched() -> bool:
-    """Return whether `launch` started this process. If so, `launch` reports how it ends."""
+    """Return whether `launch` started this process. If so, `launch` reports why it ended."""
     return LAUNCHER_PID_VARIABLE in os.environ
 
 
@@ -175,7 +176,7 @@ def exit_with_error(
     them could be reported as the cause.
 
     Args:
-        reason: The reason. If None, nothing is printed, because another process reports it.
+        reason: The reason. If None, nothing is printed, because another process reports the error.
         code: The exit code.
         is_peer_failure: True if the error occurred because other processes exited or did not
             arrive. The report then names the process that is the cause.
@@ -186,7 +187,7 @@ def exit_with_error(
         if reason is not None:
             print(f"a child of {member.name}: {reason}", file=sys.stderr, flush=True)
         os._exit(code)
-    _REPORT_LOCK.acquire()  # It is never released.
+    _REPORT_LOCK.acquire()  # The lock is never released.
     if member is None:
         if reason is not None and _is_first_failure():
             print(f"process {os.environ.get('RANK', '0')}: {reason}", file=sys.stderr, flush=True)
@@ -207,7 +208,7 @@ def exit_with_error(
 
 
 def stop_waiting() -> None:
-    """End all waits of this process for other processes before its exit."""
+    """End all waits in which this process waits for other processes before it exits."""
     _TERMINATION_EVENT.set()
 
 
@@ -233,14 +234,14 @@ def _describe_cause(member: RunMember, cause: StallCause) -> str | None:
 def report_and_exit(
     member: RunMember, text: str | None, code: int, cause: StallCause | None
 ) -> NoReturn:
-    """Print a text, if no other process has printed one, kill the cause, and exit.
+    """Print a text if no other process has printed one, kill the blocking process, and exit.
 
     Args:
         member: This process.
         text: The text, or None to print nothing.
         code: The exit code.
-        cause: The process that is the cause, or None if it is unknown. Only a process on this
-            machine is killed, and only if it is certainly the cause.
+        cause: The process that is the cause, or None if the cause is unknown. Only a process on
+            this machine is killed, and only if it is certainly the cause.
     """
     member.black_box.report_failure(text or "", code)
     is_read = is_launched() and member.black_box.has_file
@@ -261,7 +262,7 @@ def report_and_exit(
 
 
 def _write_agent_error(text: str) -> None:
-    """Write a text to the error file of torchrun, which prints it for the root cause.
+    """Write a text to the error file of torchrun, which prints the file of the first failure.
 
     This is needed if the cause is a process on another machine. The torchrun agent of this machine
     reads only the error files of processes on this machine.
@@ -273,8 +274,8 @@ def _write_agent_error(text: str) -> None:
 
 
 def _kill_culprit(member: RunMember, cause: StallCause) -> None:
-    """Kill a process of this machine that is stopped or busy, and so blocks the others."""
-    # The process may have ended since `cause` was found. So its state is read again.
+    """Kill a process of this machine that is stopped or busy, and so blocks other processes."""
+    # The process may have ended since `cause` was found, so this function reads its state again.
     snapshot = member.collect_black_boxes().get(cause.process)
     is_blocking = snapshot is not None and cause.kind in (StallKind.STOPPED, StallKind.BUSY)
     if is_blocking and snapshot is not None and snapshot.state in ("runs", "stopped"):
@@ -286,8 +287,8 @@ def _kill_culprit(member: RunMember, cause: StallCause) -> None:
 def _find_cause(member: RunMember, reason: str) -> StallCause | None:
     """Return the process for which this process waits.
 
-    This retries for `EXIT_TIMEOUT` seconds, because a process closes its connections before it
-    exits.
+    This function retries for `EXIT_TIMEOUT` seconds, because a process closes its connections
+    before it exits.
     """
     deadline = time.monotonic() + EXIT_TIMEOUT
     reason = reason.partition("\n")[0]
@@ -301,10 +302,10 @@ def _find_cause(member: RunMember, reason: str) -> StallCause | None:
 
 
 def make_store_key(name: str) -> str:
-    """Return the key of a fact in the rendezvous store, for this attempt of torchrun.
+    """Return the key of an entry in the rendezvous store, for this attempt of torchrun.
 
     Args:
-        name: The name of the fact.
+        name: The name of the entry.
     """
     return f"schedir {name} in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 

@@ -27,7 +27,7 @@ RESULTS_TIMEOUT = 60.0  # Other processes wait for process 0 at least this numbe
 
 
 def require_device(config: Config) -> None:
-    """Check that this machine has the device for all of its processes.
+    """Check that this machine has the devices that the processes on this machine need.
 
     Args:
         config: The configuration of the run.
@@ -55,12 +55,12 @@ def join_process_group(
         timeout: The seconds that the processes wait for each other.
         device: The device, which selects the backends of the group.
         black_box: The black box that records the phases of this process. None records nothing.
-        facts: Facts that must be the same on all processes. The processes compare them before they
-            create the group.
+        facts: Facts that must be the same on all processes. The processes compare these facts
+            before they create the group.
 
     Raises:
         ExecutionError: A process does not arrive in time, or another process exits.
-        ModelError: Facts differ. All processes raise it.
+        ModelError: Facts differ. All processes raise this error.
     """
     black_box = black_box or BlackBox()
     black_box.enter_phase(ProcessPhase.RENDEZVOUS)
@@ -90,8 +90,9 @@ def join_process_group(
         else:
             store.set(_RESULTS_KEY, b"")
         # After the barrier, no process reads from a connection that another process may close. A
-        # failure after the barrier does not affect other processes. This calls the method of the
-        # group, because the function `dist.monitored_barrier` refuses a group that also has NCCL.
+        # failure after the barrier does not affect other processes. This code calls the method of
+        # the group, because the function `dist.monitored_barrier` refuses a group that also has
+        # NCCL.
         world: Any = dist.group.WORLD
         world.monitored_barrier(timedelta(seconds=max(timeout, RESULTS_TIMEOUT)))
         has_ended = True

@@ -11,14 +11,14 @@ from schedir.errors import ExecutionError
 
 
 def connect_store(timeout: float, *, is_master: bool = False) -> Any:
-    """Connect to the store that the environment variables name, or create it.
+    """Connect to the store at MASTER_ADDR and MASTER_PORT, or create this store.
 
     torch's own timeout is longer. If another server listens at the port and does not answer, torch
-    waits without a limit.
+    waits without a time limit.
 
     Args:
         timeout: The time limit, in seconds.
-        is_master: If true, create the store instead.
+        is_master: If true, create the store instead of connecting to an existing store.
 
     Raises:
         ExecutionError: No store answers within `timeout` seconds.

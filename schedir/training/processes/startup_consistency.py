@@ -24,7 +24,7 @@ from schedir.training.config.run_config import Config
 from schedir.training.processes.rendezvous_store import connect_store
 from schedir.transports.json_collectives import decode_value, encode_value, find_difference
 
-# Settings that may differ between machines. For the data, the processes compare digests instead.
+# Settings that may differ between machines. The processes compare digests of the data instead.
 LOCAL_SETTINGS: Final = {
     *("data.source", "data.validation", "data.tokenizer"),
     *("train.threads", "pipeline.schedule"),
@@ -55,8 +55,8 @@ def collect_config_facts(config: Config) -> dict[str, str]:
 def collect_run_facts(config: Config, program: Program, data: Mapping[str, str]) -> dict[str, str]:
     """Return the values of a run that must be the same on all processes, by name.
 
-    These are the values of `collect_config_facts`, and those of the program, the data and the
-    number of processes.
+    The result has the values of `collect_config_facts`, the number of processes, and digests of the
+    program and of the data.
 
     Args:
         config: The configuration that this process has read.
@@ -90,17 +90,18 @@ def require_same_data(crcs: Sequence[int], step: int) -> None:
 
 
 def run_rendezvous(facts: Mapping[str, str], timeout: float) -> dict[str, Any]:
-    """Compare the facts of all processes, and return the arguments of `init_process_group`.
+    """Compare the settings of all processes, and return the arguments of `init_process_group`.
 
     Args:
-        facts: The facts of this process.
+        facts: The settings, versions and digests of this process, by name.
         timeout: The seconds that the processes wait for each other.
 
     Returns:
         The arguments `store`, `rank` and `world_size`.
 
     Raises:
-        ModelError: Facts differ, or two processes have the same number. All processes raise it.
+        ModelError: Facts differ, or two processes have the same number. All processes raise this
+            error.
         ExecutionError: A process does not arrive in time.
     """
     rank = int(os.environ["RANK"])
@@ -118,17 +119,18 @@ def run_rendezvous(facts: Mapping[str, str], timeout: float) -> dict[str, Any]:
 def compare_facts(
     store: Any, rank: int, world: int, facts: Mapping[str, str], timeout: float
 ) -> None:
-    """Compare the facts of all processes at a store. Process 0 makes the comparison.
+    """Compare the settings of all processes through a store. Process 0 compares them.
 
     Args:
         store: The store.
         rank: The number of this process.
         world: The number of processes.
-        facts: The facts of this process.
+        facts: The settings, versions and digests of this process, by name.
         timeout: The seconds that the processes wait for each other.
 
     Raises:
-        ModelError: Facts differ, or two processes have the same number. All processes raise it.
+        ModelError: Facts differ, or two processes have the same number. All processes raise this
+            error.
         ExecutionError: A process does not arrive in time.
     """
     if store.add(f"came {rank}", 1) > 1:
@@ -143,7 +145,8 @@ def compare_facts(
     read = store.add("read", 1)
     if verdict == _NO_DIFFERENCE:
         return
-    if rank == 0:  # The store may be in this process. Wait until the others have read the verdict.
+    # The store may be in this process. Wait until the other processes have read the result.
+    if rank == 0:
         deadline = monotonic() + _READ_TIMEOUT
         while (
             read < sum(store.check([f"came {k}"]) for k in range(world)) and monotonic() < deadline
@@ -173,7 +176,7 @@ def _find_difference(store: Any, world: int, deadline: float) -> str:
 
 
 def _decode_facts(data: bytes, sender: str) -> tuple[dict[str, str], tuple[str, ...] | None]:
-    """Return the facts and the machine of a process. Raises ModelError if they are invalid."""
+    """Return the facts and the machine of a process. Raises ModelError if the facts are invalid."""
     match decode_value(data, sender):
         case (dict() as facts, (tuple() | None) as place):
             if all(isinstance(text, str) for text in (*facts, *facts.values(), *(place or ()))):
@@ -184,7 +187,7 @@ def _decode_facts(data: bytes, sender: str) -> tuple[dict[str, str], tuple[str, 
 def _wait_for_key(store: Any, key: str, deadline: float, process: int) -> bytes:
     """Wait until a process sets a key, and return the value.
 
-    Raises ModelError if two processes have the same number, and ExecutionError after the deadline.
+    Raises ModelError if two processes have the same RANK, and ExecutionError after the deadline.
     """
     while not store.check([key]):
         if store.check(["twice"]):
@@ -196,10 +199,10 @@ def _wait_for_key(store: Any, key: str, deadline: float, process: int) -> bytes:
 
 
 def _describe_machine() -> tuple[str, ...] | None:
-    """Return this machine and the local rank, or None if there is no local rank.
+    """Return the machine, the node and the local rank, or None if there is no local rank.
 
-    With torchrun, several nodes on one machine each count their local ranks from 0, so the number
-    of the node is included.
+    With torchrun, one machine can run several nodes. Each of these nodes counts its local ranks
+    from 0, so the result includes the number of the node.
     """
     local = os.environ.get("LOCAL_RANK")
     node = os.environ.get("GROUP_RANK", "")

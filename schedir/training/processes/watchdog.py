@@ -1,8 +1,8 @@
 """The watchdog: a thread that detects a hang from the black boxes of all processes.
 
-It runs ten times per second. It also runs immediately when a process of its machine exits, or when
-this process receives SIGTERM. If a step makes no progress, the watchdog reads the black boxes to
-find the process that is the cause.
+The watchdog runs ten times per second. It also runs immediately when another process on this
+machine exits, or when this process receives SIGTERM. If a step makes no progress, the watchdog
+reads the black boxes to find the process that is the cause.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ _WAIT_PATTERN: Final = re.compile(
 class Watchdog:
     """The thread that monitors this process and its peers.
 
-    After SIGTERM, a process usually exits immediately. If it has a `graceful_stop` and runs steps,
-    it first completes a step and saves a checkpoint. After a second SIGTERM, it exits immediately.
+    After SIGTERM, a process usually exits immediately. If the process has a `graceful_stop` and
+    runs steps, it first completes a step and saves a checkpoint. After a second SIGTERM, such a
+    process exits immediately, too.
 
     Args:
         member: This process.
@@ -106,7 +107,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # In a rank of a launcher, the watchdog must run until the process exits.
+        # If a launcher started this process, the watchdog must run until the process exits.
         self.is_stopped = not is_rank_main_thread()
         if self.is_stopped and self.previous_handlers is not None:
             signal.set_wakeup_fd(self.previous_handlers[0])
@@ -116,7 +117,7 @@ class Watchdog:
     def watch(self, executor: Executor) -> Iterator[None]:
         """Monitor the steps of an executor while the context is active.
 
-        If nothing makes progress for `timeout` seconds, the process reports the cause and exits.
+        If no step makes progress for `timeout` seconds, the process reports the cause and exits.
 
         Args:
             executor: The executor of this rank.
@@ -174,7 +175,7 @@ class Watchdog:
                 ):
                     self.last_save_check = now
                     self._handle_stall(is_saving=True)
-            elif progress[0]:  # Not `self.executor`, which `watch` may have set meanwhile.
+            elif progress[0]:  # `watch` may have changed `self.executor` meanwhile.
                 stalled_for = now - progress_time
             else:  # In set-up, only a process that waits for others counts as stalled.
                 is_waiting_in_set_up = (
@@ -394,14 +395,14 @@ def make_stall_error(
 ) -> ExecutionError:
     """Return the error of a run without progress in a step.
 
-    With a GPU, the first site is the first instruction that has not ended although its local inputs
-    are ready. The other sites are instructions that run on other lanes. Without a GPU, the site is
-    the position of the host.
+    With a GPU, the first site of the error is the first instruction that has not ended although its
+    local inputs are ready. The other sites are instructions that run on other lanes. Without a GPU,
+    the site is the position of the host.
 
     Args:
         fact: The reason, for the message.
         executor: The executor of this rank.
-        step: The step of the host, from 1.
+        step: The step that the host executes, from 1.
         progress: The progress of the GPU. None on CPUs.
         gpu_step: The last progress that the GPU reported. None on CPUs.
     """

@@ -1,7 +1,7 @@
 """Virtual ranks of one process on one GPU, each with its own CUDA streams.
 
-The lanes of a virtual rank are streams, ordered by events as they would be between GPUs. So the
-same operations overlap as between GPUs. The host never waits.
+The lanes of a virtual rank are CUDA streams. Events order these streams in the same way as between
+GPUs. So the same operations overlap as between GPUs. The host never waits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StreamPoint:
 
     Args:
         stream: The stream on which the constructor records the point. By default, a later call of
-            `record` does so.
+            `record` records the point.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -43,7 +43,7 @@ class StreamPoint:
             self.record(stream)
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        """Record the point on a stream, after the work that the host has issued to it.
+        """Record the point on a stream, after the work that the host has issued to this stream.
 
         Args:
             stream: The stream.
@@ -56,7 +56,7 @@ class StreamPoint:
     def record_end(self, event: torch.cuda.Event) -> None:
         """See `TransportTimestamps.record_end`.
 
-        Call it before `wait`, so that a waiting stream continues after the event.
+        Call this method before `wait`, so that a waiting stream continues after the event.
 
         Args:
             event: The event, which is recorded at this point.
@@ -77,7 +77,7 @@ class StreamPoint:
 
 
 class _MessageSide(NamedTuple):
-    """One side of a message, which waits for the other side.
+    """A send or a receive that waits for the other side of its message.
 
     Attributes:
         tensor: The tensor to send or to receive into.
@@ -94,11 +94,11 @@ class _MessageSide(NamedTuple):
 
 @dataclass(eq=False)
 class _StreamPart(CollectiveMember):
-    """The call of a virtual rank to a collective.
+    """The call of a collective by a virtual rank.
 
     Attributes:
-        ready_point: The point from which its tensors may be used.
-        end_point: The point at which its result is complete.
+        ready_point: The point from which the tensors of the call may be used.
+        end_point: The point at which the result is complete.
     """
 
     ready_point: StreamPoint
@@ -215,7 +215,7 @@ class StreamMailbox:
         return _copy_message(self.hub.sent_messages[key].popleft(), side)
 
     def on_step_begin(self, program: int) -> None:
-        """Do nothing, because messages are matched by their order in any program.
+        """Do nothing, because this transport matches messages only by their order.
 
         Args:
             program: Not used.
@@ -248,7 +248,7 @@ class StreamMailbox:
         return end_point
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Return an empty context, because a wait delays only the current stream."""
+        """Return a context that does nothing, because a wait delays only the current stream."""
         return nullcontext()
 
 

@@ -27,9 +27,9 @@ from schedir.transports.transport import CompletedWork, Work, allocate_buffers
 
 @dataclass(eq=False)
 class _CollectivePart(CollectiveMember, CompletedWork):
-    """The call of a virtual rank to a collective, and whether the collective has run.
+    """The call of a collective by a virtual rank, and whether the collective has run.
 
-    In a legal execution order it has run before `wait` is called.
+    In a legal execution order, the collective has run before `wait` is called.
     """
 
     is_done: bool = False
@@ -134,7 +134,7 @@ class Mailbox:
     use_compute_stream = nullcontext
 
     def on_step_begin(self, program: int) -> None:
-        """Do nothing, because messages are matched by their order in any program.
+        """Do nothing, because this transport matches messages only by their order.
 
         Args:
             program: Not used.
@@ -146,7 +146,7 @@ class Mailbox:
     wait_for_caller = make_caller_wait = end_group = on_step_end = start_group
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Return an empty context, because no wait takes time."""
+        """Return a context that does nothing, because no wait takes time."""
         return nullcontext()
 
 
