@@ -83,7 +83,7 @@ def make_ranks(
     return make_ranks_of_draft(draft_of(schedule, shape), *arguments, **options)
 
 
-def run_steps(ranks: InProcessExecutor, first: int, end: int) -> None:
+def run_random_steps(ranks: InProcessExecutor, first: int, end: int) -> None:
     m = ranks.program.shape.microbatches
     for step in range(first, end):
         numbers = torch.Generator().manual_seed(step)
@@ -129,12 +129,12 @@ def test_any_draft_loads_checkpoint_of_another_draft(data: Any, zeros: Any, name
         first = make_ranks_of_draft(
             draft, make_mixed_stages(stages, 0, writes=writes), optimizer, zero
         )
-        run_steps(first, 0, data.draw(st.integers(0, 2)))
+        run_random_steps(first, 0, data.draw(st.integers(0, 2)))
         expected = save_and_read(first, folder, 2)
         second = make_ranks_of_draft(
             second_draft, make_mixed_stages(stages, 1, writes=writes), optimizer, second_zero
         )
-        run_steps(second, 0, data.draw(st.integers(0, 1)))
+        run_random_steps(second, 0, data.draw(st.integers(0, 1)))
         assert load(second, folder) == {"step": 2, "extra": {}}
         assert tensors_equal(save_and_read(second, second_folder, 2), expected)
         third = make_ranks_of_draft(
@@ -142,7 +142,7 @@ def test_any_draft_loads_checkpoint_of_another_draft(data: Any, zeros: Any, name
         )
         load(third, second_folder)
         for ranks in (first, third):
-            run_steps(ranks, 2, 4)
+            run_random_steps(ranks, 2, 4)
         assert tensors_equal(
             save_and_read(first, folder, 4), save_and_read(third, second_folder, 4)
         )
@@ -216,13 +216,13 @@ def test_random_numbers_resume_after_load(tmp_path: Path) -> None:
             )
 
         saved = make_dropout_ranks()
-        run_steps(saved, 0, 2)
+        run_random_steps(saved, 0, 2)
         save(saved, tmp_path, step=2)
-        run_steps(saved, 2, 4)
+        run_random_steps(saved, 2, 4)
         expected = save_and_read(saved, tmp_path, 4)
         resumed = make_dropout_ranks()
         load(resumed, tmp_path, step=2)
-        run_steps(resumed, 2, 4)
+        run_random_steps(resumed, 2, 4)
         assert tensors_equal(save_and_read(resumed, tmp_path / str(seed), 4), expected)
     with pytest.warns(UserWarning, match="random numbers depend on the number of processes"):
         load(
@@ -254,7 +254,7 @@ def test_loss_scale_and_extra_state_resume(tmp_path: Path) -> None:
         )
 
     saved, resumed = make_scaled_ranks(), make_scaled_ranks()
-    run_steps(saved, 0, 3)
+    run_random_steps(saved, 0, 3)
     save(saved, tmp_path, step=3, extra_state={"cursor": [1, 2], "text": "a"})
     assert load(resumed, tmp_path) == {
         "step": 3,
@@ -291,7 +291,7 @@ def test_weights_and_buffers_of_loss_resume(tmp_path: Path) -> None:
     with torch.no_grad():
         saved_loss.weight.mul_(3)
     ranks = make_ranks(one_f_one_b, PipelineShape(2, 3), make_mixed_stages(2, 0), loss=saved_loss)
-    run_steps(ranks, 0, 1)
+    run_random_steps(ranks, 0, 1)
     save(ranks, tmp_path, step=1)
     load(
         make_ranks(looped_bfs, PipelineShape(1, 3, 2), make_mixed_stages(2, 1), loss=loaded_loss),
@@ -316,10 +316,10 @@ def test_save_validates_last_update(tmp_path: Path) -> None:
                 for stage in rank.stages.values():
                     for p in stage.module.parameters():
                         p.fill_(0.5)
-        run_steps(ranks, 0, 1)
+        run_random_steps(ranks, 0, 1)
         if saves:
             save(ranks, tmp_path, step=1)
-        run_steps(ranks, 1, 2)
+        run_random_steps(ranks, 1, 2)
         ranks.validate_last_update()
         results.append(save_and_read(ranks, tmp_path / str(saves), 2))
     assert tensors_equal(*results)
@@ -327,7 +327,7 @@ def test_save_validates_last_update(tmp_path: Path) -> None:
 
 def test_forward_only_program_loads_only_weights(tmp_path: Path) -> None:
     trained = make_ranks(one_f_one_b, PipelineShape(2, 3), make_mixed_stages(2, 0))
-    run_steps(trained, 0, 2)
+    run_random_steps(trained, 0, 2)
     expected = save_and_read(trained, tmp_path, 2)
     stages = make_mixed_stages(2, 1)
     evaluating = make_ranks(
@@ -390,7 +390,7 @@ def _make_failed_ranks() -> InProcessExecutor:
         one_f_one_b, PipelineShape(2, 3), make_linear_stages(nn.Linear, FailingLinear)
     )
     with pytest.raises(ExecutionError):
-        run_steps(ranks, 0, 1)
+        run_random_steps(ranks, 0, 1)
     return ranks
 
 
@@ -411,7 +411,7 @@ def make_trained_ranks(
         optimizer,
         **options,
     )
-    run_steps(ranks, 0, 1)
+    run_random_steps(ranks, 0, 1)
     return ranks
 
 

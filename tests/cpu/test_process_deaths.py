@@ -38,7 +38,7 @@ schedir.training.batches.samples.Batches.read_batch = read_or_die
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def make_arguments(
+def make_death_arguments(
     config: str, tmp_path: Path, how: str, transport: str, ranks: int = 3
 ) -> list[str]:
     """Return the arguments of `schedir train` for a run whose second rank dies."""
@@ -69,7 +69,7 @@ def make_arguments(
 def test_launcher_reports_dead_process_and_cause(
     config: str, tmp_path: Path, how: str, transport: str, said: str
 ) -> None:
-    words = make_arguments(config, tmp_path, how, transport, ranks=3 if how == KILL else 2)
+    words = make_death_arguments(config, tmp_path, how, transport, ranks=3 if how == KILL else 2)
     code, _, err = launched(words, tmp_path / "out")
     assert code == 1 and err.count("\n") == 1
     assert err.startswith(f"process 1 (pipeline rank 1){said}")
@@ -87,7 +87,7 @@ def test_launcher_reports_dead_process_and_cause(
 def test_warnings_do_not_hide_cause_of_death(
     config: str, tmp_path: Path, how: str, said: str
 ) -> None:
-    words = make_arguments(config, tmp_path, how, "gloo", ranks=2)
+    words = make_death_arguments(config, tmp_path, how, "gloo", ranks=2)
     schedule = tmp_path / "mine.py"
     schedule.write_text(f"import warnings\n{schedule.read_text()}\nwarnings.warn('odd')\n")
     code, _, err = launched(words, tmp_path / "out")
@@ -128,7 +128,7 @@ def test_neighbour_reports_dead_process_under_torchrun(
     config: str, tmp_path: Path, transport: str
 ) -> None:
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "-m", "schedir"]
-    words = [*agent, *make_arguments(config, tmp_path, KILL, transport)]
+    words = [*agent, *make_death_arguments(config, tmp_path, KILL, transport)]
     code, _, err = launched(words, tmp_path / "out")
     error_lines = [line for line in err.splitlines() if line.startswith("process ")]
     assert code == 1 and "pair.cc" not in err
@@ -171,7 +171,7 @@ Prefetch.take = forking
 
 
 def test_forked_child_of_user_code_is_not_part_of_run(config: str, tmp_path: Path) -> None:
-    words = make_arguments(config, tmp_path, KILL, "gloo", ranks=2)
+    words = make_death_arguments(config, tmp_path, KILL, "gloo", ranks=2)
     (tmp_path / "mine.py").write_text(FORKING_SCHEDULE)
     code, _, err = launched(words, tmp_path / "out")
     assert code == 0, err

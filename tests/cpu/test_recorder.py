@@ -49,14 +49,14 @@ def make_executor(program: Program) -> InProcessExecutor:
     return InProcessExecutor(program, stages, loss=tiny_model.squared_error, boundary=BOUNDARY)
 
 
-def make_shape(schedule: Schedule) -> PipelineShape:
+def make_min_shape(schedule: Schedule) -> PipelineShape:
     return shape_of(schedule, 4, max(5, least(schedule, 4)))
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_recorded_cpu_timeline_is_legal(seed: int | None) -> None:
     for name, schedule in ZOO.items():
-        shape = make_shape(schedule)
+        shape = make_min_shape(schedule)
         program = schedir.compile(
             schedule, shape, progress_model="per_edge", overlap=True, buffer_sharing="minimal"
         )
@@ -107,7 +107,7 @@ def run_on_virtual_gpu(
 @st.composite
 def draw_programs(draw: st.DrawFn) -> tuple[Program, Costs]:
     schedule = draw(st.sampled_from([s for s in ZOO.values() if s not in PAIRED]))
-    shape = make_shape(schedule)
+    shape = make_min_shape(schedule)
 
     def per_stage() -> tuple[float, ...]:
         return tuple(
@@ -142,7 +142,7 @@ def test_gpu_streams_run_no_earlier_than_predicted(case: tuple[Program, Costs]) 
 def test_early_receives_make_streams_run_as_predicted(schedule: Schedule) -> None:
     costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25)
     program = schedir.compile(
-        schedule, make_shape(schedule), progress_model="per_edge", costs=costs, overlap=True
+        schedule, make_min_shape(schedule), progress_model="per_edge", costs=costs, overlap=True
     )
     timeline, _, _ = run_on_virtual_gpu(program, costs)
     predicted = schedir.simulate(program, costs, progress_model="per_edge")
@@ -276,7 +276,7 @@ def test_library_work_is_timed_on_separate_stream(
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 def test_round_robin_keeps_order_of_each_stream(schedule: Schedule) -> None:
     """Work must be issued after the work that it waits for: a stream cannot wait for later work."""
-    shape = make_shape(schedule)
+    shape = make_min_shape(schedule)
     program = schedir.compile(
         schedule,
         shape,
