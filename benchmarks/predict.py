@@ -44,7 +44,7 @@ from schedir.runtime.rank_state import Call
 from schedir.runtime.recording.measured_timeline import gather_timeline
 from schedir.schedules.schedule_algebra import get_weight_delay_mark
 from schedir.transports.shared_memory import SharedMemoryTransport
-from tests.laws import ZOO, shape_of
+from tests.laws import ZOO, make_shape
 
 MODEL = GPTConfig(vocab=256, layers=8, hidden=96, heads=4, context=64)
 SIZE = 4  # number of sequences of a microbatch
@@ -54,7 +54,7 @@ WARM, MICROBATCHES, GOAL = 5, 8, 0.03
 
 def program_of(name: str, ranks: int) -> Program:
     schedule = getattr(schedules, name)
-    shape = shape_of(schedule, ranks, MICROBATCHES)
+    shape = make_shape(schedule, ranks, MICROBATCHES)
     late = get_weight_delay_mark(schedule)
     shape = replace(shape, optimizer_steps=2, weight_delay=late) if late else shape
     return schedir.compile(schedule, shape, progress_model="per_edge", tied_weights=True)

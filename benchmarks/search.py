@@ -62,9 +62,9 @@ from schedir.schedule_search.search_results import SearchStep
 from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_algebra import get_placement_mark
 from schedir.schedules.schedule_expansion import expand_schedule
-from tests.certified_optima import FILE, Case, Row, cases, read
+from tests.certified_optima import FILE, Case, Row, load_cases, read_cases
 from tests.laws import ZOO
-from tests.zero_bubble_figures import PRINTED, rows
+from tests.zero_bubble_figures import PRINTED, read_rows
 
 Options = argparse.Namespace
 DRAWN = 5  # number of draws of random costs
@@ -78,7 +78,7 @@ MOST_CELLS = {1: 130, 2: 64, 3: 36}
 def table5(options: Options) -> None:
     """Print the bubble rates of the longest active span, with the memory limits of the paper."""
     head("model", "p", "m", "limit", "paper", "found", "bound", "", "stopped", "s")
-    for row in rows()[:1] if options.smoke else rows():
+    for row in read_rows()[:1] if options.smoke else read_rows():
         for limit, column in ((1, "rate_ZB_1p"), (2, "rate_ZB_2p")):
             began = process_time()
             found = schedir.search_schedule(
@@ -255,7 +255,7 @@ def summary(results: list[Result]) -> Iterator[str]:
 def certified(options: Options) -> None:
     """Print how often a search finds the optimum, and the errors of the order and of the bound."""
     results = []
-    for case in [c for c in cases() if c.cells <= options.cells][:: options.every]:
+    for case in [c for c in load_cases() if c.cells <= options.cells][:: options.every]:
         results.append(searched(case, options.seconds))
         if results[-1].excess > PROOF_TOLERANCE:
             print(f"{results[-1].excess:.3%} over: {case}, {results[-1].by}", flush=True)
@@ -306,7 +306,7 @@ def beside_solver(path: Path, seconds: float) -> None:
         "p x m", "in flight", "costs", "CP-SAT", "its bound", "search", "over CP-SAT", "bound", "s"
     )
     over = []
-    for case, row in zip(read(path), rows, strict=True):
+    for case, row in zip(read_cases(path), rows, strict=True):
         began = process_time()
         found = schedir.search_schedule(
             case.shape, case.costs, max_in_flight=case.in_flight, time_limit=seconds

@@ -121,7 +121,7 @@ _READ: dict[str, Any] = {
 }
 
 
-def read(path: Path = FILE) -> list[Case]:
+def read_cases(path: Path = FILE) -> list[Case]:
     """The cases of a file, whose first lines are comments."""
     with path.open(newline="") as file:
         rows = csv.DictReader(line for line in file if not line.startswith("#"))
@@ -136,5 +136,5 @@ def _value(kind: str, text: str) -> Any:
 
 
 @cache
-def cases() -> tuple[Case, ...]:
-    return tuple(read())
+def load_cases() -> tuple[Case, ...]:
+    return tuple(read_cases())

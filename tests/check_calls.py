@@ -10,7 +10,7 @@ from schedir.analysis.dependency_graph import Graph
 from schedir.ir.program import Program
 
 
-def proofs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def record_checks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """Return a list to which each check of a program adds an entry from now on.
 
     An entry is ("complete", name) for a check of completeness, and ("proof", name) for a proof

@@ -19,7 +19,7 @@ from schedir.predict.timeline import Timeline, build_spans
 Floats = NDArray[np.float64]
 
 
-def measured(
+def measure_timeline(
     program: Program,
     costs: Costs,
     progress_model: ProgressModel = "per_edge",
@@ -77,7 +77,7 @@ def measured(
     )
 
 
-def slow_at_the_end(program: Program, times: float) -> Timeline:
+def simulate_slow_last_microbatch(program: Program, times: float) -> Timeline:
     """Return a run whose computes of the last microbatch take `times` times as long as the others.
 
     Costs are 1. Messages have no lanes, so ranks wait only for values.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def small_files(most: int) -> Iterator[None]:
+def limit_file_size(most: int) -> Iterator[None]:
     """Limit the size of each file that this process writes to `most` bytes."""
     had = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

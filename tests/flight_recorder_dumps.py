@@ -33,7 +33,7 @@ class State:
     ended: list[bool]
 
 
-def stopped(graph: Graph, at: int | None, blocking_hosts: bool, kernels: bool = False) -> State:
+def stop_at(graph: Graph, at: int | None, blocking_hosts: bool, kernels: bool = False) -> State:
     """Return the final state of a run in which the instruction at position `at` never runs.
 
     A blocking host waits for the inputs of a compute, and does not pass the position. Another host
@@ -112,12 +112,12 @@ def stopped(graph: Graph, at: int | None, blocking_hosts: bool, kernels: bool = 
 Layout = Callable[[int, int, int], tuple[str, tuple[int, ...]]]
 
 
-def one_group(ranks: Sequence[int], name: str = "1") -> Layout:
+def layout_with_one_group(ranks: Sequence[int], name: str = "1") -> Layout:
     """Return a layout with one process group for all messages of a pipeline."""
     return lambda a, b, lane: (name, tuple(ranks))
 
 
-def a_group_each(ranks: Sequence[int]) -> Layout:
+def layout_with_group_per_edge(ranks: Sequence[int]) -> Layout:
     """Return a layout with a process group for each directed edge and kind of message."""
 
     def group(a: int, b: int, lane: int) -> tuple[str, tuple[int, ...]]:
@@ -232,7 +232,7 @@ def record(
     """Return the recorders of all ranks after `before` complete steps and a step in a state."""
     program = state.graph.program
     ranks = ranks or range(program.shape.ranks)
-    layout = layout or one_group(ranks)
+    layout = layout or layout_with_one_group(ranks)
     recorders = [Recorder(rank) for rank in ranks]
     whole = State(state.graph, *(2 * [[True] * len(program)]))
     for own, recorder in enumerate(recorders):
@@ -274,7 +274,7 @@ def _issued(
         at = end
 
 
-def job_of(
+def write_and_read_dumps(
     folder: Path, recorders: Sequence[Recorder], last: int | None = None, as_json: bool = False
 ) -> DistributedJob:
     """Write the dumps, and return the job that `read_dumps` finds in them."""

@@ -50,7 +50,7 @@ class Reader(NamedTuple):
     right: list[Content]
 
 
-def readers(folder: Path) -> dict[str, Reader]:
+def make_readers(folder: Path) -> dict[str, Reader]:
     """Return every reader by the kind of its files."""
     programs = [
         schedir.to_text(
@@ -177,7 +177,7 @@ NASTY = (
 )  # fmt: skip
 
 
-def by_hand(right: list[Content]) -> Iterator[Content]:
+def make_hand_written_changes(right: list[Content]) -> Iterator[Content]:
     """Yield files in which a word or space is replaced by bad text, and damaged files.
 
     These are truncated, doubled, reversed or empty.
@@ -196,7 +196,7 @@ def by_hand(right: list[Content]) -> Iterator[Content]:
             return
 
 
-def mutated(right: list[Content], rng: random.Random) -> Content:
+def mutate_file(right: list[Content], rng: random.Random) -> Content:
     """Return a file with a few changes."""
     data = bytearray(rng.choice(right))
     for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
@@ -231,7 +231,7 @@ class Outcome(NamedTuple):
     failed: list[tuple[Content, str]]
 
 
-def judge(reader: Reader, files: Iterator[Content], path: Path) -> Outcome:
+def run_reader(reader: Reader, files: Iterator[Content], path: Path) -> Outcome:
     """Let a reader read files one after the other at one path."""
     kinds: Counter[str] = Counter()
     failed = []
@@ -259,14 +259,14 @@ def fuzz(number: int, hand: int, seed: int) -> Iterator[tuple[str, Outcome, floa
     """Yield each reader's outcome for `number` random and at most `hand` other changes."""
     with TemporaryDirectory() as name:
         folder = Path(name)
-        for what, reader in readers(folder).items():
+        for what, reader in make_readers(folder).items():
             rng = random.Random(f"{seed} {what}")
             files = chain(
-                islice(by_hand(reader.right), hand),
-                (mutated(reader.right, rng) for _ in range(number)),
+                islice(make_hand_written_changes(reader.right), hand),
+                (mutate_file(reader.right, rng) for _ in range(number)),
             )
             began = time.process_time()
-            outcome = judge(reader, files, folder / ENDS.get(what, "file"))
+            outcome = run_reader(reader, files, folder / ENDS.get(what, "file"))
             yield what, outcome, time.process_time() - began
 
 
@@ -277,7 +277,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     with TemporaryDirectory() as name:
-        each = -(-options.files // len(readers(Path(name))))
+        each = -(-options.files // len(make_readers(Path(name))))
     print("| reader | files | taken | refused, by kind | bugs | ms a file |")
     print("| --- | --: | --: | --- | --: | --: |")
     bugs = 0

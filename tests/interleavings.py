@@ -10,7 +10,7 @@ from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import KINDS, F, I, W, compute_length, compute_peaks
 
 
-def orders_of(problem: SchedulingProblem, rank: int) -> Iterator[tuple[int, ...]]:
+def list_orders(problem: SchedulingProblem, rank: int) -> Iterator[tuple[int, ...]]:
     """Yield the orders of a rank that fit into its memory.
 
     In an order, microbatches ascend for F, I and W, and F comes before I and I before W.
@@ -41,8 +41,8 @@ def orders_of(problem: SchedulingProblem, rank: int) -> Iterator[tuple[int, ...]
     return more({KINDS * s + kind: 0 for s in stages for kind in kinds}, ())
 
 
-def shortest(problem: SchedulingProblem) -> float:
+def find_shortest_length(problem: SchedulingProblem) -> float:
     """Return the length of the shortest combination of the orders of all ranks."""
-    each = [list(orders_of(problem, rank)) for rank in range(problem.shape.ranks)]
+    each = [list(list_orders(problem, rank)) for rank in range(problem.shape.ranks)]
     taken = (compute_length(problem, order) for order in product(*each))
     return min((t for t in taken if t is not None), default=inf)

@@ -11,7 +11,7 @@ from types import FrameType
 SYSTEM = ("posix", "_io", "fcntl")  # Python modules with system calls
 
 
-def killed_before(call: int, work: Callable[[], object]) -> bool:
+def kill_before_system_call(call: int, work: Callable[[], object]) -> bool:
     """Run work in a process that kills itself before a system call; return whether it did."""
     child = os.fork()
     if child == 0:

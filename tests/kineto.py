@@ -26,7 +26,7 @@ MAIN, AUTOGRAD, LOADER = 100, 101, 102
 _TEXT = {op: text for text, op in ACTIONS.items()}
 
 
-def name_of(instrs: Sequence[Instr]) -> str:
+def get_torch_name(instrs: Sequence[Instr]) -> str:
     """Return torch's name of an instruction, or of a group of instructions."""
 
     def one(i: Instr) -> str:
@@ -40,7 +40,7 @@ def name_of(instrs: Sequence[Instr]) -> str:
     return f"PP:({';'.join(map(one, instrs))}){kind}"
 
 
-def write(
+def write_traces(
     folder: Path,
     steps: Sequence[Timeline],
     seed: int,
@@ -138,7 +138,7 @@ class _Rank:
                 instrs = instrs[-1:]
                 name = format_range_name(instrs[0], True)
             else:
-                name = name_of(instrs)
+                name = get_torch_name(instrs)
             length = rng.randint(60, 200)
             self.add("user_annotation", name, MAIN, host, host + length)
             self.add("gpu_user_annotation", name, 7, start, end)

@@ -32,13 +32,13 @@ LOOPED = (interleaved, interleaved_zb, looped_bfs, looped_dfs)
 TRIPLES = [(1, 1, 1), (2, 2, 2), (3, 3, 2), (2, 3, 1), (3, 2, 2), (4, 1, 2), (2, 2, 3), (1, 1, 4)]
 
 
-def shape_of(schedule: Schedule, ranks: int, microbatches: int, v: int = 2) -> PipelineShape:
+def make_shape(schedule: Schedule, ranks: int, microbatches: int, v: int = 2) -> PipelineShape:
     """Return a shape with the placement of a schedule."""
     placement, fixed = getattr(schedule, "placed", ("loop", None if schedule in LOOPED else 1))
     return PipelineShape(ranks, microbatches, fixed or v, placement)
 
 
-def least(schedule: Schedule, ranks: int) -> int:
+def find_min_microbatches(schedule: Schedule, ranks: int) -> int:
     """Return the fewest microbatches that a schedule supports."""
     fill: dict[Schedule, int] = {
         zb_v: 2 * ranks - 1, dualpipe_v: 2 * ranks, dualpipe: 2 * ranks, chimera: 2,
@@ -47,7 +47,7 @@ def least(schedule: Schedule, ranks: int) -> int:
     return fill.get(schedule, 1)
 
 
-def run(
+def simulate_schedule(
     schedule: Schedule,
     shape: PipelineShape,
     costs: Costs,
@@ -90,7 +90,7 @@ class Case(NamedTuple):
         return peak
 
 
-def cases(
+def list_cases(
     schedule: Schedule,
     microbatches: Callable[[int], list[int]],
     v: int = 2,
@@ -102,6 +102,6 @@ def cases(
             for k, (F, I, W) in enumerate(t for t in TRIPLES if when(*t)):
                 model: ProgressModel = ("per_edge", "per_pair", "per_device")[k % 3]
                 costs = Costs(F=F, I=I, W=W)
-                shape = shape_of(schedule, P, m, v)
-                timeline = run(schedule, shape, costs, model)
+                shape = make_shape(schedule, P, m, v)
+                timeline = simulate_schedule(schedule, shape, costs, model)
                 yield Case(P, m, shape.stages // P, F, I, W, timeline)

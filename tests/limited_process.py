@@ -28,7 +28,7 @@ HANGS = 60  # the limit in seconds for a command that waits forever
 ROOT = Path(__file__).parents[1]
 
 
-class Said(NamedTuple):
+class CommandResult(NamedTuple):
     """The exit code of a command, and its standard error."""
 
     code: int
@@ -39,7 +39,7 @@ class _TooLong(BaseException):
     """Raised within a command that takes too long."""
 
 
-def confined(commands: Sequence[Sequence[str]], cwd: Path) -> list[Said]:
+def run_limited(commands: Sequence[Sequence[str]], cwd: Path) -> list[CommandResult]:
     """Run some commands in a separate process, and return the result of each."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
@@ -47,7 +47,7 @@ def confined(commands: Sequence[Sequence[str]], cwd: Path) -> list[Said]:
         input=json.dumps(commands), capture_output=True, text=True, cwd=cwd, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    return [Said(*each) for each in json.loads(done.stdout)]
+    return [CommandResult(*each) for each in json.loads(done.stdout)]
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ _USES = tuple(
 )
 
 
-def offloaded(program: Program, *, spilled: bool = False) -> Program:
+def offload_everything(program: Program, *, spilled: bool = False) -> Program:
     """Offload all saved activations right after their forward, and reload them before their use."""
     out = [Opcode.Offload, Opcode.OffloadToDisk][: 1 + spilled]
     back = [Opcode.ReloadFromDisk, Opcode.Reload][1 - spilled :]

@@ -19,7 +19,7 @@ from tests import (
     oracle_snapshots,
     oracle_unknown_instructions,
 )
-from tests.oracle_values import Entry, Event, Message, Slot, SlotValue, Tensor, Wrong, met
+from tests.oracle_values import Entry, Event, Message, OracleError, Slot, SlotValue, Tensor, met
 
 if TYPE_CHECKING:
     from tests.oracle_threads import Machine
@@ -78,7 +78,7 @@ class Host:
             if not joined:
                 groups.append([])
             elif not groups:
-                raise Wrong(f"{instr} is joined to nothing")
+                raise OracleError(f"{instr} is joined to nothing")
             groups[-1].append(instr)
         for group in groups:
             self.require_group(group)
@@ -97,7 +97,7 @@ class Host:
                 all(oracle_unknown_instructions.computes(i.op) for i in group) and len(group) == 2
             )
             if not (messages or cell):
-                raise Wrong(f"{len(group)} instructions from {group[0]} on cannot run as one")
+                raise OracleError(f"{len(group)} instructions from {group[0]} on cannot run as one")
 
     def issue(self, group: list[Instr]) -> None:
         self.entry = Entry(self.rank, group)
@@ -112,7 +112,7 @@ class Host:
                 oracle_unknown_instructions.issue(self, instr)
         for slot, value in self.given:
             if slot in self.slots:
-                raise Wrong(f"{self.entry} fills {slot}, which is still in use")
+                raise OracleError(f"{self.entry} fills {slot}, which is still in use")
             self.slots[slot] = value
         self.given.clear()
         self.entries.append(self.entry)
@@ -128,7 +128,7 @@ class Host:
             per_rank, per_stage, most = oracle_unknown_instructions.address(self, i)
         here = per_rank or per_stage or self.runs(i.stage, i.mb)
         if i.stage not in ([0] if per_rank else self.own) or i.mb >= most or not here:
-            raise Wrong(f"there is no {i} on rank {self.rank}")
+            raise OracleError(f"there is no {i} on rank {self.rank}")
 
     def runs(self, stage: int, mb: int) -> bool:
         """Return whether this rank runs a microbatch in a stage."""
@@ -138,14 +138,14 @@ class Host:
         self.fail(self.entry, why)
 
     def fail(self, entry: Entry, why: str) -> None:
-        raise Wrong(f"{entry} on rank {self.rank}: {why}")
+        raise OracleError(f"{entry} on rank {self.rank}: {why}")
 
     # ------------------------------------------------------------ slots
 
     def look(self, *slot: object) -> SlotValue:
         """Return the value of a slot. The current entry will wait until the value is ready."""
         if slot not in self.slots:
-            raise Wrong(f"{self.entry} needs {slot}, which has not been issued")
+            raise OracleError(f"{self.entry} needs {slot}, which has not been issued")
         value = self.slots[slot]
         self.entry.waits.append(value.ready)
         return value
@@ -168,7 +168,9 @@ class Host:
 
         def see() -> None:
             if value.tensor != tensor:
-                raise Wrong(f"{entry} on rank {self.rank} takes in {value.tensor}, not {tensor}")
+                raise OracleError(
+                    f"{entry} on rank {self.rank} takes in {value.tensor}, not {tensor}"
+                )
 
         entry = self.entry
         entry.actions.append(see)
@@ -190,7 +192,7 @@ class Host:
             if self.machine.zero:
                 found, rest = self.parts[stage], found
             if sorted(found) != right or rest:
-                raise Wrong(f"{entry} on rank {self.rank} finds {found}, not {right}")
+                raise OracleError(f"{entry} on rank {self.rank} finds {found}, not {right}")
 
         entry = self.entry
         entry.actions.append(see)
@@ -278,7 +280,7 @@ class Host:
             stage = i.stage + (1 if up else -1)
         first = machine.frozen if lane == "grad" else 0
         if not first <= stage < machine.stages or self.runs(stage, i.mb):
-            raise Wrong(f"{i} on rank {self.rank} has nobody to go to")
+            raise OracleError(f"{i} on rank {self.rank} has nobody to go to")
         peer = machine.holder(stage, i.mb)
         way = (self.rank, peer) if sends else (peer, self.rank)
         queue, channel = {
@@ -338,7 +340,7 @@ class Host:
         self.queue("reductions")
         copies = [s for s in self.own if s in self.machine.tied]
         if i.stage != min(copies, default=None):
-            raise Wrong(f"{i}: not the rank's first copy of a tied weight")
+            raise OracleError(f"{i}: not the rank's first copy of a tied weight")
         for stage in copies:
             self.take("grad", stage, i.mb)
             oracle_sharding.reduced(self, stage)
@@ -356,7 +358,7 @@ class Host:
     def ends(self, update: int) -> None:
         """Raise Wrong if a rank ends its updates out of order. It has only one norm."""
         if update < self.ending:
-            raise Wrong(f"update {update} ends after what is of update {self.ending}")
+            raise OracleError(f"update {update} ends after what is of update {self.ending}")
         self.ending = update
 
     def reduce_norm(self, i: Instr) -> None:
@@ -387,9 +389,9 @@ class Host:
         if self.machine.zero and not self.machine.trains:
             right |= {("parts", stage) for stage in self.trained}
         for slot in self.slots.keys() - right - oracle_unknown_instructions.kept(self):
-            raise Wrong(f"{slot} is left on rank {self.rank}")
+            raise OracleError(f"{slot} is left on rank {self.rank}")
         for slot in right - self.slots.keys():
-            raise Wrong(f"{slot} is missing on rank {self.rank}")
+            raise OracleError(f"{slot} is missing on rank {self.rank}")
 
     ISSUE: dict[Opcode, Callable[[Host, Instr], None]] = {  # noqa: RUF012
         O.Forward: forward,

@@ -33,7 +33,7 @@ from tests import (
     oracle_sharding,
     oracle_snapshots,
 )
-from tests.oracle_values import Wrong
+from tests.oracle_values import OracleError
 
 if TYPE_CHECKING:
     from tests.oracle_host import Host
@@ -123,7 +123,7 @@ def _step_there(host: Host, i: Instr) -> None:
         host.look("copy", stage)
     if releases(host):
         if (released := host.released) is None:
-            raise Wrong("the rank has not let go of its gradients")
+            raise OracleError("the rank has not let go of its gradients")
         host.entry.waits.append(released)
     _step(host, i)
 

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from schedir.ir.program import Program
 from tests.oracle_host import Host
 from tests.oracle_threads import Machine, Verdict
-from tests.oracle_values import Entry, Event, Message, Slot, Wrong
+from tests.oracle_values import Entry, Event, Message, OracleError, Slot
 
 
 def verdict(programs: Sequence[Program], model: str, seed: int | None) -> Verdict:
     """Run the program of each replica, in a random order that depends on `seed`."""
     try:
         return Together(programs, model, seed).run()
-    except Wrong as wrong:
+    except OracleError as wrong:
         return Verdict("wrong", str(wrong))
 
 

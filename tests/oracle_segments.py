@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from schedir.ir.isa.instructions import Instr, Opcode
 from tests import oracle_sharding
-from tests.oracle_values import Wrong
+from tests.oracle_values import OracleError
 
 if TYPE_CHECKING:
     from tests.oracle_host import Host
@@ -66,7 +66,7 @@ def meet(host: Host, i: Instr) -> None:
     came, made = (ADDEND, True) if sums else (OWN, ALL)
     letter = ("gf" if sums else "fg")[grad]
     if met(host, i.stage if grad else i.stage - 1) != letter:
-        raise Wrong(f"{i}: the program does not say that anybody meets there")
+        raise OracleError(f"{i}: the program does not say that anybody meets there")
     host.queue("gathers")
     kind, maker = ("grad", i.stage + 1) if grad else ("act", i.stage - 1)
     slot = (f"{kind}_in", i.stage, i.mb)
@@ -78,7 +78,7 @@ def exchange(host: Host, i: Instr) -> None:
     """Issue an all-to-all that replaces the values of a boundary by the exchanged values."""
     letter, grad = EXCHANGES[i.op]
     if met(host, i.stage if grad else i.stage - 1) != letter:
-        raise Wrong(f"{i}: the program has no such all-to-all there")
+        raise OracleError(f"{i}: the program has no such all-to-all there")
     host.queue("all-to-alls")
     oracle_sharding.meet_experts(host, i)
     kind, maker = ("grad", i.stage + 1) if grad else ("act", i.stage - 1)
@@ -90,10 +90,10 @@ def exchange(host: Host, i: Instr) -> None:
 def reshape(host: Host, i: Instr) -> None:
     """Issue a scatter or a gather, which replaces the value in its slot."""
     if host.machine.program.tp == 1:
-        raise Wrong(f"{i}: there is no tensor-parallel group")
+        raise OracleError(f"{i}: there is no tensor-parallel group")
     if host.machine.program.sequence_parallel:
         if i.op in (Opcode.TPScatterAct, Opcode.TPScatterGrad):
-            raise Wrong(f"{i}: each rank has its own tokens only")
+            raise OracleError(f"{i}: each rank has its own tokens only")
         meet(host, i)
         return
     grad, gathers = (

@@ -12,14 +12,14 @@ from itertools import chain
 from schedir.ir.program import Program
 from tests.oracle_host import Host
 from tests.oracle_threads import Machine, Verdict
-from tests.oracle_values import Entry, Event, Message, Slot, Wrong
+from tests.oracle_values import Entry, Event, Message, OracleError, Slot
 
 
 def verdict(runs: Sequence[Sequence[Program]], model: str, seed: int) -> Verdict:
     """Run the programs of each rank, in a random order that depends on `seed`."""
     try:
         return Together(runs, model, seed).run()
-    except Wrong as wrong:
+    except OracleError as wrong:
         return Verdict("wrong", str(wrong))
 
 
@@ -43,7 +43,7 @@ class Step(Machine):
         steps = self.together.joined[communicator]
         steps.append(self)
         if steps[0] is not self:
-            raise Wrong(f"{communicator}: two steps meet")
+            raise OracleError(f"{communicator}: two steps meet")
         if len(steps) == members:
             steps.clear()
         self.together.join(communicator, members, member)
@@ -93,5 +93,5 @@ class Together(Machine):
         """Post a message. Both its sides must be of one step."""
         waiting = (self.received if message.sends else self.sent)[message.channel]
         if waiting and self.step_of[id(waiting[0])] is not self.step_of[id(message)]:
-            raise Wrong(f"{message.channel}: a message arrives in another step")
+            raise OracleError(f"{message.channel}: a message arrives in another step")
         super().post(message)

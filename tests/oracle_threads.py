@@ -60,7 +60,7 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.ir.program import Program
 from tests.oracle_host import COMPUTES, Host
-from tests.oracle_values import Entry, Event, Message, Slot, SlotValue, Wrong
+from tests.oracle_values import Entry, Event, Message, OracleError, Slot, SlotValue
 
 SMALL = Sizes()
 
@@ -87,11 +87,11 @@ def verdict(
         machine = Machine(
             program, model, seed, limit, sizes, blocking_hosts=blocking_hosts, replicas=replicas
         )
-    except Wrong as wrong:
+    except OracleError as wrong:
         return Verdict("wrong", str(wrong))
     try:
         return machine.run()
-    except Wrong as wrong:
+    except OracleError as wrong:
         return Verdict("wrong", str(wrong))
     finally:
         machine.forget()
@@ -121,7 +121,7 @@ class Machine:
         n, m = len(self.holders), self.microbatches
         self.whose = [k for k in range(n) for _ in range(m // n + (k < m % n))]
         if len(program.streams) != program.shape.ranks:
-            raise Wrong(f"{len(program.streams)} Streams")
+            raise OracleError(f"{len(program.streams)} Streams")
         self.lists = [[*zip(s, s.joined.tolist(), strict=True)] for s in program.streams]
         holders_of = [*enumerate(zip(*self.holders, strict=True))]
         ranks = range(program.shape.ranks)
@@ -284,7 +284,7 @@ class Machine:
         meeting.append(member)
         if len(meeting) == members:
             if len(updates := {update for _, update in meeting}) > 1:
-                raise Wrong(f"{communicator} meet for updates {updates}")
+                raise OracleError(f"{communicator} meet for updates {updates}")
             for event, _ in meeting:
                 self.happen(event)
             meeting.clear()

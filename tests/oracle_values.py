@@ -11,7 +11,7 @@ from schedir.ir.isa.instructions import Instr
 Slot = tuple[object, ...]
 
 
-class Wrong(Exception):
+class OracleError(Exception):
     """Raised if the program breaks a rule of the oracle."""
 
 

@@ -26,13 +26,13 @@ class Run(NamedTuple):
     seconds: float
 
 
-def table(name: str) -> list[dict[str, str]]:
+def read_table(name: str) -> list[dict[str, str]]:
     """Return the rows of a file, by the names of their columns."""
     with (GOLDEN / f"{name}.csv").open(newline="") as file:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
 
 
-class Measured(NamedTuple):
+class MicrobatchTimes(NamedTuple):
     """Seconds of a microbatch on one GPU: F and B of a layer, or F, I and W of a stage."""
 
     name: str
@@ -42,7 +42,7 @@ class Measured(NamedTuple):
     seconds: tuple[float, ...]
 
 
-def layer_times() -> list[Measured]:
+def read_layer_times() -> list[MicrobatchTimes]:
     """Return the times of a layer of the 22-billion model from arXiv 2205.05198, Table 4."""
     model = TransformerSpec(48, 6144, 64, vocab=VOCAB, sequence=2048)
     how: dict[str, tuple[Recompute, bool]] = {
@@ -53,21 +53,21 @@ def layer_times() -> list[Measured]:
         "Selective + Sequence": ("selective", True),
     }
     found = []
-    for row in table("rar_table4_layer_times"):
+    for row in read_table("rar_table4_layer_times"):
         again, cut = how[row["experiment"]]
         choice = ParallelPlan(tp=8, microbatch_size=4, recompute=again, sequence_parallel=cut)
         seconds = tuple(float(row[f"{name}_ms"]) / 1e3 for name in ("forward", "backward"))
-        found.append(Measured(row["experiment"], model, choice, 1, seconds))
+        found.append(MicrobatchTimes(row["experiment"], model, choice, 1, seconds))
     return found
 
 
-def stage_times() -> list[Measured]:
+def read_stage_times() -> list[MicrobatchTimes]:
     """Return the times of an inner stage from arXiv 2401.10241, Tables 3 and 9.
 
     The first and the last stage have one layer less. The paper's B is our I.
     """
     found = []
-    for row in table("zero_bubble_rates"):
+    for row in read_table("zero_bubble_rates"):
         size, p = row["model"], int(row["p"])
         layers = ZB_LAYERS[size]
         model = TransformerSpec(
@@ -80,18 +80,18 @@ def stage_times() -> list[Measured]:
             schedule="zb_h1",
         )
         seconds = tuple(float(row[f"T_{name}"]) / 1e3 for name in "FIW")
-        found.append(Measured(size, model, choice, (layers + 2) // p, seconds))
+        found.append(MicrobatchTimes(size, model, choice, (layers + 2) // p, seconds))
     return found
 
 
-def one_node() -> list[Run]:
+def read_one_node_runs() -> list[Run]:
     """Return a tenth of vTrain's rows of one node.
 
     The table does not name the recomputation. Only full recomputation explains the rows of the
     widest layers and largest microbatches at the speed of an A100.
     """
     runs = []
-    for row in table("vtrain_one_node_sample"):
+    for row in read_table("vtrain_one_node_sample"):
         of = {name: int(value) for name, value in row.items() if not name.endswith("(ms)")}
         hidden, heads = of["hidden size"], of["attention heads"]
         model = TransformerSpec(
@@ -113,16 +113,16 @@ def one_node() -> list[Run]:
     return runs
 
 
-def counted(model: TransformerSpec, batch: int) -> float:
+def count_operations(model: TransformerSpec, batch: int) -> float:
     """Return the operations of a step by SC21's equation 3, which includes recomputation."""
     layers, s, h, v = model.layers, model.sequence, model.hidden, model.vocab
     return 96.0 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
 
 
-def weak_scaling() -> list[Run]:
+def read_weak_scaling_runs() -> list[Run]:
     """Return the runs of SC21 (arXiv 2104.04473), Table 1, with steps from its printed FLOP/s."""
     runs = []
-    for row in table("sc21_table1_weak_scaling"):
+    for row in read_table("sc21_table1_weak_scaling"):
         layers, hidden, heads = (
             int(row[name]) for name in ("layers", "hidden_size", "attention_heads")
         )
@@ -138,12 +138,12 @@ def weak_scaling() -> list[Run]:
         )  # fmt: skip
         if (choice.batch, choice.gpus) != (batch, gpus):
             raise ValueError(f"{row}: {choice.batch} sequences on {choice.gpus} GPUs")
-        seconds = counted(model, batch) / (float(row["tflops_per_gpu"]) * 1e12 * gpus)
+        seconds = count_operations(model, batch) / (float(row["tflops_per_gpu"]) * 1e12 * gpus)
         runs.append(Run(f"{row['params_billion']}B", model, choice, seconds))
     return runs
 
 
-def groups(runs: Sequence[Run]) -> list[list[Run]]:
+def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
     """Return groups of at least two runs with the same model, batch and number of GPUs."""
     found: dict[tuple[TransformerSpec, int, int], list[Run]] = defaultdict(list)
     for run in runs:
@@ -151,7 +151,7 @@ def groups(runs: Sequence[Run]) -> list[list[Run]]:
     return [group for group in found.values() if len(group) > 1]
 
 
-def kept_bytes(model: TransformerSpec) -> list[tuple[str, ParallelPlan, float]]:
+def read_kept_bytes(model: TransformerSpec) -> list[tuple[str, ParallelPlan, float]]:
     """Return the bytes that a layer keeps of one sequence, from arXiv 2205.05198, Table 2."""
     how: dict[str, ParallelPlan] = {
         "no parallelism": ParallelPlan(),
@@ -164,7 +164,7 @@ def kept_bytes(model: TransformerSpec) -> list[tuple[str, ParallelPlan, float]]:
         "full recomputation": ParallelPlan(recompute="full"),
     }
     found = []
-    for row in table("rar_table2_activation_memory"):
+    for row in read_table("rar_table2_activation_memory"):
         choice = how[row["configuration"]]
         s, h, a = model.sequence, model.hidden, model.heads
         of = {"s": s, "b": choice.microbatch_size, "h": h, "a": a, "t": choice.tp}
@@ -194,13 +194,13 @@ GRID_MODELS = {
 }
 
 
-def grid() -> list[GridRun]:
+def read_grid_runs() -> list[GridRun]:
     """Return runs of nanotron on 8 to 128 H100.
 
     A single replica has nothing to shard, so it has ZeRO 0.
     """
     found = []
-    for row in table("h100_grid_sample"):
+    for row in read_table("h100_grid_sample"):
         at = {name: int(row[name]) for name in ("nodes", "dp", "pp", "tp", "zero", "microbatches")}
         choice = ParallelPlan(
             pp=at["pp"], tp=at["tp"], dp=at["dp"], microbatch_size=int(row["mbs"]),
@@ -218,11 +218,11 @@ def grid() -> list[GridRun]:
     return found
 
 
-def mlperf() -> list[tuple[str, Run]]:
+def read_mlperf_runs() -> list[tuple[str, Run]]:
     """Return accelerators and runs of GPT-3 175B from MLPerf training v4.1, which uses FP8."""
     found = []
     model = TransformerSpec(96, 12288, 96, vocab=VOCAB, sequence=2048)
-    for row in table("mlperf_gpt3"):
+    for row in read_table("mlperf_gpt3"):
         choice = ParallelPlan(
             pp=int(row["pp"]), tp=int(row["tp"]), dp=int(row["dp"]),
             stages_per_rank=int(row["vpp"]), microbatch_size=int(row["mbs"]),
@@ -234,13 +234,13 @@ def mlperf() -> list[tuple[str, Run]]:
     return found
 
 
-def b200_memory() -> list[tuple[TransformerSpec, ParallelPlan, float, float]]:
+def read_b200_runs() -> list[tuple[TransformerSpec, ParallelPlan, float, float]]:
     """Return runs of Megatron-LM on 8 B200: model, plan, bytes and seconds.
 
     The plans use Megatron's distributed optimizer.
     """
     found = []
-    for row in table("b200_memory_sample"):
+    for row in read_table("b200_memory_sample"):
         at: dict[str, Any] = {
             name: int(row[name]) for name in ("pp", "tp", "dp", "cp", "microbatches")
         }

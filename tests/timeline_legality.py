@@ -7,7 +7,7 @@ import numpy as np
 from schedir.predict.timeline import Timeline
 
 
-def too_early(timeline: Timeline, tolerance: float = 0.0) -> list[str]:
+def find_early_instructions(timeline: Timeline, tolerance: float = 0.0) -> list[str]:
     """The instructions that begin before all that they wait for has ended, and those that end
     before they begin."""
     graph, spans = timeline.graph, timeline.spans

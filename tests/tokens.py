@@ -15,7 +15,7 @@ from schedir.data.tokenizer import _map_characters
 END = "<|endoftext|>"
 
 
-def train(texts: Iterable[str], vocab: int) -> str:
+def train_tokenizer(texts: Iterable[str], vocab: int) -> str:
     """Train a byte-level BPE of at most `vocab` tokens on texts, and return its tokenizer.json."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -30,7 +30,7 @@ def train(texts: Iterable[str], vocab: int) -> str:
     return str(library.to_str())
 
 
-def decode(tokenizer_json: str, ids: Iterable[int]) -> bytes:
+def decode_tokens(tokenizer_json: str, ids: Iterable[int]) -> bytes:
     """Return the bytes of tokens. The end of a document has none."""
     told, bytes_of = json.loads(tokenizer_json), _map_characters()
     names = {number: name for name, number in told["model"]["vocab"].items()}

@@ -50,14 +50,14 @@ class Step(NamedTuple):
         return shlex.split(self.text)[1:]
 
 
-def blocks(page: str) -> list[tuple[str, str]]:
+def read_blocks(page: str) -> list[tuple[str, str]]:
     """Return the language and the text of each block of a page."""
     return re.findall(r"^```(\w*)\n(.*?)^```$", page, flags=re.M | re.S)
 
 
-def steps(page: str) -> Iterator[Step]:
+def read_steps(page: str) -> Iterator[Step]:
     """Yield the steps of a page in order. `$ ` begins a command, and its output follows."""
-    for language, body in blocks(page):
+    for language, body in read_blocks(page):
         if named := re.match(r"# (\w+\.\w+)\n", body):
             yield Step("file", body, named=named[1])
             continue
@@ -68,5 +68,5 @@ def steps(page: str) -> Iterator[Step]:
             yield Step("command", *command.split("\n", 1))
 
 
-def numbers_apart(text: str) -> str:
+def replace_numbers(text: str) -> str:
     return re.sub(r"\d[\d.,e+-]*", "N", " ".join(text.split()))

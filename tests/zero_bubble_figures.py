@@ -35,7 +35,7 @@ class Row(NamedTuple):
         return 1 - self.shape.microbatches * work / own_span
 
 
-def rows() -> list[Row]:
+def read_rows() -> list[Row]:
     found = []
     with FILE.open(newline="") as file:
         for row in csv.DictReader(line for line in file if not line.startswith("#")):

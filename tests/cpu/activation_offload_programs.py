@@ -16,7 +16,7 @@ USES = tuple(
 )
 
 
-def moved(
+def offload_randomly(
     program: Program, seed: int, *, share: float = 1.0, spilled: float = 0.0, late: float = 0.5
 ) -> Program:
     """Return a program that offloads a share of its saved activations to the host.

@@ -79,7 +79,7 @@ class Model(NamedTuple):
         return self.optimizer(parameters)
 
 
-def program_of(layout: Layout, model: Model) -> Any:
+def compile_layout(layout: Layout, model: Model) -> Any:
     how: dict[str, Any] = {
         "clip_grad_norm": model.clip,
         "tied_weights": model.tied and layout.shape.stages > 1,
@@ -88,9 +88,9 @@ def program_of(layout: Layout, model: Model) -> Any:
     return schedir.compile(layout.schedule, layout.shape, **how)
 
 
-def executor_of(layout: Layout, model: Model) -> Executor:
+def create_executor(layout: Layout, model: Model) -> Executor:
     """Return the executor of this process."""
-    program = program_of(layout, model)
+    program = compile_layout(layout, model)
     transport = GlooTransport(program)
     tp = transport.tp_group
     stages = {
@@ -107,9 +107,9 @@ def executor_of(layout: Layout, model: Model) -> Executor:
     )  # fmt: skip
 
 
-def in_process(layout: Layout, model: Model, **how: Any) -> InProcessExecutor:
+def create_in_process_executor(layout: Layout, model: Model, **how: Any) -> InProcessExecutor:
     """Return the executor of all ranks of a layout without replicas and tensor parallelism."""
-    program = program_of(layout, model)
+    program = compile_layout(layout, model)
     stages = [model.stage(s, layout.shape, None) for s in range(layout.shape.stages)]
     return InProcessExecutor(
         program, stages,
@@ -121,7 +121,7 @@ def in_process(layout: Layout, model: Model, **how: Any) -> InProcessExecutor:
     )  # fmt: skip
 
 
-def steps(executor: Executor | InProcessExecutor, first: int, end: int) -> list[float]:
+def run_steps(executor: Executor | InProcessExecutor, first: int, end: int) -> list[float]:
     """Run steps from `first` to `end`, and return their losses where they are known."""
     found = []
     of = executor if isinstance(executor, Executor) else executor.executors[0]
@@ -135,12 +135,12 @@ def steps(executor: Executor | InProcessExecutor, first: int, end: int) -> list[
     return found
 
 
-def same(_: int, name: str) -> str:
+def keep_name(_: int, name: str) -> str:
     """Return the name unchanged, since the trainer's GPT has names of the whole model."""
     return name
 
 
-def whole(folder: Path, step: int) -> dict[str, Tensor]:
+def read_checkpoint_tensors(folder: Path, step: int) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint."""
     place = CheckpointDirectory(folder)
     manifest = place.load_manifest(step)
@@ -153,24 +153,24 @@ def whole(folder: Path, step: int) -> dict[str, Tensor]:
     return found
 
 
-def trained(layout: Layout, model: Model, folder: Path) -> None:
+def train_and_save(layout: Layout, model: Model, folder: Path) -> None:
     """Run six steps, and save after three and at the end."""
-    executor = executor_of(layout, model)
-    steps(executor, 0, 3)
-    save(executor, folder, step=3, name_map=same)
-    steps(executor, 3, 6)
-    save(executor, folder, step=6, name_map=same)
+    executor = create_executor(layout, model)
+    run_steps(executor, 0, 3)
+    save(executor, folder, step=3, name_map=keep_name)
+    run_steps(executor, 3, 6)
+    save(executor, folder, step=6, name_map=keep_name)
 
 
-def resumed(executor: Executor | InProcessExecutor, folder: Path, name: str) -> None:
+def load_and_resume(executor: Executor | InProcessExecutor, folder: Path, name: str) -> None:
     """Load a checkpoint, and save again before and after three more steps."""
-    assert load(executor, folder, step=3, name_map=same) == {"step": 3, "extra": {}}
-    save(executor, folder / name, step=3, name_map=same)
-    steps(executor, 3, 6)
-    save(executor, folder / name, step=6, name_map=same)
+    assert load(executor, folder, step=3, name_map=keep_name) == {"step": 3, "extra": {}}
+    save(executor, folder / name, step=3, name_map=keep_name)
+    run_steps(executor, 3, 6)
+    save(executor, folder / name, step=6, name_map=keep_name)
 
 
-def all_of(
+def run_all_layouts(
     rank: int,
     base: Layout,
     layouts: dict[str, dict[str, Layout]],
@@ -179,6 +179,6 @@ def all_of(
 ) -> None:
     """Run the base layout in a process, and three more steps in each of a model's layouts."""
     for name, model in models.items():
-        trained(base, model, folder / name)
+        train_and_save(base, model, folder / name)
         for other, layout in layouts[name].items():
-            resumed(executor_of(layout, model), folder / name, other)
+            load_and_resume(create_executor(layout, model), folder / name, other)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cpu.train_command import end_all, write_config
+from tests.cpu.train_command import kill_processes, write_config
 
 # Bits are compared between processes, so each has one thread.
 torch.set_num_threads(1)
@@ -18,7 +18,7 @@ def config(tmp_path: Path) -> str:
 @pytest.fixture(autouse=True)
 def _ended() -> Iterator[None]:
     yield
-    end_all()
+    kill_processes()
 
 
 # Files that take the longest, in seconds of a core or of waiting, the longest first.

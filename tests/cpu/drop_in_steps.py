@@ -13,26 +13,30 @@ from torch.nn.functional import mse_loss
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import Placement
 from schedir.torch_pipelining import Schedule
-from tests.cpu.torch_pipelines import Step, stage_of
+from tests.cpu.torch_pipelines import Step, make_stage
 
-MB = 4
+N_MICROBATCHES = 4
 Wrap = Callable[[nn.Module, Any], nn.Module]
 
 
-def made(parts: dict[int, nn.Module], stages: int, group: Any = None, **options: Any) -> Schedule:
+def make_schedule(
+    parts: dict[int, nn.Module], stages: int, group: Any = None, **options: Any
+) -> Schedule:
     """Return a Schedule of some parts of a model."""
-    held = [stage_of(part, s, stages, group) for s, part in parts.items()]
-    given: dict[str, Any] = {"n_microbatches": MB, "loss_fn": mse_loss} | options
+    held = [make_stage(part, s, stages, group) for s, part in parts.items()]
+    given: dict[str, Any] = {"n_microbatches": N_MICROBATCHES, "loss_fn": mse_loss} | options
     return Schedule(held, **given)
 
 
-def run(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor, **more: Any) -> Any:
+def run_step(
+    schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor, **more: Any
+) -> Any:
     """Run one step, and pass each rank the arguments that it needs."""
     last = schedule._num_stages - 1
     return schedule.step(*((x,) if 0 in parts else ()), target=y if last in parts else None, **more)
 
 
-def step_of(
+def make_step(
     placement: Placement,
     *,
     steps: int = 1,
@@ -49,15 +53,15 @@ def step_of(
     def step(rank: int, ranks: int, model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
         mesh = init_device_mesh("cpu", (ranks // dp, dp), mesh_dim_names=("pp", "dp"))
         pp, own = mesh["pp"].get_local_rank(), mesh["dp"]
-        shape = PipelineShape(ranks // dp, MB, placement=placement)
+        shape = PipelineShape(ranks // dp, N_MICROBATCHES, placement=placement)
         if isinstance(placement, str):
             shape = replace(shape, stages_per_rank=max(1, len(model) // (ranks // dp)))
         parts = {s: wrap(model[s], own) if wrap else model[s] for s in shape.stages_on_rank[pp]}
-        schedule = made(parts, len(model), mesh["pp"].get_group(), **options)
+        schedule = make_schedule(parts, len(model), mesh["pp"].get_group(), **options)
         x, y = (each.chunk(dp)[own.get_local_rank()] for each in batch)
         for part in zip(x.chunk(steps), y.chunk(steps), strict=True):
             if around is not None:
                 around(schedule, parts, *part)
-            run(schedule, parts, *part)
+            run_step(schedule, parts, *part)
 
     return step

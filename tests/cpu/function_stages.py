@@ -16,7 +16,7 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import gpipe, interleaved
 
 
-class Made(nn.Module):
+class FunctionStage(nn.Module):
     """A stage whose forward is a given function."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
@@ -27,28 +27,28 @@ class Made(nn.Module):
         return self.run(self.weight, *xs, **keywords)
 
 
-TWO = (Boundary((4,)), Boundary((4,), torch.int64))
-BOTH = (Boundary((4,)), Boundary((4,)))
+FLOAT_AND_INT_BOUNDARIES = (Boundary((4,)), Boundary((4,), torch.int64))
+TWO_FLOAT_BOUNDARIES = (Boundary((4,)), Boundary((4,)))
 X, COUNT = torch.ones(2, 4), torch.arange(4)
 
 
-def last(w: Tensor, x: Tensor, *others: Tensor, **keywords: Any) -> Tensor:
+def multiply_first_input(w: Tensor, x: Tensor, *others: Tensor, **keywords: Any) -> Tensor:
     return w * x
 
 
-def two(w: Tensor, x: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
+def return_two_outputs(w: Tensor, x: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
     return w * x, COUNT.clone()
 
 
-def squares(y: Tensor, target: Tensor) -> Tensor:
+def squared_error_sum(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
 
-def total(y: Tensor, target: Tensor) -> Tensor:
+def output_sum(y: Tensor, target: Tensor) -> Tensor:
     return y.sum()
 
 
-def weighed(world: InProcessExecutor, stage: int) -> list[float]:
+def get_weight_gradient(world: InProcessExecutor, stage: int) -> list[float]:
     """Return the gradient of a stage's weight."""
     found = [own.stages[stage].module for own in world.executors if stage in own.stages]
     grad = found[0].get_parameter("weight").grad
@@ -56,11 +56,11 @@ def weighed(world: InProcessExecutor, stage: int) -> list[float]:
     return cast("list[float]", grad.tolist())
 
 
-def ranks(*runs: Callable[..., Any], ranks: int = 2, **how: Any) -> InProcessExecutor:
+def make_executor(*runs: Callable[..., Any], ranks: int = 2, **how: Any) -> InProcessExecutor:
     """Return an executor with stages made from functions, equally many on each rank."""
     shape = PipelineShape(ranks, 2, len(runs) // ranks)
-    stages = [Made(run) for run in runs]
-    how = {"loss": squares, "boundary": TWO, **how}
+    stages = [FunctionStage(run) for run in runs]
+    how = {"loss": squared_error_sum, "boundary": FLOAT_AND_INT_BOUNDARIES, **how}
     schedule = how.pop("schedule", gpipe if len(runs) == ranks else interleaved)
     return InProcessExecutor(
         compile(schedule, shape), stages, execution=ExecutionOptions(record_timestamps=False), **how

@@ -25,7 +25,7 @@ TIED = {
 }
 
 
-class Whole(NamedTuple):
+class WholeModelRun(NamedTuple):
     """A model, a batch for it, and the losses and gradients of a plain loop over microbatches."""
 
     model: Any
@@ -37,7 +37,7 @@ class Whole(NamedTuple):
     due: dict[str, Tensor]
 
 
-class Left(NamedTuple):
+class RankResults(NamedTuple):
     """The results of a step on a rank.
 
     `off` has the error of each gradient by name, and `same` the names of gradients with equal bits.
@@ -55,9 +55,11 @@ def loss_fn(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 @cache
-def whole(kind: str) -> Whole:
+def run_whole_model(kind: str) -> WholeModelRun:
     torch.manual_seed(0)
-    model = (gpt2() if kind == "gpt2" else llama("sdpa" if kind == "keywords" else "eager")).train()
+    model = (
+        make_gpt2() if kind == "gpt2" else make_llama("sdpa" if kind == "keywords" else "eager")
+    ).train()
     sequences = torch.randint(WORDS, (MICROBATCHES * SIZE, CONTEXT + 1))
     tokens, targets = sequences[:, :-1], sequences[:, 1:]
     keywords = {}
@@ -66,23 +68,23 @@ def whole(kind: str) -> Whole:
         keywords["position_ids"] = steps * torch.arange(CONTEXT)
     losses, logits = [], []
     alone: Any = WithPositions(model, 0, 1) if keywords else lambda x: model(x).logits
-    for k, (x, y) in enumerate(zip(*map(cut, (tokens, targets)), strict=True)):
-        logits.append(alone(x, **{name: cut(each)[k] for name, each in keywords.items()}))
+    for k, (x, y) in enumerate(zip(*map(split_batch, (tokens, targets)), strict=True)):
+        logits.append(alone(x, **{name: split_batch(each)[k] for name, each in keywords.items()}))
         losses.append(loss_fn(logits[-1], y))
         losses[-1].backward()
     due = {name: p.grad / MICROBATCHES for name, p in model.named_parameters()}
     model.zero_grad()
-    return Whole(
+    return WholeModelRun(
         model, tokens, keywords, targets, torch.stack(losses).detach(), torch.cat(logits).detach(),
         due,
     )  # fmt: skip
 
 
-def cut(batch: Tensor) -> Sequence[Tensor]:
+def split_batch(batch: Tensor) -> Sequence[Tensor]:
     return batch.chunk(MICROBATCHES)
 
 
-def gpt2() -> Any:
+def make_gpt2() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -93,7 +95,7 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(config)
 
 
-def llama(attention: str) -> Any:
+def make_llama(attention: str) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -165,12 +167,12 @@ class FiveTensors(nn.Module):
 
 
 @cache
-def in_example(name: str) -> Any:
+def load_example_function(name: str) -> Any:
     """Return a function of the example."""
     return runpy.run_path(str(ROOT / "examples/torch_drop_in.py"))[name]
 
 
-def stage_class(kind: str) -> Callable[[Any, int, int], nn.Module]:
+def get_stage_factory(kind: str) -> Callable[[Any, int, int], nn.Module]:
     """Return the function that creates a stage of a model."""
     if kind == "gpt2":
         return lambda model, number, stages: huggingface.cut(model, stages)[number]
@@ -178,7 +180,7 @@ def stage_class(kind: str) -> Callable[[Any, int, int], nn.Module]:
 
 
 @cache
-def ends() -> Any:
+def make_tied_group() -> Any:
     """Return a group of the ranks with copies of a tied weight, for stages placed in a loop."""
     return dist.new_group([0, RANKS - 1])
 
@@ -189,8 +191,8 @@ class Pipeline:
     def __init__(
         self, kind: str, own: Sequence[int], stages: int, build: Callable[[list[Any]], Any]
     ) -> None:
-        self.kind, self.case = kind, whole(kind)
-        self.parts = {s: stage_class(kind)(self.case.model, s, stages) for s in own}
+        self.kind, self.case = kind, run_whole_model(kind)
+        self.parts = {s: get_stage_factory(kind)(self.case.model, s, stages) for s in own}
         self.first, self.last = 0 in own, stages - 1 in own
         held = [
             PipelineStage(part, s, stages, torch.device("cpu")) for s, part in self.parts.items()
@@ -202,7 +204,7 @@ class Pipeline:
                 stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
         self.schedule = build(held)
 
-    def run(self, what: str = "step", by_hand: bool = True) -> Left:
+    def run(self, what: str = "step", by_hand: bool = True) -> RankResults:
         """Run a step or `eval`, and clear the gradients.
 
         The gradients of the tied copies are summed by hand, as torch's users do, or by the
@@ -218,17 +220,17 @@ class Pipeline:
         names = {p: name for name, p in model.named_parameters()}
         own = {p for part in self.parts.values() for p in part.parameters()}
         got = {names[p]: p.grad for p in own if p.grad is not None}
-        tied, both = TIED[self.kind], ends()
+        tied, both = TIED[self.kind], make_tied_group()
         if by_hand and what == "step" and self.first != self.last:
             dist.all_reduce(got[tied], group=both)
         model.zero_grad()
-        off = {name: distance(g, self.case.due[name]) for name, g in got.items()}
+        off = {name: relative_distance(g, self.case.due[name]) for name, g in got.items()}
         same = {name for name, g in got.items() if torch.equal(g, self.case.due[name])}
-        return Left(
+        return RankResults(
             off, same, torch.stack(losses).detach() if self.last else None,
             None if output is None else output.detach(),
         )  # fmt: skip
 
 
-def distance(one: Tensor, other: Tensor) -> float:
+def relative_distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())

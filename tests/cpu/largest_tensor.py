@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Largest(TorchDispatchMode):
+class TensorSizeRecorder(TorchDispatchMode):
     """Records the sizes of new tensors with their own memory, and the largest of them."""
 
     def __init__(self) -> None:

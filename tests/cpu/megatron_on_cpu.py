@@ -28,7 +28,7 @@ class _OnCPU(TorchFunctionMode):
 
 
 @contextmanager
-def on_cpu(ranks: int) -> Iterator[None]:
+def initialize_megatron(ranks: int) -> Iterator[None]:
     """Initialize Megatron's pipeline of `ranks` processes in this process, without a GPU."""
     warnings.simplefilter("ignore")  # about missing optional packages
     from megatron.core import parallel_state
@@ -57,7 +57,7 @@ class Chunk(torch.nn.Module):
         return self.part(data if self.given is None else self.given)
 
 
-def chunks_of(ranks: int, parts: list[torch.nn.Module], **settings: Any) -> list[Chunk]:
+def make_chunks(ranks: int, parts: list[torch.nn.Module], **settings: Any) -> list[Chunk]:
     """Return the stages of a rank, in order."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -18,7 +18,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 TABLES = (torch.float32, torch.int64, torch.bool, torch.bfloat16)
 
 
-class Out(NamedTuple):
+class Output(NamedTuple):
     """An output of a stage: `made` from all its tensors, a `table`, or an input `through`."""
 
     how: str
@@ -26,11 +26,11 @@ class Out(NamedTuple):
     of: int = 0  # which input
 
 
-class Many(nn.Module):
+class MultiTensorStage(nn.Module):
     """Takes several tensors, uses some of them, and returns others."""
 
     def __init__(
-        self, takes: list[Boundary], uses: list[int], gives: list[Out], again: bool
+        self, takes: list[Boundary], uses: list[int], gives: list[Output], again: bool
     ) -> None:
         super().__init__()
         self.uses, self.gives, self.again = uses, gives, again
@@ -73,7 +73,7 @@ def _like(y: Tensor, boundary: Boundary) -> Tensor:
     return (rows > 0) if boundary.dtype is torch.bool else rows.to(boundary.dtype)
 
 
-def drawn(stages: int, seed: int, tensors: int = 4) -> tuple[list[nn.Module], dict[int, Any]]:
+def draw_stages(stages: int, seed: int, tensors: int = 4) -> tuple[list[nn.Module], dict[int, Any]]:
     """Draw stages and the boundaries between them, which depend only on the seed."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -91,20 +91,22 @@ def drawn(stages: int, seed: int, tensors: int = 4) -> tuple[list[nn.Module], di
         uses = sorted(
             {rng.choice(graded), *rng.sample(range(len(takes)), rng.randint(0, len(takes)))}
         )
-        gives = [Out("made", Boundary(_shape(rng), rng.choice(FLOATS)))]
+        gives = [Output("made", Boundary(_shape(rng), rng.choice(FLOATS)))]
         for _ in range(rng.randint(0, tensors - 1)):
             how = rng.choice(("made", "table", "through"))
             of = rng.randrange(len(takes))
             if how == "through":
-                gives.append(Out(how, takes[of], of))
+                gives.append(Output(how, takes[of], of))
             elif how == "made":
-                gives.append(Out(how, Boundary(_shape(rng), rng.choice(FLOATS))))
+                gives.append(Output(how, Boundary(_shape(rng), rng.choice(FLOATS))))
             else:
-                gives.append(Out(how, Boundary(_shape(rng), rng.choice(TABLES), False)))
+                gives.append(Output(how, Boundary(_shape(rng), rng.choice(TABLES), False)))
         if s == stages - 1:
-            gives = [Out("made", Boundary((ROWS, WIDTH)))]
+            gives = [Output("made", Boundary((ROWS, WIDTH)))]
         rng.shuffle(gives)
-        modules.append(make_backward_splittable(Many(takes, uses, gives, rng.random() < 0.3)))
+        modules.append(
+            make_backward_splittable(MultiTensorStage(takes, uses, gives, rng.random() < 0.3))
+        )
         takes = [out.boundary for out in gives]
         boundaries[s] = tuple(takes)
     del boundaries[stages - 1]
@@ -115,7 +117,7 @@ def _shape(rng: random.Random) -> tuple[int, ...]:
     return tuple(rng.choice((1, 2, 3, 5)) for _ in range(rng.randint(0, 3)))
 
 
-def batch(microbatches: int) -> tuple[list[Any], Tensor, list[dict[str, Tensor]]]:
+def make_batch(microbatches: int) -> tuple[list[Any], Tensor, list[dict[str, Tensor]]]:
     """Return inputs, targets and keywords."""
     draw = torch.Generator().manual_seed(microbatches)
     inputs = [
@@ -130,12 +132,12 @@ def batch(microbatches: int) -> tuple[list[Any], Tensor, list[dict[str, Tensor]]
     return inputs, torch.randn(microbatches, ROWS, WIDTH, generator=draw), keywords
 
 
-def loss(y: Tensor, target: Tensor) -> Tensor:
+def squared_error(y: Tensor, target: Tensor) -> Tensor:
     """Return the sum of squared errors."""
     return (y - target).square().sum()
 
 
-def gradients(stages: list[nn.Module]) -> list[dict[str, Tensor]]:
+def copy_gradients(stages: list[nn.Module]) -> list[dict[str, Tensor]]:
     """Return copies of the gradients of each stage, by name."""
     found = []
     for stage in stages:
@@ -147,7 +149,7 @@ def gradients(stages: list[nn.Module]) -> list[dict[str, Tensor]]:
     return found
 
 
-def same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
+def have_same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
     """Return whether gradients are equal bit for bit."""
     return [*map(list, one)] == [*map(list, other)] and all(
         torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a

@@ -26,7 +26,7 @@ from schedir.transports import collectives
 from schedir.transports.collectives import GroupKey, start_in_group
 from schedir.transports.p2p_groups import DirectedEdge, EdgeGroups
 from schedir.transports.transport import Work
-from tests.cpu.race_detector import Races
+from tests.cpu.race_detector import RaceDetector
 from tests.cpu.virtual_gpu import Event, Stream, VirtualGPU
 
 Kind = Literal["send", "recv", "dX", "all_to_all"] | collectives.CollectiveName
@@ -39,7 +39,7 @@ def _name(kind: collectives.Collective) -> Kind:
 class _StreamWork:
     """Work in progress on a group's stream."""
 
-    def __init__(self, transport: NcclLike, kind: Kind, work: Work, stream: Stream) -> None:
+    def __init__(self, transport: NcclStandIn, kind: Kind, work: Work, stream: Stream) -> None:
         self.transport, self.kind = transport, kind
         self.work: Work | None = work
         self.end = Event(transport.gpu)
@@ -60,7 +60,7 @@ class _StreamWork:
 class _Issued:
     """A collective on a stream of the transport, with the work that transfers the data."""
 
-    def __init__(self, transport: NcclLike, kind: Kind, issued: Any, data: Work) -> None:
+    def __init__(self, transport: NcclStandIn, kind: Kind, issued: Any, data: Work) -> None:
         self.transport, self.kind, self.issued, self.data = transport, kind, issued, data
         self.record_end = issued.record_end
 
@@ -71,7 +71,7 @@ class _Issued:
             self.issued.wait()
 
 
-class NcclLike(EdgeGroups):
+class NcclStandIn(EdgeGroups):
     """A transport with NCCL's use of streams.
 
     With `unwaited`, it never waits for the end of that kind of work. This is a mutant that tests
@@ -80,7 +80,7 @@ class NcclLike(EdgeGroups):
     """
 
     def __init__(
-        self, program: Program, gpu: VirtualGPU, races: Races, unwaited: Kind | None = None
+        self, program: Program, gpu: VirtualGPU, races: RaceDetector, unwaited: Kind | None = None
     ) -> None:
         self.gpu, self.races, self.unwaited = gpu, races, unwaited
         self.streams: dict[int, Stream] = {}

@@ -26,7 +26,7 @@ from schedir.schedules import (
     interleaved,
     one_f_one_b,
 )
-from tests.cpu.tiny_stages import BATCH, BOUNDARY, CONTEXT, HIDDEN, batch, gpt_stages
+from tests.cpu.tiny_stages import BATCH, BOUNDARY, CONTEXT, HIDDEN, gpt_stages, make_batch
 
 torch.set_num_threads(1)
 
@@ -34,7 +34,7 @@ Make = Callable[[list[nn.Parameter]], Any]
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
-def decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def make_grouped_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Return an optimizer with two groups, one of which has no weights of some stages."""
     matrices = [p for p in parameters if p.ndim > 1]
     others = [p for p in parameters if p.ndim < 2]
@@ -42,17 +42,17 @@ def decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(groups, lr=1e-2)
 
 
-def main_copies(parameters: list[nn.Parameter]) -> MainOptimizer:
+def make_main_optimizer(parameters: list[nn.Parameter]) -> MainOptimizer:
     return MainOptimizer(parameters, ADAMW)
 
 
-MAKES: dict[str, Make] = {
+OPTIMIZER_FACTORIES: dict[str, Make] = {
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "Adam, groups": decayed,
+    "Adam, groups": make_grouped_optimizer,
     "AdamW": ADAMW,
     "AdamW, fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
     "NAdam": torch.optim.NAdam,
-    "bfloat16": main_copies,
+    "bfloat16": make_main_optimizer,
 }
 SHAPES = {
     "interleaved": (interleaved, PipelineShape(2, 4, 3)),
@@ -62,7 +62,9 @@ SHAPES = {
 }
 
 
-def made(program: Program, make: Make, *, half: bool = False, **how: Any) -> InProcessExecutor:
+def make_executor(
+    program: Program, make: Make, *, half: bool = False, **how: Any
+) -> InProcessExecutor:
     stages = gpt_stages(program.shape.stages, bool(program.tied_weights))
     for stage in stages if half else ():
         use_float32_gradients(stage.bfloat16())
@@ -76,16 +78,16 @@ def made(program: Program, make: Make, *, half: bool = False, **how: Any) -> InP
     )
 
 
-def stepped(world: InProcessExecutor, *at: int) -> list[Tensor]:
+def run_steps_in_random_order(world: InProcessExecutor, *at: int) -> list[Tensor]:
     """Return the losses of some steps in random orders."""
     found = []
     for k in at:
-        x, y, scale = batch(world.program.shape.microbatches, k)
+        x, y, scale = make_batch(world.program.shape.microbatches, k)
         found.append(world.step(x, y, scale, order_seed=k))
     return found
 
 
-def left(world: InProcessExecutor) -> list[Tensor]:
+def read_training_state(world: InProcessExecutor) -> list[Tensor]:
     """Return each rank's parameters, their optimizer states, and the loss scale."""
     found: list[Any] = []
     for rank in world.executors:
@@ -103,11 +105,11 @@ def left(world: InProcessExecutor) -> list[Tensor]:
     return [t.detach().clone() for t in found if isinstance(t, Tensor)]
 
 
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+def are_equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
 
 
-def both(
+def compile_on_both_tiers(
     schedule: Any, shape: PipelineShape, *, states: str = "host", **how: Any
 ) -> tuple[Program, Program]:
     """Return a program with states on the device, and the same with states on host or disk."""
@@ -122,7 +124,7 @@ def both(
     return schedir.compile(schedule, shape, progress_model="per_edge", **how), other
 
 
-def optimizer_of(rank: Executor) -> Any:
+def get_optimizer(rank: Executor) -> Any:
     return rank.resources.optimizer
 
 

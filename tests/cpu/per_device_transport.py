@@ -23,7 +23,7 @@ from schedir.transports.transport import Work
 ACK = 99  # the tag of a receiver's message that it is ready
 
 
-class Stuck(Exception):
+class TransferTimeout(Exception):
     """A transfer did not end in time."""
 
 
@@ -36,10 +36,10 @@ class _Batch:
 
     def wait(self) -> None:
         if not self.ended.wait(self.limit):
-            raise Stuck(f"{len(self.members)} transfers")
+            raise TransferTimeout(f"{len(self.members)} transfers")
 
 
-class Strict(ProcessTransport):
+class PerDeviceTransport(ProcessTransport):
     """A strict transport. A transfer that takes longer than `waits` seconds raises Stuck."""
 
     progress_model = "per_device"

@@ -22,7 +22,7 @@ from schedir.runtime.rank_state import Call, State
 from schedir.training.batches import prefetch
 
 
-def fault(kind: str) -> None:
+def cause_fault(kind: str) -> None:
     """Make a fault happen in this process. "" is no fault."""
     if not kind:
         return
@@ -48,38 +48,38 @@ def fault(kind: str) -> None:
     sys.exit(3)
 
 
-def after(number: int, kind: str, whole: Any, at: Callable[[], object]) -> Any:
+def fail_at_call(number: int, kind: str, whole: Any, at: Callable[[], object]) -> Any:
     """Return a function whose call of that number has a fault, and calls `at` before it."""
     left = itertools.count(number, -1)
 
     def called(*given: Any, **named: Any) -> Any:
         if next(left) == 1:
             at()
-            fault(kind)
+            cause_fault(kind)
         return whole(*given, **named)
 
     return called
 
 
-def goes_wrong(kind: str, where: str, number: int, at: Callable[[], object] = int) -> None:
+def install_fault(kind: str, where: str, number: int, at: Callable[[], object] = int) -> None:
     """Let this process have a fault in set-up, or at some call.
 
     The call with that number is one of a batch ("between" steps), of a layer ("inside" of an
     instruction) or of the loss.
     """
     if where == "set-up":
-        gpt.build_stage = after(1, kind, gpt.build_stage, at)
+        gpt.build_stage = fail_at_call(1, kind, gpt.build_stage, at)
     if where == "between":
-        take = after(number, kind, prefetch.Prefetch.take, at)
+        take = fail_at_call(number, kind, prefetch.Prefetch.take, at)
         prefetch.Prefetch.take = take  # type: ignore[method-assign]
     if where == "inside":
-        forward = after(number, kind, gpt.Layer.forward, at)
+        forward = fail_at_call(number, kind, gpt.Layer.forward, at)
         gpt.Layer.forward = forward  # type: ignore[method-assign]
     if where == "loss":
-        gpt.loss = after(number, kind, gpt.loss, at)
+        gpt.loss = fail_at_call(number, kind, gpt.loss, at)
 
 
-def at_instruction(k: int, step: int, when: str, fails: Callable[[], object]) -> None:
+def install_instruction_fault(k: int, step: int, when: str, fails: Callable[[], object]) -> None:
     """Let instruction k of a rank's first program fail in a step, where the first step is 1.
 
     It fails "before" the wait for its inputs, "within" its work, "behind" the work that it does at

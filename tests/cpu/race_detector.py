@@ -28,7 +28,7 @@ class _Memory:
         self.reads: dict[Stream, tuple[int, str]] = {}
 
 
-class Races(TorchDispatchMode):
+class RaceDetector(TorchDispatchMode):
     """Collects in `found` the unordered uses of memory while the context is active."""
 
     def __init__(self, gpu: VirtualGPU) -> None:

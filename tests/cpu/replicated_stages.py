@@ -24,7 +24,7 @@ from schedir.runtime.parameters.mixed_precision import LossScale, use_float32_gr
 from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.transport import Work
-from tests.cpu.tiny_stages import zb
+from tests.cpu.tiny_stages import split_1f1b
 
 WIDTH, ROWS = 6, 3
 Log = list[str]
@@ -59,7 +59,7 @@ class _Puts(torch.autograd.Function):
         return dys[0], None
 
 
-class Layers(nn.Module):
+class ReplicatedLayers(nn.Module):
     """Linear layers. `how` selects what is special about their gradients."""
 
     def __init__(self, how: str = "") -> None:
@@ -135,7 +135,7 @@ def _clamp(p: Tensor) -> None:
     p.grad = p.grad.clamp(-0.5, 0.5)
 
 
-class Spied(GlooTransport):
+class LoggingTransport(GlooTransport):
     """Logs the collectives that begin for replicas, and the position of the rank."""
 
     executor: Executor
@@ -159,26 +159,26 @@ class Case(NamedTuple):
 
 
 @contextmanager
-def buckets_of(size: int) -> Iterator[None]:
+def limit_bucket_size(size: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "BUCKET_BYTES", size)
         yield
 
 
-def loss(y: Tensor, target: Tensor) -> Tensor:
+def loss_with_nan(y: Tensor, target: Tensor) -> Tensor:
     """Return a loss that is NaN with a gradient of zero if the target contains a NaN."""
     usual = (y.float() - target.nan_to_num()).square().sum()
     return torch.where(target.isnan().any(), torch.nan, usual)
 
 
-def executor_of(case: Case, transport: type[GlooTransport] = Spied) -> Executor:
+def create_executor(case: Case, transport: type[GlooTransport] = LoggingTransport) -> Executor:
     program = compile(
         case.schedule, case.shape, dp=2, progress_model="per_edge", overlap=True,
         clip_grad_norm=case.clip
     )  # fmt: skip
     torch.manual_seed(0)
-    stages: list[nn.Module] = [Layers(case.how) for _ in range(case.shape.stages)]
-    if case.schedule is zb:
+    stages: list[nn.Module] = [ReplicatedLayers(case.how) for _ in range(case.shape.stages)]
+    if case.schedule is split_1f1b:
         for stage in stages:
             make_backward_splittable(stage)
     gloo = transport(program)
@@ -190,17 +190,17 @@ def executor_of(case: Case, transport: type[GlooTransport] = Spied) -> Executor:
         gloo.rank,
         own,
         gloo,
-        loss=loss,
+        loss=loss_with_nan,
         boundary=Boundary((ROWS, WIDTH), dtype),
         optimizer=torch.optim.SGD(parameters, 0.1) if dtype == torch.float32 else None,
         gradients=GradientOptions(loss_scale=LossScale(8.0) if case.scaled else None),
     )
-    if isinstance(gloo, Spied):
+    if isinstance(gloo, LoggingTransport):
         gloo.executor = executor
     return executor
 
 
-def steps(executor: Executor, bad: bool = False) -> Any:
+def run_two_steps(executor: Executor, bad: bool = False) -> Any:
     """Return gradients, weights and norm after two steps, and the logs of both steps."""
     logs: list[Log] = []
     m = executor.program.shape.microbatches
@@ -219,7 +219,7 @@ def steps(executor: Executor, bad: bool = False) -> Any:
     return [*found, executor.grad_norm.clone(), executor.finite_updates], logs
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
+def have_same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(
         torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) and torch.equal(a.isnan(), b.isnan())
         for a, b in zip(one, other, strict=True)

@@ -24,7 +24,7 @@ BOUNDARY = Boundary((3, WIDTH))
 MICROBATCHES = 4
 
 
-def chain(ranks: int, stages: int) -> Any:
+def make_chain_schedule(ranks: int, stages: int) -> Any:
     """Return a schedule that runs each stage on all microbatches, forward and then backward."""
 
     def words(r: int, P: int, m: int) -> RankSchedule:
@@ -44,18 +44,22 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "zb_h1": lambda: compile(zb_h1, PipelineShape(4, MICROBATCHES)),
     "interleaved": lambda: compile(interleaved, PipelineShape(2, MICROBATCHES, 2)),
     "one rank": lambda: compile(
-        chain(1, 4), PipelineShape(1, MICROBATCHES, placement=(0, 0, 0, 0))
+        make_chain_schedule(1, 4), PipelineShape(1, MICROBATCHES, placement=(0, 0, 0, 0))
     ),
     "two stages per rank": lambda: compile(
-        chain(2, 4), PipelineShape(2, MICROBATCHES, placement=(0, 0, 1, 1))
+        make_chain_schedule(2, 4), PipelineShape(2, MICROBATCHES, placement=(0, 0, 1, 1))
     ),
     "recomputed": lambda: compile(one_f_one_b, PipelineShape(4, MICROBATCHES), recompute="all"),
     "recomputed on one rank": lambda: compile(
-        chain(1, 4), PipelineShape(1, MICROBATCHES, placement=(0, 0, 0, 0)), recompute="all"
+        make_chain_schedule(1, 4),
+        PipelineShape(1, MICROBATCHES, placement=(0, 0, 0, 0)),
+        recompute="all",
     ),
     "offloaded": lambda: compile(one_f_one_b, PipelineShape(4, MICROBATCHES), offload="all"),
     "offloaded on one rank": lambda: compile(
-        chain(1, 4), PipelineShape(1, MICROBATCHES, placement=(0, 0, 0, 0)), offload="all"
+        make_chain_schedule(1, 4),
+        PipelineShape(1, MICROBATCHES, placement=(0, 0, 0, 0)),
+        offload="all",
     ),
 }
 ON_ONE_RANK = [name for name in PROGRAMS if "one rank" in name]
@@ -70,11 +74,13 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def squares(y: Tensor, target: Tensor) -> Tensor:
+def squared_error(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
 
-def made(first: Callable[[], nn.Module], *others: Callable[[], nn.Module]) -> list[nn.Module]:
+def make_stages(
+    first: Callable[[], nn.Module], *others: Callable[[], nn.Module]
+) -> list[nn.Module]:
     """Make four stages: the given ones, and a `Layer` for each that is missing."""
     torch.manual_seed(0)
     own = [first(), *(make() for make in others)]
@@ -84,18 +90,18 @@ def made(first: Callable[[], nn.Module], *others: Callable[[], nn.Module]) -> li
     return own
 
 
-def batch(m: int = MICROBATCHES) -> tuple[Tensor, Tensor]:
+def make_batch(m: int = MICROBATCHES) -> tuple[Tensor, Tensor]:
     numbers = torch.Generator().manual_seed(1)
     x, target = torch.randn(2, m, 3, WIDTH, generator=numbers)
     return x, target
 
 
-def world(program: Program, stages: list[nn.Module], **how: Any) -> InProcessExecutor:
-    usual: dict[str, Any] = {"loss": squares, "boundary": BOUNDARY}
+def make_executor(program: Program, stages: list[nn.Module], **how: Any) -> InProcessExecutor:
+    usual: dict[str, Any] = {"loss": squared_error, "boundary": BOUNDARY}
     return InProcessExecutor(program, stages, **usual | how)
 
 
-def instruction_of(error: ExecutionError) -> Instr:
+def get_failed_instruction(error: ExecutionError) -> Instr:
     """Return the instruction that failed."""
     found = error.sites[0].instr
     assert isinstance(found, Instr)

@@ -25,7 +25,7 @@ from schedir.schedules import (
 )
 from schedir.transports.gloo import GlooTransport
 from schedir.verify.check import check
-from tests.cpu.activation_offload_programs import moved
+from tests.cpu.activation_offload_programs import offload_randomly
 from tests.cpu.gloo_processes import run
 from tests.cpu.test_recompute import (
     BOUNDARY,
@@ -58,7 +58,7 @@ def compared(
     With a folder, some go to the disk. Losses, weights, gradients and buffers are compared.
     """
     results = []
-    program = checked(moved(plain, 7, spilled=0.5 * (folder is not None)), "minimal")
+    program = checked(offload_randomly(plain, 7, spilled=0.5 * (folder is not None)), "minimal")
     for variant in (plain, program):
         torch.manual_seed(0)
         stages = make()
@@ -94,7 +94,7 @@ def test_views_of_one_storage_are_offloaded_once() -> None:
             gram = (even * odd).tanh().t() @ even
             return (even * odd.sigmoid()) @ gram.t().tanh()
 
-    program = checked(moved(compile(gpipe, PipelineShape(1, 2)), 0, late=1), "minimal")
+    program = checked(offload_randomly(compile(gpipe, PipelineShape(1, 2)), 0, late=1), "minimal")
     stages = noisy(1, Views)
     world = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
     x, y = batch(2)
@@ -107,8 +107,8 @@ def test_views_of_one_storage_are_offloaded_once() -> None:
 
 def test_offload_with_evaluation_and_second_training_program() -> None:
     shape = PipelineShape(2, 4)
-    program = checked(moved(compile(one_f_one_b, shape), 0), "minimal")
-    half = checked(moved(compile(gpipe, PipelineShape(2, 2)), 1), "minimal")
+    program = checked(offload_randomly(compile(one_f_one_b, shape), 0), "minimal")
+    half = checked(offload_randomly(compile(gpipe, PipelineShape(2, 2)), 1), "minimal")
     evaluation = compile(forward_only, shape)
     results = []
     for main_program, second_program in (
@@ -137,7 +137,7 @@ def test_offload_with_evaluation_and_second_training_program() -> None:
 def _train_with_and_without_offload(rank: int, folder: str) -> list[Any]:
     results = []
     plain = compile(zb_h1, PipelineShape(2, 4), zero=3, dp=1)
-    for program in (plain, checked(moved(plain, 3, spilled=0.5), "minimal")):
+    for program in (plain, checked(offload_randomly(plain, 3, spilled=0.5), "minimal")):
         stages = noisy(2, _dropout_stage)
         executor = Executor(
             program, rank, stages, GlooTransport(program), loss=squares, boundary=BOUNDARY,

@@ -21,7 +21,15 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload import snapshot_copies
 from schedir.runtime.offload.snapshot_copies import SnapshotCopies
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
-from tests.cpu.checkpoint_layouts import Layout, Model, executor_of, in_process, same, steps, whole
+from tests.cpu.checkpoint_layouts import (
+    Layout,
+    Model,
+    create_executor,
+    create_in_process_executor,
+    keep_name,
+    read_checkpoint_tensors,
+    run_steps,
+)
 from tests.cpu.gloo_processes import run
 
 ON = {"checkpoint_snapshots": True}
@@ -61,7 +69,10 @@ def checkpoints_equal(first: Path, second: Path, step: int) -> bool:
     first_state, second_state = (
         CheckpointDirectory(folder).load_manifest(step).state for folder in (first, second)
     )
-    first_tensors, second_tensors = whole(first, step), whole(second, step)
+    first_tensors, second_tensors = (
+        read_checkpoint_tensors(first, step),
+        read_checkpoint_tensors(second, step),
+    )
     return (
         first_state == second_state
         and first_tensors.keys() == second_tensors.keys()
@@ -71,13 +82,13 @@ def checkpoints_equal(first: Path, second: Path, step: int) -> bool:
 
 def save_and_schedule_save(executor: Any, folder: Path) -> None:
     """Save after two steps, both at once and during the third step."""
-    saver = Saver(executor, folder / "beside", name_map=same)
-    steps(executor, 0, 2)
-    save(executor, folder / "at once", step=2, name_map=same)
+    saver = Saver(executor, folder / "beside", name_map=keep_name)
+    run_steps(executor, 0, 2)
+    save(executor, folder / "at once", step=2, name_map=keep_name)
     saver.schedule_save(2)
-    steps(executor, 2, 3)
+    run_steps(executor, 2, 3)
     saver.write()
-    steps(executor, 3, 5)
+    run_steps(executor, 3, 5)
     saver.wait()
 
 
@@ -86,7 +97,7 @@ def save_and_schedule_save(executor: Any, folder: Path) -> None:
 @pytest.mark.parametrize("name", IN_PROCESS_LAYOUTS)
 def test_copy_has_state_before_running_step(name: str, half: bool, tmp_path: Path) -> None:
     save_and_schedule_save(
-        in_process(IN_PROCESS_LAYOUTS[name], MODEL._replace(half=half)), tmp_path
+        create_in_process_executor(IN_PROCESS_LAYOUTS[name], MODEL._replace(half=half)), tmp_path
     )
     assert checkpoints_equal(tmp_path / "beside", tmp_path / "at once", 2)
 
@@ -96,16 +107,16 @@ def test_step_without_wait_spoils_copy(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         snapshot_copies.SnapshotCopies, "wait", lambda self: None
     )  # before executors bind the method
-    executor = in_process(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
-    saver = Saver(executor, tmp_path / "beside", name_map=same)
-    steps(executor, 0, 2)
-    save(executor, tmp_path / "at once", step=2, name_map=same)
+    executor = create_in_process_executor(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
+    saver = Saver(executor, tmp_path / "beside", name_map=keep_name)
+    run_steps(executor, 0, 2)
+    save(executor, tmp_path / "at once", step=2, name_map=keep_name)
     saver.schedule_save(2)
     copies_may_end = Event()
     monkeypatch.setattr(
         snapshot_copies, "copy_pairs", lambda pairs: copies_may_end.wait(60) and COPY(pairs)
     )
-    steps(executor, 2, 3)
+    run_steps(executor, 2, 3)
     copies_may_end.set()
     for rank in executor.executors:
         pending_copies = rank.state.service(SnapshotCopies).pending_copies
@@ -121,7 +132,7 @@ def save_all_layouts(rank: int, layouts: dict[str, Layout], folder: Path) -> Non
     """Save in all layouts in a process."""
     snapshot_copies.copy_pairs = copy_late
     for name, layout in layouts.items():
-        save_and_schedule_save(executor_of(layout, MODEL), folder / name)
+        save_and_schedule_save(create_executor(layout, MODEL), folder / name)
 
 
 def test_each_replica_and_tensor_parallel_rank_copies_its_state(tmp_path: Path) -> None:
@@ -156,22 +167,22 @@ def test_saved_buffers_have_values_before_forwards(tmp_path: Path) -> None:
     executor.step(x, x)
     saver.write()
     saver.wait()
-    assert "buffers/stages.0.norm.running_mean" in whole(tmp_path / "beside", 1)
+    assert "buffers/stages.0.norm.running_mean" in read_checkpoint_tensors(tmp_path / "beside", 1)
     assert checkpoints_equal(tmp_path / "beside", tmp_path / "at once", 1)
 
 
 def test_step_without_scheduled_save_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = in_process(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
+    executor = create_in_process_executor(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
     monkeypatch.setattr(snapshot_copies, "copy_pairs", pytest.fail)
-    steps(executor, 0, 2)
+    run_steps(executor, 0, 2)
 
 
 def test_canceled_save_is_not_written(tmp_path: Path) -> None:
-    executor = in_process(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
-    saver = Saver(executor, tmp_path, name_map=same)
-    steps(executor, 0, 1)
+    executor = create_in_process_executor(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
+    saver = Saver(executor, tmp_path, name_map=keep_name)
+    run_steps(executor, 0, 1)
     saver.schedule_save(1)
-    steps(executor, 1, 2)
+    run_steps(executor, 1, 2)
     saver.cancel()
     saver.write()
     saver.wait()
@@ -179,13 +190,13 @@ def test_canceled_save_is_not_written(tmp_path: Path) -> None:
 
 
 def test_saver_without_snapshots_or_copy_is_refused(tmp_path: Path) -> None:
-    without_snapshots = in_process(Layout(one_f_one_b, PipelineShape(2, 4)), MODEL)
+    without_snapshots = create_in_process_executor(Layout(one_f_one_b, PipelineShape(2, 4)), MODEL)
     with pytest.raises(ModelError) as caught:
         Saver(without_snapshots, tmp_path)
     assert "snapshots=True" in caught.value.hint
-    executor = in_process(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
-    saver = Saver(executor, tmp_path, name_map=same)
-    steps(executor, 0, 1)
+    executor = create_in_process_executor(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
+    saver = Saver(executor, tmp_path, name_map=keep_name)
+    run_steps(executor, 0, 1)
     saver.schedule_save(1)
     with pytest.raises(ModelError) as caught:
         saver.write()
@@ -194,11 +205,11 @@ def test_saver_without_snapshots_or_copy_is_refused(tmp_path: Path) -> None:
 
 def test_failed_write_is_raised_at_next_call(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    executor = in_process(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
-    saver = Saver(executor, tmp_path / "file", name_map=same)
-    steps(executor, 0, 1)
+    executor = create_in_process_executor(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
+    saver = Saver(executor, tmp_path / "file", name_map=keep_name)
+    run_steps(executor, 0, 1)
     saver.schedule_save(1)
-    steps(executor, 1, 2)
+    run_steps(executor, 1, 2)
     saver.write()
     with pytest.raises(CheckpointError):
         saver.schedule_save(2)

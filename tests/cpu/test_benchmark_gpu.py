@@ -27,7 +27,7 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.program_runner import ProgramRunner
 from schedir.schedules import one_f_one_b
 from schedir.testing import tiny_model
-from tests.cpu.virtual_gpu import Stream, copies, install
+from tests.cpu.virtual_gpu import Stream, charge_messages, install_virtual_gpu
 from tests.gpu.stand_in import installed
 
 
@@ -168,7 +168,7 @@ def test_host_waits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sleeping_ranks_take_predicted_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything except the host runs on virtual streams with a virtual clock."""
-    gpu = install(monkeypatch)
+    gpu = install_virtual_gpu(monkeypatch)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.work(cycles * 1e-6))
     boundary = Boundary((1, 2, 4))
     inputs = torch.randn(16, *boundary.shape)
@@ -177,7 +177,7 @@ def test_sleeping_ranks_take_predicted_time(monkeypatch: pytest.MonkeyPatch) -> 
 
     def step() -> None:
         gpu.host = gpu.over
-        with copies(gpu, Costs(send=20e-6)):
+        with charge_messages(gpu, Costs(send=20e-6)):
             ranks.step(inputs, inputs)
 
     runs = recorded(ranks, step, 3)
@@ -193,7 +193,7 @@ def test_sleeping_ranks_take_predicted_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_gpt_part_returns_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """All work of a GPU runs on virtual streams. The figures have no meaning here."""
-    gpu = install(monkeypatch)
+    gpu = install_virtual_gpu(monkeypatch)
     monkeypatch.setattr(benchmark, "DEVICE", "cpu")
     for name, value in (("memory_allocated", 100), ("max_memory_allocated", 2**20)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)

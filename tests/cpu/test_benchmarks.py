@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.harness import lacks, parse, spread
 from tests.cases import cases
-from tests.cpu.train_command import ROOT, launched
+from tests.cpu.train_command import ROOT, run_launched
 
 TEXTS = {path.stem: path.read_text() for path in sorted((ROOT / "benchmarks").glob("*.py"))}
 SCRIPTS = [name for name, text in TEXTS.items() if '__name__ == "__main__":\n    ' in text]
@@ -28,7 +28,7 @@ QUICK = ["alignment", "executor", "gpu", "gpu_run", "kernels"]
 def test_script_runs_with_smoke(name: str, tmp_path: Path) -> None:
     """The script succeeds and prints something, even if this machine lacks a requirement."""
     path = ROOT / "benchmarks" / f"{name}.py"
-    code, out, err = launched([str(path), "--smoke"], tmp_path / name)
+    code, out, err = run_launched([str(path), "--smoke"], tmp_path / name)
     assert code == 0, out + err
     assert out or err
 

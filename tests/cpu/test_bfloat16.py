@@ -24,8 +24,15 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import dualpipe, gpipe, one_f_one_b
-from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits, zb
-from tests.cpu.train_command import CONFIG, alone, train
+from tests.cpu.tiny_stages import (
+    BOUNDARY,
+    copy_gradients,
+    gpt_stages,
+    have_same_bits,
+    make_batch,
+    split_1f1b,
+)
+from tests.cpu.train_command import CONFIG, train, train_in_this_process
 
 HALF = Boundary(BOUNDARY.shape, torch.bfloat16)
 
@@ -42,15 +49,15 @@ def mixed_stages(stages: int, tied: bool = True) -> list[nn.Module]:
     [
         (gpipe, PipelineShape(2, 4)),
         (one_f_one_b, PipelineShape(3, 4)),
-        (zb, PipelineShape(2, 4)),
-        (zb, PipelineShape(1, 3)),
+        (split_1f1b, PipelineShape(2, 4)),
+        (split_1f1b, PipelineShape(1, 3)),
     ],
 )
 def test_schedules_match_bfloat16_reference_bit_for_bit(
     schedule: Any, shape: PipelineShape
 ) -> None:
     tied = shape.stages > 1
-    inputs, targets, scale = batch(shape.microbatches)
+    inputs, targets, scale = make_batch(shape.microbatches)
     reference_stages, stages = (
         mixed_stages(shape.stages, tied=True),
         mixed_stages(shape.stages, tied=True),
@@ -63,9 +70,9 @@ def test_schedules_match_bfloat16_reference_bit_for_bit(
     )
     for seed in range(3):
         assert torch.equal(world.step(inputs, targets, scale, seed), expected_loss)
-        accumulated = gradients(stages)
+        accumulated = copy_gradients(stages)
         assert all(g.dtype == torch.float32 for stage in accumulated for g in stage.values())
-        assert same_bits(accumulated, gradients(reference_stages))
+        assert have_same_bits(accumulated, copy_gradients(reference_stages))
 
 
 def test_stage_replicas_accumulate_in_float32() -> None:
@@ -73,7 +80,7 @@ def test_stage_replicas_accumulate_in_float32() -> None:
     world = InProcessExecutor(
         compile(dualpipe, shape), mixed_stages(2, tied=False), loss=gpt.loss, boundary=HALF
     )
-    world.step(*batch(4))
+    world.step(*make_batch(4))
     dtypes = {f.dtype for r in world.executors for s in r.stages.values() for f in s.gradients.flat}
     assert dtypes == {torch.float32}
 
@@ -157,7 +164,7 @@ def test_16_bit_training_has_losses_near_float32(tmp_path: Path, precision: str)
     config = tmp_path / "config.toml"
     config.write_text(CONFIG.format(text=text))
     losses = train(str(config), tmp_path / "half", f"train.precision={precision}")
-    float32_losses = alone(str(config), tmp_path / "whole")
+    float32_losses = train_in_this_process(str(config), tmp_path / "whole")
     assert losses != float32_losses
     assert losses == pytest.approx(float32_losses, rel=2e-2)
     assert losses[-1] < losses[0]

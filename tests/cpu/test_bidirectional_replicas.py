@@ -24,12 +24,12 @@ from tests.cpu.gloo_processes import run
 from tests.cpu.test_gloo_executor import step_on_gloo
 from tests.cpu.tiny_stages import (
     BOUNDARY,
-    batch,
-    expected,
     gpt_executor,
     gpt_stages,
-    own_batch,
-    same_bits,
+    have_same_bits,
+    make_batch,
+    make_replica_batch,
+    run_reference,
 )
 
 MIRROR = [
@@ -61,16 +61,16 @@ def test_stage_replicas_copy_weights_and_mode_before_step() -> None:
     program = compile(dualpipe, shape, tied_weights=True)
     stages = gpt_stages(shape.stages)
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
-    ranks.step(*batch(shape.microbatches))
+    ranks.step(*make_batch(shape.microbatches))
     for stage in stages:
         torch.optim.SGD(stage.parameters(), lr=0.1).step()
         stage.eval()
-    ranks.step(*batch(shape.microbatches))
+    ranks.step(*make_batch(shape.microbatches))
     expected_states = [stage.state_dict() for stage in stages]
     for replica_ranks in shape.replica_ranks.tolist():
         replicas = [ranks.executors[r].stages[s].module for s, r in enumerate(replica_ranks)]
         assert not any(stage.training for stage in replicas)
-        assert same_bits([stage.state_dict() for stage in replicas], expected_states)
+        assert have_same_bits([stage.state_dict() for stage in replicas], expected_states)
 
 
 @pytest.mark.parametrize(("schedule", "shape"), [MIRROR[0], (chimera, MIRROR[2][1]), MIRROR[4]])
@@ -78,11 +78,11 @@ def test_stage_replicas_on_gloo_have_reference_gradients(
     schedule: Any, shape: PipelineShape
 ) -> None:
     program = compile(schedule, shape, tied_weights=True, progress_model="per_edge")
-    loss, expected_gradients = expected(shape, program=program)
+    loss, expected_gradients = run_reference(shape, program=program)
     results = step_on_gloo(schedule, shape)
     for grads, _, _ in results:
         for stage, actual in grads.items():
-            assert same_bits([actual], [expected_gradients[stage]])
+            assert have_same_bits([actual], [expected_gradients[stage]])
     direction_losses = [
         direction_loss for _, direction_loss, _ in results if direction_loss is not None
     ]  # the loss of each direction, where it ends
@@ -96,7 +96,7 @@ def test_three_replicas_on_gloo_have_equal_bits() -> None:
     """The sum of three terms may differ from the reference, but all ranks have equal bits."""
     draft = random_compute_program(THREE_REPLICAS, random.Random(3))
     program = compile(draft, progress_model="per_edge", tied_weights=True)
-    _, expected_gradients = expected(THREE_REPLICAS, program=program)
+    _, expected_gradients = run_reference(THREE_REPLICAS, program=program)
     gradients_by_stage: dict[int, list[dict[str, torch.Tensor]]] = {}
     for grads, _, _ in step_on_gloo(draft, THREE_REPLICAS):
         for stage, actual in grads.items():
@@ -105,7 +105,7 @@ def test_three_replicas_on_gloo_have_equal_bits() -> None:
                 assert float((actual[name] - grad).norm()) <= 1e-6 * float(grad.norm())
     assert [len(gradients_by_stage[stage]) for stage in range(THREE_REPLICAS.stages)] == [3, 3, 3]
     for first, *other_replicas in gradients_by_stage.values():
-        assert all(same_bits([replica], [first]) for replica in other_replicas)
+        assert all(have_same_bits([replica], [first]) for replica in other_replicas)
 
 
 def _train(rank: int, schedule: Any, shape: PipelineShape, steps: int, tp: int, dp: int) -> Any:
@@ -123,7 +123,7 @@ def _train(rank: int, schedule: Any, shape: PipelineShape, steps: int, tp: int, 
     executor = gpt_executor(program, transport, lr=0.01, gradients=GradientOptions(max_norm=0.05))
     norms = []
     for step in range(steps):
-        executor.step(*own_batch(program, transport, step))
+        executor.step(*make_replica_batch(program, transport, step))
         norms.append(float(executor.grad_norm))
     weights = {
         s: [p.detach().clone() for p in stage.module.parameters()]
@@ -159,7 +159,7 @@ def test_stage_replicas_keep_equal_weights(
     counted_parameters = [p for p in parameters if p is not tied_copy]
     optimizer = torch.optim.AdamW(parameters, 0.01)
     for step in range(steps):
-        inputs, targets, scale = batch(shape.microbatches * dp, step)
+        inputs, targets, scale = make_batch(shape.microbatches * dp, step)
         run_sequential(stages, inputs, targets, loss=gpt.loss, grad_scale=scale)
         norm = (
             torch.stack([p.grad.square().sum() for p in counted_parameters if p.grad is not None])

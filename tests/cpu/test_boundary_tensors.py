@@ -39,9 +39,26 @@ from schedir.testing import compute_programs
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 from schedir.transports.shared_memory import SharedMemoryTransport
-from tests.cpu.function_stages import BOTH, COUNT, TWO, Made, X, ranks, squares, total, two, weighed
+from tests.cpu.function_stages import (
+    COUNT,
+    FLOAT_AND_INT_BOUNDARIES,
+    TWO_FLOAT_BOUNDARIES,
+    FunctionStage,
+    X,
+    get_weight_gradient,
+    make_executor,
+    output_sum,
+    return_two_outputs,
+    squared_error_sum,
+)
 from tests.cpu.gloo_processes import run
-from tests.cpu.multi_tensor_stages import batch, drawn, gradients, loss, same_bits
+from tests.cpu.multi_tensor_stages import (
+    copy_gradients,
+    draw_stages,
+    have_same_bits,
+    make_batch,
+    squared_error,
+)
 from tests.strategies import with_slots
 
 torch.set_num_threads(1)
@@ -49,11 +66,11 @@ torch.set_num_threads(1)
 
 def check_steps_equal_reference(program: Program, seed: int, order: int | None = None) -> None:
     """Check that steps of random stages have the loss and the gradients of the reference."""
-    stages, boundary = drawn(program.shape.stages, seed)
+    stages, boundary = draw_stages(program.shape.stages, seed)
     plain = deepcopy(stages)
-    inputs, targets, keywords = batch(program.shape.microbatches)
+    inputs, targets, keywords = make_batch(program.shape.microbatches)
     expected_loss = run_sequential(
-        plain, inputs, targets, loss=loss, program=program, keywords=keywords
+        plain, inputs, targets, loss=squared_error, program=program, keywords=keywords
     )
     inferred = infer_boundaries(plain, inputs[0], keywords=keywords[0])
     assert inferred == boundary
@@ -61,7 +78,7 @@ def check_steps_equal_reference(program: Program, seed: int, order: int | None =
     ranks = InProcessExecutor(
         program,
         stages,
-        loss=loss,
+        loss=squared_error,
         boundary=inferred,
         gradients=GradientOptions(max_norm=norm),
         execution=ExecutionOptions(record_timestamps=False),
@@ -69,7 +86,9 @@ def check_steps_equal_reference(program: Program, seed: int, order: int | None =
     for _ in range(2):  # the second step finds the slots as the first left them
         actual_loss = ranks.step(inputs, targets, order_seed=order, keywords=keywords)
         assert torch.equal(actual_loss, expected_loss)
-        assert not program.has_backward or same_bits(gradients(stages), gradients(plain))
+        assert not program.has_backward or have_same_bits(
+            copy_gradients(stages), copy_gradients(plain)
+        )
 
 
 @given(compute_programs(microbatches=4), st.integers(0, 2**16), st.integers(0, 9))
@@ -84,14 +103,14 @@ def test_random_programs_with_random_tensors_equal_reference(
 def test_several_updates_leave_gradients_of_last_update() -> None:
     """There is no optimizer, so each update has the same weights."""
     shape = PipelineShape(3, 8, optimizer_steps=2, weight_delay=1)
-    stages, boundary = drawn(3, 3)
+    stages, boundary = draw_stages(3, 3)
     plain = deepcopy(stages)
-    inputs, targets, keywords = batch(8)
-    InProcessExecutor(compile(pipedream_2bw, shape), stages, loss=loss, boundary=boundary).step(
-        inputs, targets, keywords=keywords, order_seed=1
-    )
-    run_sequential(plain, inputs[4:], targets[4:], loss=loss, keywords=keywords[4:])
-    assert same_bits(gradients(stages), gradients(plain))
+    inputs, targets, keywords = make_batch(8)
+    InProcessExecutor(
+        compile(pipedream_2bw, shape), stages, loss=squared_error, boundary=boundary
+    ).step(inputs, targets, keywords=keywords, order_seed=1)
+    run_sequential(plain, inputs[4:], targets[4:], loss=squared_error, keywords=keywords[4:])
+    assert have_same_bits(copy_gradients(stages), copy_gradients(plain))
 
 
 def write_to_input(w: Tensor, x: Tensor, count: Tensor) -> Tensor:
@@ -100,11 +119,11 @@ def write_to_input(w: Tensor, x: Tensor, count: Tensor) -> Tensor:
 
 def test_received_integers_may_be_written_in_place() -> None:
     """Each microbatch receives its own tensor. On one rank it is the previous stage's tensor."""
-    world = ranks(two, write_to_input)
+    world = make_executor(return_two_outputs, write_to_input)
     for _ in range(2):
         assert torch.equal(world.step(X, X), 2 * (COUNT.float()).square().sum())
     with pytest.raises(ExecutionError) as error:
-        ranks(two, write_to_input, ranks=1).step(X, X)
+        make_executor(return_two_outputs, write_to_input, ranks=1).step(X, X)
     assert "in place" in error.value.fact and str(error.value.sites[0].instr) == "F 1.0"
 
 
@@ -117,20 +136,24 @@ def test_write_to_one_input_keeps_other_input() -> None:
     def write_to_second(w: Tensor, x: Tensor, table: Tensor, count: Tensor) -> Tensor:
         return w * x * table + count.add_(1)
 
-    world = ranks(
+    world = make_executor(
         send_three,
         write_to_second,
-        boundary=(TWO[0], Boundary((4,), requires_grad=False), TWO[1]),
-        loss=total,
+        boundary=(
+            FLOAT_AND_INT_BOUNDARIES[0],
+            Boundary((4,), requires_grad=False),
+            FLOAT_AND_INT_BOUNDARIES[1],
+        ),
+        loss=output_sum,
     )
     world.step(X, X)
-    assert weighed(world, 0) == weighed(world, 1) == [0.0, 2.0, 4.0, 6.0]
+    assert get_weight_gradient(world, 0) == get_weight_gradient(world, 1) == [0.0, 2.0, 4.0, 6.0]
 
 
 def test_inplace_stage_writes_to_copies_of_its_inputs() -> None:
     """All inputs are copied, because the previous stage is on the same rank and may save them."""
 
-    class InplaceStage(Made):
+    class InplaceStage(FunctionStage):
         inplace = True
 
     def keep_output(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,12 +161,12 @@ def test_inplace_stage_writes_to_copies_of_its_inputs() -> None:
         return w * x, outputs[-1]
 
     outputs: list[Tensor] = []
-    stages = [Made(keep_output), InplaceStage(write_to_input)]
+    stages = [FunctionStage(keep_output), InplaceStage(write_to_input)]
     world = InProcessExecutor(
         compile(interleaved, PipelineShape(1, 2, 2)),
         stages,
-        loss=squares,
-        boundary=TWO,
+        loss=squared_error_sum,
+        boundary=FLOAT_AND_INT_BOUNDARIES,
         execution=ExecutionOptions(record_timestamps=False),
     )
     assert torch.equal(world.step(X, X), 2 * COUNT.float().square().sum())
@@ -158,9 +181,11 @@ def test_tensor_sent_twice_gets_sum_of_both_gradients(own: int) -> None:
     def weigh_inputs(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return w * (2 * x + 5 * y)
 
-    world = ranks(send_twice, weigh_inputs, ranks=own, boundary=BOTH, loss=total)
+    world = make_executor(
+        send_twice, weigh_inputs, ranks=own, boundary=TWO_FLOAT_BOUNDARIES, loss=output_sum
+    )
     world.step(X, X)
-    assert weighed(world, 0) == weighed(world, 1) == [14.0] * 4
+    assert get_weight_gradient(world, 0) == get_weight_gradient(world, 1) == [14.0] * 4
 
 
 @pytest.mark.parametrize("slots", [None, "minimal"])
@@ -175,13 +200,16 @@ def test_unused_input_gets_gradient_of_zeros(slots: Any) -> None:
 
     inputs = torch.arange(1, 5).float().view(4, 1).expand(4, 4)
     shape = PipelineShape(2, 4)
-    stages: list[nn.Module] = [Made(send_two), Made(use_some)]
+    stages: list[nn.Module] = [FunctionStage(send_two), FunctionStage(use_some)]
     world = InProcessExecutor(
-        compile(one_f_one_b, shape, buffer_sharing=slots), stages, loss=total, boundary=BOTH
+        compile(one_f_one_b, shape, buffer_sharing=slots),
+        stages,
+        loss=output_sum,
+        boundary=TWO_FLOAT_BOUNDARIES,
     )
     for _ in range(2):
         world.step(inputs, inputs)
-        assert weighed(world, 0) == [10.0 + 3 * 3] * 4
+        assert get_weight_gradient(world, 0) == [10.0 + 3 * 3] * 4
 
 
 def test_gradient_has_dtype_of_its_tensor() -> None:
@@ -197,27 +225,31 @@ def test_gradient_has_dtype_of_its_tensor() -> None:
             return dys[0]
 
     mixed = (Boundary((4,), torch.bfloat16), Boundary((4,)))
-    world = ranks(
+    world = make_executor(
         lambda w, x: ((w * x).bfloat16(), w * x),
         lambda w, x, y: w * Widen.apply(x).float() + y,  # type: ignore[no-untyped-call]
-        boundary=mixed, loss=total,
+        boundary=mixed, loss=output_sum,
     )  # fmt: skip
     world.step(X, X)
-    assert weighed(world, 0) == [4.0] * 4
+    assert get_weight_gradient(world, 0) == [4.0] * 4
 
 
 def test_sizes_count_all_tensors_of_each_edge() -> None:
     """Slots, messages and predictions have the bytes of all tensors that cross the edge."""
-    edges: Any = {0: TWO, 1: Boundary((3,), torch.bfloat16)}
+    edges: Any = {0: FLOAT_AND_INT_BOUNDARIES, 1: Boundary((3,), torch.bfloat16)}
 
     def send_narrow(w: Tensor, x: Tensor, count: Tensor) -> Tensor:
         return (w * x * count)[:3].bfloat16()
 
-    stages = [Made(two), Made(send_narrow), Made(lambda w, x: w[:3] * x)]
-    sizes = measure_sizes(stages, X[0], X[0, :3], loss=total, boundary=edges)
+    stages = [
+        FunctionStage(return_two_outputs),
+        FunctionStage(send_narrow),
+        FunctionStage(lambda w, x: w[:3] * x),
+    ]
+    sizes = measure_sizes(stages, X[0], X[0, :3], loss=output_sum, boundary=edges)
     assert sizes.activation == (512.0, 6.0, 0.0) and sizes.activation_grad == (16.0, 6.0, 0.0)
     world = InProcessExecutor(
-        compile(gpipe, PipelineShape(3, 2)), stages, loss=loss, boundary=edges
+        compile(gpipe, PipelineShape(3, 2)), stages, loss=squared_error, boundary=edges
     )
     received = [
         {
@@ -233,20 +265,25 @@ def test_forward_only_boundary_needs_no_gradient() -> None:
     def count(w: Tensor, x: Tensor) -> Tensor:
         return x.long()
 
-    world = ranks(count, lambda w, n: w * n, schedule=forward_only, boundary=TWO[1],
-                  loss=total)  # fmt: skip
+    world = make_executor(
+        count,
+        lambda w, n: w * n,
+        schedule=forward_only,
+        boundary=FLOAT_AND_INT_BOUNDARIES[1],
+        loss=output_sum,
+    )
     assert float(world.step(X, X)) == 8
 
 
 def test_infer_boundaries_does_not_change_stages() -> None:
-    stages, boundary = drawn(4, 9)
+    stages, boundary = draw_stages(4, 9)
     stages[1].register_buffer("seen", torch.zeros(()))
 
     def add_to_buffer(module: nn.Module, _: object) -> None:
         module.get_buffer("seen").add_(torch.rand(()))
 
     stages[1].register_forward_pre_hook(add_to_buffer)
-    state, (inputs, _, keywords) = torch.get_rng_state(), batch(1)
+    state, (inputs, _, keywords) = torch.get_rng_state(), make_batch(1)
     assert infer_boundaries(stages, inputs[0], keywords=keywords[0]) == boundary
     assert torch.equal(torch.get_rng_state(), state)
     assert (
@@ -257,10 +294,10 @@ def test_infer_boundaries_does_not_change_stages() -> None:
 def test_outputs_of_frozen_stages_have_no_gradient() -> None:
     """The first frozen stage passes on only integers."""
     stages: list[nn.Module] = [
-        Made(lambda w, x: x.long()),
-        Made(lambda w, n: (w * n, n.float())),
-        Made(lambda w, x, table: (w * x * table, table)),
-        Made(lambda w, x, table: w * (x + table)),
+        FunctionStage(lambda w, x: x.long()),
+        FunctionStage(lambda w, n: (w * n, n.float())),
+        FunctionStage(lambda w, x, table: (w * x * table, table)),
+        FunctionStage(lambda w, x, table: w * (x + table)),
     ]
     for stage in stages[:2]:
         stage.requires_grad_(False)
@@ -269,10 +306,10 @@ def test_outputs_of_frozen_stages_have_no_gradient() -> None:
         [False], [False, False], [True, False],
     ]  # fmt: skip
     plain, program = deepcopy(stages), compile(one_f_one_b, PipelineShape(4, 2), frozen_stages=2)
-    world = InProcessExecutor(program, stages, loss=total, boundary=inferred)
-    expected_loss = run_sequential(plain, X, X, loss=total, program=program)
+    world = InProcessExecutor(program, stages, loss=output_sum, boundary=inferred)
+    expected_loss = run_sequential(plain, X, X, loss=output_sum, program=program)
     assert torch.equal(world.step(X, X), expected_loss)
-    assert same_bits(gradients(stages[2:]), gradients(plain[2:]))
+    assert have_same_bits(copy_gradients(stages[2:]), copy_gradients(plain[2:]))
 
 
 class Case(NamedTuple):
@@ -309,17 +346,17 @@ def run_cases_on_rank(process: int, cases: list[Case], seed: int) -> list[Any]:
     for case in cases:
         program, shape = case.program(), case.shape
         transport = case.transport(program)
-        stages, boundary = drawn(shape.stages, seed)
+        stages, boundary = draw_stages(shape.stages, seed)
         executor = Executor(
             program,
             transport.rank,
             stages,
             transport,
-            loss=loss,
+            loss=squared_error,
             boundary=boundary,
             execution=ExecutionOptions(record_timestamps=False),
         )
-        batch_parts, m = batch(shape.microbatches * program.dp), shape.microbatches
+        batch_parts, m = make_batch(shape.microbatches * program.dp), shape.microbatches
         replica_part = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
         inputs, targets, keywords = (
             batch_parts[0][replica_part],
@@ -329,7 +366,7 @@ def run_cases_on_rank(process: int, cases: list[Case], seed: int) -> list[Any]:
         for _ in range(3):
             sum_of_losses = executor.step(inputs, targets, keywords=keywords)
         local_gradients = {
-            s: gradients([stages[s]])[0] for s in shape.stages_on_rank[transport.rank]
+            s: copy_gradients([stages[s]])[0] for s in shape.stages_on_rank[transport.rank]
         }
         results.append((local_gradients, sum_of_losses))
     return results
@@ -340,18 +377,18 @@ def test_every_cpu_transport_equals_reference() -> None:
     seed = 1
     results = run(run_cases_on_rank, 4, CASES, seed)
     for case, processes in zip(CASES, zip(*results, strict=True), strict=True):
-        plain, _ = drawn(case.shape.stages, seed)
+        plain, _ = draw_stages(case.shape.stages, seed)
         dp = dict(case.options).get("dp", 1)
-        inputs, targets, keywords = batch(case.shape.microbatches * dp)
+        inputs, targets, keywords = make_batch(case.shape.microbatches * dp)
         program = None if dp > 1 else case.program()
         expected_loss = run_sequential(
-            plain, inputs, targets, loss=loss, program=program, keywords=keywords
+            plain, inputs, targets, loss=squared_error, program=program, keywords=keywords
         )
-        expected = gradients(plain)
+        expected = copy_gradients(plain)
         for local_gradients, sum_of_losses in processes:
             for s, actual in local_gradients.items():
                 if dp == 1:
-                    assert same_bits([actual], [expected[s]]), (case, s)
+                    assert have_same_bits([actual], [expected[s]]), (case, s)
                 else:
                     assert all(torch.allclose(actual[n], expected[s][n]) for n in actual)
             if sum_of_losses is not None and dp == 1 and case.shape.placement_rows == 1:

@@ -18,7 +18,14 @@ from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, get_placement_mark
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits
+from tests.cpu.tiny_stages import (
+    BOUNDARY,
+    copy_gradients,
+    gpt_stages,
+    have_same_bits,
+    make_batch,
+    run_reference,
+)
 
 M = 6
 
@@ -42,17 +49,17 @@ ZOO = {name: s for name, s in get_built_in_schedules().items() if name != "forwa
 
 def _expected_results(program: Program) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """Return the loss and gradients in the order of the program, which are near the reference's."""
-    loss, plain = expected(program.shape)
+    loss, plain = run_reference(program.shape)
     if program.reduces_in_microbatch_order:
         return loss, plain
     stages = gpt_stages(program.shape.stages)
-    inputs, targets, scale = batch(M)
+    inputs, targets, scale = make_batch(M)
     loss = run_sequential(stages, inputs, targets, loss=gpt.loss, grad_scale=scale, program=program)
-    ordered = gradients(stages)
+    ordered = copy_gradients(stages)
     for ordered_stage, plain_stage in zip(ordered, plain, strict=True):
         for name, grad in ordered_stage.items():
             assert (grad - plain_stage[name]).norm() <= 1e-6 * plain_stage[name].norm(), name
-    assert not same_bits(ordered, plain)
+    assert not have_same_bits(ordered, plain)
     return loss, ordered
 
 
@@ -70,8 +77,8 @@ def _run_schedules_on_rank(rank: int) -> list[tuple[Tensor | None, dict[int, dic
             executor = Executor(
                 program, rank, stages, GlooTransport(program), loss=gpt.loss, boundary=BOUNDARY
             )
-            loss = executor.step(*batch(M))
-            results.append((loss, {s: gradients([stage])[0] for s, stage in stages.items()}))
+            loss = executor.step(*make_batch(M))
+            results.append((loss, {s: copy_gradients([stage])[0] for s, stage in stages.items()}))
     return results
 
 
@@ -83,6 +90,6 @@ def test_built_in_schedules_over_gloo_equal_reference() -> None:
             True
         ], name
         actual = {s: grads for _, stages in results for s, grads in stages.items()}
-        assert same_bits([actual[s] for s in range(len(expected_gradients))], expected_gradients), (
-            name
-        )
+        assert have_same_bits(
+            [actual[s] for s in range(len(expected_gradients))], expected_gradients
+        ), name

@@ -31,7 +31,7 @@ from schedir.errors import CheckpointError, ExecutionError, ModelError, UsageErr
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.snapshot_copies import SnapshotCopies
 from schedir.schedules import one_f_one_b
-from tests.cpu.checkpoint_layouts import Layout, Model, executor_of, steps
+from tests.cpu.checkpoint_layouts import Layout, Model, create_executor, run_steps
 from tests.cpu.gloo_processes import run
 
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
@@ -91,7 +91,7 @@ def test_one_name_for_two_weights_of_stage_is_refused(tmp_path: Path) -> None:
 def save_with_failing_name_map(rank: int, folder: Path) -> None:
     """Save on a rank. The name map of the second rank raises an error."""
     names: dict[str, str] = {}
-    executor = executor_of(Layout(one_f_one_b, PipelineShape(2, 2)), Model())
+    executor = create_executor(Layout(one_f_one_b, PipelineShape(2, 2)), Model())
     name_map: Callable[[int, str], str] = (lambda s, n: names[n]) if rank else (lambda s, n: n)
     with pytest.raises(CheckpointError, match="process 1: KeyError"):
         save(executor, folder, step=1, name_map=name_map)
@@ -272,10 +272,10 @@ def test_load_into_frozen_stage_warns(tmp_path: Path) -> None:
 def write_after_lost_copy(rank: int, folder: Path) -> str:
     """Return the error of a write. On the first rank another request replaced the Saver's copy."""
     layout = Layout(one_f_one_b, PipelineShape(2, 2), options={"checkpoint_snapshots": True})
-    executor = executor_of(layout, Model(tied=False))
+    executor = create_executor(layout, Model(tied=False))
     saver = Saver(executor, folder)
     saver.schedule_save(0)
-    steps(executor, 0, 1)
+    run_steps(executor, 0, 1)
     if rank == 0:
         executor.state.service(SnapshotCopies).request({})
     with pytest.raises(ModelError) as caught:
@@ -328,7 +328,7 @@ def load_damaged_checkpoint(rank: int, folder: Path) -> tuple[list[str], int | N
 
     Return the files that this rank verified, and the step and file of the error.
     """
-    executor = executor_of(Layout(one_f_one_b, PipelineShape(2, 2)), Model(tied=False))
+    executor = create_executor(Layout(one_f_one_b, PipelineShape(2, 2)), Model(tied=False))
     for number in (1, 2):
         save(executor, folder, step=number, name_map=lambda s, n: n)
     dist.barrier()

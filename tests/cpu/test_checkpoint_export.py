@@ -18,8 +18,8 @@ from schedir.checkpoints.tensor_slices import split_range_into_slices
 from schedir.models import gpt
 from schedir.training.train import run
 from tests.commands import run_command, run_refused_command
-from tests.cpu.checkpoint_layouts import whole
-from tests.cpu.train_command import ALONE, CONFIG
+from tests.cpu.checkpoint_layouts import read_checkpoint_tensors
+from tests.cpu.train_command import CONFIG, ONE_PROCESS
 
 load_file = pytest.importorskip("safetensors.torch").load_file
 EXPORT = ("checkpoint", "export")
@@ -45,7 +45,7 @@ def checkpoint_folder(
              "model.hidden=48", "model.heads=3", "pipeline.schedule=one_f_one_b",
              f"train.precision={'bfloat16' if half else 'float32'}",
              f"model.tied={str(not half).lower()}", "output.record=false"]  # fmt: skip
-    assert run(str(folder / "run.toml"), [*ALONE, *words]) == 0
+    assert run(str(folder / "run.toml"), [*ONE_PROCESS, *words]) == 0
     return folder / "saved"
 
 
@@ -78,7 +78,7 @@ def test_transformers_computes_equal_logits(
     assert f"wrote {target}: step 2, " in run_command(
         capsys, *EXPORT, str(checkpoint_folder), *words
     )
-    tensors = whole(checkpoint_folder, 2)
+    tensors = read_checkpoint_tensors(checkpoint_folder, 2)
     tied = "weights/head.weight" not in tensors
     config = gpt.GPTConfig(vocab=256, layers=2, hidden=48, heads=3, context=16, tied=tied)
     stage = gpt.build_stage(config, 0, 1)
@@ -100,7 +100,7 @@ def test_transformers_computes_equal_logits(
 def test_safetensors_reads_exported_weights(
     checkpoint_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tensors = whole(checkpoint_folder, 2)
+    tensors = read_checkpoint_tensors(checkpoint_folder, 2)
     weights = {n.partition("/")[2]: t for n, t in tensors.items() if n.startswith("weights/")}
     for dtype in (None, "float32", "bfloat16", "float16"):
         target = tmp_path / f"{dtype}.safetensors"

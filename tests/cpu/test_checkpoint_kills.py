@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from tests.cases import ALL
-from tests.cpu.train_command import ROOT, finish, start
+from tests.cpu.train_command import ROOT, start_process, wait_for_exit
 
 
 def test_killed_run_resumes_with_equal_losses() -> None:
@@ -19,6 +19,6 @@ def test_killed_run_resumes_with_equal_losses() -> None:
     kills = 5 if ALL else 1
     script = str(ROOT / "benchmarks" / "resume.py")
     command = [sys.executable, script, f"--kills={kills}", "--seed=11"]
-    code, out, err = finish(start(command))
+    code, out, err = wait_for_exit(start_process(command))
     assert code == 0, out + err
     assert f"kills {kills}, " in out

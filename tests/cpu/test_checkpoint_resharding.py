@@ -11,8 +11,14 @@ import torch
 
 from schedir import PipelineShape
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
-from tests.cpu.checkpoint_layouts import Layout, Model, all_of, in_process, resumed
-from tests.cpu.checkpoint_layouts import whole as read_whole
+from tests.cpu.checkpoint_layouts import (
+    Layout,
+    Model,
+    create_in_process_executor,
+    load_and_resume,
+    run_all_layouts,
+)
+from tests.cpu.checkpoint_layouts import read_checkpoint_tensors as read_whole
 from tests.cpu.gloo_processes import run
 
 BASE = Layout(one_f_one_b, PipelineShape(2, 4), dp=2)
@@ -62,9 +68,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model: {n: layouts_by_name[n] for n, m in same_process_cases if m == model}
         for model in MODELS
     }
-    run(all_of, BASE.processes, BASE, layouts, MODELS, folder)
+    run(run_all_layouts, BASE.processes, BASE, layouts, MODELS, folder)
     for name, model in [case for case in CASES if case not in same_process_cases]:
-        resumed(in_process(layouts_by_name[name], MODELS[model]), folder / model, name)
+        load_and_resume(
+            create_in_process_executor(layouts_by_name[name], MODELS[model]), folder / model, name
+        )
     return folder
 
 

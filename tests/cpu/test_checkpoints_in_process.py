@@ -24,7 +24,14 @@ from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
 from schedir.schedules.schedule_expansion import expand_schedule as draft_of
 from schedir.testing import compute_programs
-from tests.cpu.checkpoint_layouts import Layout, Model, in_process, same, steps, whole
+from tests.cpu.checkpoint_layouts import (
+    Layout,
+    Model,
+    create_in_process_executor,
+    keep_name,
+    read_checkpoint_tensors,
+    run_steps,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints_refused.txt"
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
@@ -95,7 +102,7 @@ def save_and_read(
     ranks: InProcessExecutor, folder: Path, step: int, **options: Any
 ) -> dict[str, Tensor]:
     save(ranks, folder, step=step, **options)
-    return whole(folder, step)
+    return read_checkpoint_tensors(folder, step)
 
 
 def tensors_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
@@ -162,37 +169,44 @@ def test_tied_weight_is_saved_once(tied: bool, tmp_path: Path) -> None:
     model = Model(tied=tied, dropout=0.1)
     expected: dict[str, Tensor] = {}
     for k, layout in enumerate(GPTS):
-        ranks = in_process(layout, model)
-        assert (load(ranks, tmp_path, name_map=same) is None) == (not k)
+        ranks = create_in_process_executor(layout, model)
+        assert (load(ranks, tmp_path, name_map=keep_name) is None) == (not k)
         if not k:
-            steps(ranks, 0, 2)
-        save(ranks, tmp_path, step=k, name_map=same)
-        expected = expected or whole(tmp_path, k)
-        assert tensors_equal(whole(tmp_path, k), expected)
+            run_steps(ranks, 0, 2)
+        save(ranks, tmp_path, step=k, name_map=keep_name)
+        expected = expected or read_checkpoint_tensors(tmp_path, k)
+        assert tensors_equal(read_checkpoint_tensors(tmp_path, k), expected)
         assert ("weights/head.weight" in expected) == (not tied)
     with pytest.raises(
         CheckpointError, match=r"one weight in it, but two weights here|no stage here has it"
     ):
-        load(in_process(GPTS[0], model._replace(tied=not tied)), tmp_path, name_map=same)
+        load(
+            create_in_process_executor(GPTS[0], model._replace(tied=not tied)),
+            tmp_path,
+            name_map=keep_name,
+        )
 
 
 def test_weights_load_into_another_dtype(tmp_path: Path) -> None:
     """16-bit weights are read from rounded float32 weights, and float32 from main parameters."""
     float32_model, bfloat16_model = Model(), Model(half=True)
     float32_ranks, half_ranks, loaded_ranks = (
-        in_process(GPTS[k], m)
+        create_in_process_executor(GPTS[k], m)
         for k, m in ((0, float32_model), (2, bfloat16_model), (1, float32_model))
     )
-    steps(float32_ranks, 0, 2)
-    save(float32_ranks, tmp_path / "wide", step=2, name_map=same)
+    run_steps(float32_ranks, 0, 2)
+    save(float32_ranks, tmp_path / "wide", step=2, name_map=keep_name)
     with pytest.warns(UserWarning, match="bfloat16 weights are read from weights of a "):
-        load(half_ranks, tmp_path / "wide", name_map=same)
-    save(half_ranks, tmp_path / "half", step=2, name_map=same)
+        load(half_ranks, tmp_path / "wide", name_map=keep_name)
+    save(half_ranks, tmp_path / "half", step=2, name_map=keep_name)
     with pytest.warns(UserWarning, match="float32 weights are read from float32 copies"):
-        load(loaded_ranks, tmp_path / "half", name_map=same)
-    save(loaded_ranks, tmp_path / "again", step=2, name_map=same)
-    expected, half_tensors = whole(tmp_path / "wide", 2), whole(tmp_path / "half", 2)
-    assert tensors_equal(expected, whole(tmp_path / "again", 2))
+        load(loaded_ranks, tmp_path / "half", name_map=keep_name)
+    save(loaded_ranks, tmp_path / "again", step=2, name_map=keep_name)
+    expected, half_tensors = (
+        read_checkpoint_tensors(tmp_path / "wide", 2),
+        read_checkpoint_tensors(tmp_path / "half", 2),
+    )
+    assert tensors_equal(expected, read_checkpoint_tensors(tmp_path / "again", 2))
     for name in (n for n in half_tensors if n.startswith("weights/")):
         assert torch.equal(half_tensors[name], expected[name].bfloat16())
         assert torch.equal(half_tensors[name.replace("weights/", "main/")], expected[name])

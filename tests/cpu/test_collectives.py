@@ -20,15 +20,15 @@ from schedir.transports.in_process import mailbox
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.gloo_processes import run
-from tests.cpu.per_device_transport import Strict
-from tests.cpu.virtual_gpu import install
+from tests.cpu.per_device_transport import PerDeviceTransport
+from tests.cpu.virtual_gpu import install_virtual_gpu
 
 TRANSPORTS: tuple[Callable[[Program], ProcessTransport], ...] = (
     GlooTransport,
     SharedMemoryTransport,
     EdgeGroups,
     GroupedMessages,
-    Strict,
+    PerDeviceTransport,
 )
 TYPES = (torch.float32, torch.bfloat16, torch.complex64)
 PART = 3  # elements of a rank's part
@@ -162,7 +162,7 @@ def test_collectives_of_virtual_ranks_are_correct(
     program = compile(gpipe, PipelineShape(3, 2), tied_weights=True)
     for order in permutations(range(3)):
         if on_gpu:
-            install(monkeypatch)
+            install_virtual_gpu(monkeypatch)
         ranks = mailbox.make_mailboxes(program, "per_edge", False, [])
         for dtype in TYPES:
             for group in ("dp", "tp", "model"):

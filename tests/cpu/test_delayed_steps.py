@@ -34,16 +34,22 @@ from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.testing.tiny_model import make_batch, make_tiny_stages, squared_error
 from schedir.transports.gloo import GlooTransport
 from tests.cpu import tiny_stages as of_gpt
-from tests.cpu.checkpoint_layouts import Layout, Model, in_process, same, steps
+from tests.cpu.checkpoint_layouts import (
+    Layout,
+    Model,
+    create_in_process_executor,
+    keep_name,
+    run_steps,
+)
 from tests.cpu.gloo_processes import run
 from tests.cpu.optimizer_offload_programs import (
     ADAMW,
-    MAKES,
-    equal,
-    left,
-    made,
+    OPTIMIZER_FACTORIES,
+    are_equal,
+    make_executor,
     poison_weights,
-    stepped,
+    read_training_state,
+    run_steps_in_random_order,
 )
 from tests.cpu.test_host_steps import steps_of
 from tests.cpu.test_several_updates import BOUNDARY, adam, split, stage_by_stage, weights
@@ -110,7 +116,7 @@ def test_microbatches_use_their_weight_version_in_any_order(
             vars(host_steps)["step"] = partial(_step_late, host_steps.step)
     world.step(*make_batch(shape.microbatches), order_seed=seed)
     modules = {s: stage.module for rank in world.executors for s, stage in rank.stages.items()}
-    assert equal(weights([modules[s] for s in range(shape.stages)]), expected)
+    assert are_equal(weights([modules[s] for s in range(shape.stages)]), expected)
 
 
 def _step_late(step: Any, *arguments: Any) -> None:
@@ -134,12 +140,16 @@ def test_cpu_steps_equal_device_steps(case: int, make: str, how: Any) -> None:
         program = schedir.compile(
             schedule, shape, progress_model="per_edge", optimizer_placement=states, **how
         )
-        world = made(program, MAKES[make], half=half)
+        world = make_executor(program, OPTIMIZER_FACTORIES[make], half=half)
         poison_weights(world)
         results.append(
-            [*stepped(world, 0, 1, 2), *left(world), *(r.grad_norm for r in world.executors)]
+            [
+                *run_steps_in_random_order(world, 0, 1, 2),
+                *read_training_state(world),
+                *(r.grad_norm for r in world.executors),
+            ]
         )
-    assert equal(*results)
+    assert are_equal(*results)
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -154,7 +164,7 @@ def test_only_nonfinite_update_is_skipped(clip: bool) -> None:
             progress_model="per_edge",
             optimizer_placement=states,
         )
-        world = made(program, ADAMW)
+        world = make_executor(program, ADAMW)
         last, calls = world.executors[-1].stages[shape.stages - 1].module, count()
         hook = partial(_spoil_third_forward, calls)
         last.register_forward_hook(hook)
@@ -163,8 +173,10 @@ def test_only_nonfinite_update_is_skipped(clip: bool) -> None:
         finite = [rank.finite_updates.tolist() for rank in world.executors]
         assert finite[1] == [True, False, True]
         assert finite[0] == (finite[1] if clip else finite[0])
-        results.append([*left(world), *(rank.finite_updates for rank in world.executors)])
-    assert equal(*results)
+        results.append(
+            [*read_training_state(world), *(rank.finite_updates for rank in world.executors)]
+        )
+    assert are_equal(*results)
 
 
 def _spoil_third_forward(calls: Iterator[int], module: Any, inputs: Any, out: Tensor) -> Tensor:
@@ -197,7 +209,7 @@ def test_frozen_rank_uses_norm_of_each_update(states: str) -> None:
         if order.index((0, "reduce_norm 1")) > order.index((0, first_step)):
             continue
         tested_orders += 1
-        world = made(program, ADAMW)
+        world = make_executor(program, ADAMW)
         last = world.executors[-1].stages[shape.stages - 1].module
         last.register_forward_hook(partial(_spoil_third_forward, count(2)))
         world.step(*of_gpt.batch(shape.microbatches, 0), order_seed=seed)
@@ -234,7 +246,7 @@ def _train_on_rank(rank: int) -> Any:
 
 def test_cpu_steps_in_processes_equal_device_steps() -> None:
     for device, host in run(_train_on_rank, 2):
-        assert equal(device, host)
+        assert are_equal(device, host)
 
 
 @pytest.mark.parametrize("case", [0, 1, 4, 5, 6])
@@ -245,16 +257,16 @@ def test_memory_of_each_tier_equals_prediction(case: int) -> None:
     sizes = measure_sizes(
         stages, x[0], y[0], loss=gpt.loss, boundary=of_gpt.BOUNDARY, optimizer_state=ADAMW
     )
-    world = made(
+    world = make_executor(
         schedir.compile(schedule, shape, progress_model="per_edge", optimizer_placement="cpu_step"),
         ADAMW,
     )
-    stepped(world, 0)
+    run_steps_in_random_order(world, 0)
     peak_versions = [0] * shape.ranks
     for r, rank in enumerate(world.executors):
         for versions in rank.state.service(StageWeightVersions).by_stage.values():
             _record_peak_versions(versions, peak_versions, r)
-    stepped(world, 1)
+    run_steps_in_random_order(world, 1)
     assert peak_versions == count_peak_versions(world.program).tolist()
     host, device = (compute_footprints(world.program, sizes, tier) for tier in ("host", "device"))
     for r, rank in enumerate(world.executors):
@@ -287,24 +299,24 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path) -> None:
         return Layout(pipedream_2bw, shape, options={"optimizer_placement": states})
 
     saved, resumed, uninterrupted = (
-        in_process(layout(s), model) for s in ("cpu_step", "cpu_step", "device")
+        create_in_process_executor(layout(s), model) for s in ("cpu_step", "cpu_step", "device")
     )
-    steps(saved, 0, 2)
-    save(saved, tmp_path, step=2, name_map=same)
-    load(resumed, tmp_path, name_map=same)
-    steps(resumed, 2, 4)
-    steps(uninterrupted, 0, 4)
-    assert equal(left(resumed), left(uninterrupted))
+    run_steps(saved, 0, 2)
+    save(saved, tmp_path, step=2, name_map=keep_name)
+    load(resumed, tmp_path, name_map=keep_name)
+    run_steps(resumed, 2, 4)
+    run_steps(uninterrupted, 0, 4)
+    assert are_equal(read_training_state(resumed), read_training_state(uninterrupted))
 
 
 def test_host_step_overlaps_with_next_update() -> None:
     """In a measured run, the host step overlaps with computes and ends before `step` begins."""
     schedule, shape = CASES[0]
-    world = made(
+    world = make_executor(
         schedir.compile(schedule, shape, progress_model="per_edge", optimizer_placement="cpu_step"),
         ADAMW,
     )
-    stepped(world, 0, 1)
+    run_steps_in_random_order(world, 0, 1)
     spans = world.timeline().spans
     for rank in range(shape.ranks):
         rank_spans = spans[spans["rank"] == rank]
@@ -319,4 +331,4 @@ def test_host_step_overlaps_with_next_update() -> None:
 def test_loss_scale_with_several_updates_is_refused() -> None:
     program = schedir.compile(*CASES[0], clip_grad_norm=True, optimizer_placement="cpu_step")
     with pytest.raises(ModelError, match="a loss scale needs a program with one update per step"):
-        made(program, ADAMW, gradients=GradientOptions(loss_scale=LossScale(8.0)))
+        make_executor(program, ADAMW, gradients=GradientOptions(loss_scale=LossScale(8.0)))

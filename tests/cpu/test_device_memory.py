@@ -12,7 +12,7 @@ from schedir.runtime.recording.allocator_growth import count_allocations
 from schedir.training import trainer
 from schedir.training.step_queue import StepQueue
 from schedir.training.train import run
-from tests.cpu.train_command import ALONE
+from tests.cpu.train_command import ONE_PROCESS
 
 
 @pytest.mark.parametrize("grows", [1, 3, 100])
@@ -33,7 +33,7 @@ def test_allocation_after_first_step_is_reported_once(
 
     monkeypatch.setattr(StepQueue, "issue", issue_and_count)
     monkeypatch.setattr(trainer, "count_allocations", lambda device: 7 + (step >= grows))
-    sets = [*ALONE, "train.log_every=2", f'output.dir="{tmp_path}"']
+    sets = [*ONE_PROCESS, "train.log_every=2", f'output.dir="{tmp_path}"']
     assert run(config, sets) == 0
     lines = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
     reports = [line for line in lines if line.startswith("memory: ")]

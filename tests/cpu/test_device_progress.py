@@ -31,8 +31,8 @@ from schedir.training.processes.process_exit import RunMember
 from schedir.training.processes.watchdog import Watchdog, make_stall_error
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import batch, gpt_executor
-from tests.cpu.virtual_gpu import VirtualGPU, charge, install
+from tests.cpu.tiny_stages import gpt_executor, make_batch
+from tests.cpu.virtual_gpu import VirtualGPU, charge_instructions, install_virtual_gpu
 
 COSTS = Costs(F=1.0, B=2.0)
 NORM = "reduce_norm", "waits for all ranks"
@@ -40,7 +40,7 @@ NORM = "reduce_norm", "waits for all ranks"
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
-    return install(monkeypatch)
+    return install_virtual_gpu(monkeypatch)
 
 
 def make_charged_ranks(
@@ -55,7 +55,7 @@ def make_charged_ranks(
         boundary=boundary,
         execution=ExecutionOptions(record_timestamps=False),
     )
-    charge(ranks, gpu, COSTS)
+    charge_instructions(ranks, gpu, COSTS)
     return ranks, [GpuProgress(rank) for rank in ranks.executors]
 
 
@@ -292,7 +292,7 @@ def _query_progress_on_rank(
     )
     progress, positions = GpuProgress(executor), []
     for _ in range(3):
-        executor.step(*batch(4))
+        executor.step(*make_batch(4))
         positions.append(progress.get_progress())
     works = [
         work for instruction_works in progress.step_events[-1].works for work in instruction_works

@@ -20,9 +20,9 @@ from schedir.ir.text_format import to_text as text
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W
 from schedir.testing.gradient_assertion import assert_same_gradients
 from schedir.torch_pipelining import Schedule
-from tests.cpu.drop_in_steps import MB, made, step_of
+from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule, make_step
 from tests.cpu.gloo_processes import run as spawn
-from tests.cpu.torch_pipelines import Step, batch, model, stage_of
+from tests.cpu.torch_pipelines import Step, make_batch, make_model, make_stage
 
 SCHEDULES = [
     ("gpipe", "loop", 2),
@@ -38,8 +38,8 @@ each_schedule = pytest.mark.parametrize(("name", "placement", "stages"), SCHEDUL
 
 
 def check_same_gradients(step: Step, stages: int = 2, ranks: int = 2, **options: Any) -> None:
-    arguments: dict[str, Any] = {"microbatches": MB, "loss_fn": mse_loss} | options
-    assert_same_gradients(step, model(stages), batch(), ranks=ranks, **arguments)
+    arguments: dict[str, Any] = {"microbatches": N_MICROBATCHES, "loss_fn": mse_loss} | options
+    assert_same_gradients(step, make_model(stages), make_batch(), ranks=ranks, **arguments)
 
 
 def descending_microbatches(rank: int, ranks: int, m: int, v: int = 1) -> RankSchedule:
@@ -50,11 +50,11 @@ def descending_microbatches(rank: int, ranks: int, m: int, v: int = 1) -> RankSc
 
 @each_schedule
 def test_gradients_equal_plain_loop(name: str, placement: str, stages: int) -> None:
-    check_same_gradients(step_of(placement, schedule=name), stages)
+    check_same_gradients(make_step(placement, schedule=name), stages)
 
 
 def test_single_rank() -> None:
-    check_same_gradients(step_of("vee", schedule="zb_v"), 2, ranks=1)
+    check_same_gradients(make_step("vee", schedule="zb_v"), 2, ranks=1)
 
 
 def test_ranks_with_different_numbers_of_stages() -> None:
@@ -62,47 +62,51 @@ def test_ranks_with_different_numbers_of_stages() -> None:
         forward = [*(F[j] for j in range(v))]
         return m * sum(forward[1:], forward[0]) + m * sum((B[v - 1 - j] for j in range(v)), F * 0)
 
-    check_same_gradients(step_of((0, 1, 1), schedule=schedule), 3)
+    check_same_gradients(make_step((0, 1, 1), schedule=schedule), 3)
 
 
 def test_user_schedule_with_descending_microbatches() -> None:
     """torch returns losses in the order of computation. `Schedule` returns them by microbatch."""
-    check_same_gradients(step_of("loop", schedule=descending_microbatches))
+    check_same_gradients(make_step("loop", schedule=descending_microbatches))
 
 
 @pytest.mark.parametrize("form", ["program", "draft", "sched", "csv", "transfers"])
 def test_programs_in_all_forms(form: str, tmp_path: Any) -> None:
-    program = compile(schedules.zb_h1, PipelineShape(2, MB))
+    program = compile(schedules.zb_h1, PipelineShape(2, N_MICROBATCHES))
     (tmp_path / "x.sched").write_text(text(program))
     (tmp_path / "x.csv").write_text(
         to_csv(program, "torch-2.13" if form == "transfers" else "torch")
     )
     draft = {"program": program, "draft": schedules_draft(), "sched": tmp_path / "x.sched"}
-    check_same_gradients(step_of("loop", program=draft.get(form, str(tmp_path / "x.csv"))))
+    check_same_gradients(make_step("loop", program=draft.get(form, str(tmp_path / "x.csv"))))
 
 
 @pytest.mark.parametrize("frozen_stages", [0, 1, 2])
 def test_frozen_first_stages(frozen_stages: int) -> None:
     """The program has no backward of frozen stages, or a backward without effect."""
-    layers = model(4)
+    layers = make_model(4)
     layers[:2].requires_grad_(False)
     program = compile(
-        schedules.zb_v, PipelineShape(2, MB, placement="vee"), frozen_stages=frozen_stages
+        schedules.zb_v,
+        PipelineShape(2, N_MICROBATCHES, placement="vee"),
+        frozen_stages=frozen_stages,
     )
-    step = step_of("vee", program=program)
-    assert_same_gradients(step, layers, batch(), ranks=2, microbatches=MB, loss_fn=mse_loss)
+    step = make_step("vee", program=program)
+    assert_same_gradients(
+        step, layers, make_batch(), ranks=2, microbatches=N_MICROBATCHES, loss_fn=mse_loss
+    )
 
 
 def test_trained_stage_without_backward_is_refused() -> None:
-    program = compile(schedules.one_f_one_b, PipelineShape(2, MB), frozen_stages=1)
+    program = compile(schedules.one_f_one_b, PipelineShape(2, N_MICROBATCHES), frozen_stages=1)
     with pytest.raises(ExecutionError, match="no backward of stage 0"):
-        check_same_gradients(step_of("loop", program=program))
+        check_same_gradients(make_step("loop", program=program))
 
 
 def schedules_draft() -> Any:
     from schedir.schedules.schedule_expansion import expand_schedule
 
-    return expand_schedule(schedules.zb_h1, PipelineShape(2, MB))
+    return expand_schedule(schedules.zb_h1, PipelineShape(2, N_MICROBATCHES))
 
 
 def test_gradients_accumulate_over_steps_and_evaluations() -> None:
@@ -115,18 +119,25 @@ def test_gradients_accumulate_over_steps_and_evaluations() -> None:
             schedule.eval(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
 
     def step(**options: Any) -> Step:
-        return step_of("vee", schedule="zb_v", steps=2, **options)
+        return make_step("vee", schedule="zb_v", steps=2, **options)
 
-    arguments: dict[str, Any] = {"microbatches": 2 * MB, "reduction": MB}
-    assert_same_gradients(step(), model(4), batch(16), ranks=2, loss_fn=mse_loss, **arguments)
+    arguments: dict[str, Any] = {"microbatches": 2 * N_MICROBATCHES, "reduction": N_MICROBATCHES}
     assert_same_gradients(
-        step(around=evaluate_between), model(4), batch(16), ranks=2, loss_fn=mse_loss, **arguments
+        step(), make_model(4), make_batch(16), ranks=2, loss_fn=mse_loss, **arguments
+    )
+    assert_same_gradients(
+        step(around=evaluate_between),
+        make_model(4),
+        make_batch(16),
+        ranks=2,
+        loss_fn=mse_loss,
+        **arguments,
     )
 
 
 def test_unscaled_gradients_are_sums() -> None:
     check_same_gradients(
-        step_of("loop", schedule="one_f_one_b", scale_grads=False, steps=1), reduction="sum"
+        make_step("loop", schedule="one_f_one_b", scale_grads=False, steps=1), reduction="sum"
     )
 
 
@@ -163,17 +174,17 @@ def run_steps_and_evaluations(
     """Return losses and outputs of alternating steps and evaluations, called in several ways."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(ScaledLayer() for _ in range(stages)))
-    local_stages = PipelineShape(2, MB, stages // 2, placement).stages_on_rank[rank]
+    local_stages = PipelineShape(2, N_MICROBATCHES, stages // 2, placement).stages_on_rank[rank]
     parts: dict[int, nn.Module] = {s: layers[s] for s in local_stages}
     schedule_function = getattr(schedules, name, descending_microbatches)
-    schedule = made(parts, stages, schedule=schedule_function, loss_fn=weighted_loss)
-    (x, y), scales = batch(), torch.linspace(1, 2, 8)[:, None]
+    schedule = make_schedule(parts, stages, schedule=schedule_function, loss_fn=weighted_loss)
+    (x, y), scales = make_batch(), torch.linspace(1, 2, 8)[:, None]
     first, last = 0 in parts, stages - 1 in parts
     kwargs = {"by": scales, "times": 0.5}
     by_microbatch: dict[str, Any] = {
-        "arg_mbs": [(part,) for part in x.chunk(MB)] if first else None,
-        "kwarg_mbs": [{"by": part, "times": 0.5} for part in scales.chunk(MB)],
-        "target_mbs": [*y.chunk(MB)] if last else None,
+        "arg_mbs": [(part,) for part in x.chunk(N_MICROBATCHES)] if first else None,
+        "kwarg_mbs": [{"by": part, "times": 0.5} for part in scales.chunk(N_MICROBATCHES)],
+        "target_mbs": [*y.chunk(N_MICROBATCHES)] if last else None,
     }
     whole_batch: dict[str, Any] = {"target": y if last else None, **kwargs}
     args = (x,) if first else ()
@@ -202,18 +213,18 @@ def test_losses_and_outputs_are_in_microbatch_order() -> None:
     The cases are whole batches and microbatches, steps and evaluations, and arguments for stages
     and loss.
     """
-    (x, y), scales = batch(), torch.linspace(1, 2, 8)[:, None]
+    (x, y), scales = make_batch(), torch.linspace(1, 2, 8)[:, None]
     for (_, _, stages), *ranks in zip(
         SCHEDULES_OF_OUTPUTS, *spawn(run_all_schedules, 2), strict=True
     ):
         torch.manual_seed(0)
         layers = nn.Sequential(*(ScaledLayer() for _ in range(stages)))
         chunks = []
-        for part, scale in zip(x.chunk(MB), scales.chunk(MB), strict=True):
+        for part, scale in zip(x.chunk(N_MICROBATCHES), scales.chunk(N_MICROBATCHES), strict=True):
             for layer in layers:
                 part = layer(part, scale, 0.5)
             chunks.append(part.detach())
-        losses = [mse_loss(*pair) for pair in zip(chunks, y.chunk(MB), strict=True)]
+        losses = [mse_loss(*pair) for pair in zip(chunks, y.chunk(N_MICROBATCHES), strict=True)]
         (results,) = (results for results in ranks if results[0])
         for (out, *actual_losses), weight in zip(results, [1, 1, 1, 3, 3, 3], strict=True):
             torch.testing.assert_close(out, torch.cat(chunks))
@@ -222,13 +233,13 @@ def test_losses_and_outputs_are_in_microbatch_order() -> None:
 
 def run_forwards(rank: int, names: Sequence[str]) -> list[Any]:
     """Return the outputs of a forward-only run of each schedule."""
-    layers = model(4)
-    local_stages = PipelineShape(2, MB, placement="vee").stages_on_rank[rank]
+    layers = make_model(4)
+    local_stages = PipelineShape(2, N_MICROBATCHES, placement="vee").stages_on_rank[rank]
     parts: dict[int, nn.Module] = {s: layers[s] for s in local_stages}
-    x, _ = batch()
+    x, _ = make_batch()
     outputs = []
     for name in names:
-        schedule = made(parts, 4, schedule=name, loss_fn=None)
+        schedule = make_schedule(parts, 4, schedule=name, loss_fn=None)
         assert not schedule._has_backward
         outputs.append(schedule.step(*((x,) if 0 in parts else ())))
     return [out if out is None else out.detach() for out in outputs]
@@ -238,14 +249,14 @@ def test_schedule_without_loss_runs_only_forwards() -> None:
     outs, nothing = spawn(run_forwards, 2, ["zb_v", "dualpipe_v", "v_min"])
     assert nothing == [None] * 3
     for out in outs:
-        torch.testing.assert_close(out, model(4)(batch()[0]).detach())
+        torch.testing.assert_close(out, make_model(4)(make_batch()[0]).detach())
 
 
 def run_torch_eval(rank: int) -> str:
     """Return the error of torch's evaluation of a vee placement on one rank."""
-    stages: list[Any] = [stage_of(module, s, 2) for s, module in enumerate(model(2))]
-    schedule = theirs.ScheduleZBVZeroBubble(stages, n_microbatches=MB, loss_fn=mse_loss)
-    x, y = batch()
+    stages: list[Any] = [make_stage(module, s, 2) for s, module in enumerate(make_model(2))]
+    schedule = theirs.ScheduleZBVZeroBubble(stages, n_microbatches=N_MICROBATCHES, loss_fn=mse_loss)
+    x, y = make_batch()
     try:
         schedule.eval(x, target=y)
     except AssertionError as error:

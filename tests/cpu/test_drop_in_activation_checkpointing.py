@@ -16,9 +16,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from tests.cpu.drop_in_steps import MB, made, run
+from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule, run_step
 from tests.cpu.gloo_processes import run as spawn
-from tests.cpu.torch_pipelines import WIDTH, batch
+from tests.cpu.torch_pipelines import WIDTH, make_batch
 
 STEPS = 3
 
@@ -75,22 +75,22 @@ def run_steps(rank: int, runtime: str) -> list[tuple[str, list[str], list[int], 
             nn.init.constant_(expected_stage.norm.bias, s / 8)
             stage_copy.load_state_dict(expected_stage.state_dict())
         parts: dict[int, Any] = {s: stages[s] for s in ([0, 3], [1, 2])[rank]}
-        schedule = made(parts, 4, schedule="zb_v", runtime=runtime)
+        schedule = make_schedule(parts, 4, schedule="zb_v", runtime=runtime)
         different: list[str] = []
         calls: list[int] = []
         caught: list[str] = []
         for step in range(STEPS):
-            x, y = batch()
+            x, y = make_batch()
             x = x + step
             for stage in (*expected_stages, *stages):
                 stage.zero_grad()
-            for rows, target in zip(x.chunk(MB), y.chunk(MB), strict=True):
+            for rows, target in zip(x.chunk(N_MICROBATCHES), y.chunk(N_MICROBATCHES), strict=True):
                 mse_loss(nn.Sequential(*expected_stages)(rows), target).backward()
             for stage in parts.values():
                 stage.calls[0] = 0
             with warnings.catch_warnings(record=True) as caught_now:
                 warnings.simplefilter("always")
-                run(schedule, parts, x, y)
+                run_step(schedule, parts, x, y)
             caught += [str(w.message) for w in caught_now if "checkpoint" in str(w.message)]
             if step:  # the first step runs more forwards, to find shapes
                 calls += [stage.calls[0] for stage in parts.values()]
@@ -99,7 +99,7 @@ def run_steps(rank: int, runtime: str) -> list[tuple[str, list[str], list[int], 
                 for s, stage in parts.items()
                 for name, p in stage.named_parameters()
                 if not torch.equal(
-                    p.grad, get_gradient(expected_stages[s].get_parameter(name)) / MB
+                    p.grad, get_gradient(expected_stages[s].get_parameter(name)) / N_MICROBATCHES
                 )
             ]
         results.append((kind, different, calls, caught))
@@ -112,5 +112,5 @@ def test_gradients_equal_plain_loop(runtime: str) -> None:
     for ranks in spawn(run_steps, 2, runtime):
         for kind, different, calls, caught in ranks:
             assert (kind, different) == (kind, [])
-            assert {*calls} == {2 * MB}, kind
+            assert {*calls} == {2 * N_MICROBATCHES}, kind
             assert len(caught) == (runtime == "torch"), (kind, caught)

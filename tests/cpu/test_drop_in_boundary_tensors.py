@@ -16,9 +16,9 @@ from torch.nn.functional import mse_loss
 from schedir.schedules.schedule_algebra import F, I, RankSchedule, W
 from schedir.testing.gradient_assertion import assert_same_gradients
 from schedir.torch_pipelining import Schedule
-from tests.cpu.drop_in_steps import MB, step_of
+from tests.cpu.drop_in_steps import N_MICROBATCHES, make_step
 from tests.cpu.gloo_processes import RankError, run
-from tests.cpu.torch_pipelines import WIDTH, batch
+from tests.cpu.torch_pipelines import WIDTH, make_batch
 
 
 class Block(nn.Module):
@@ -66,9 +66,14 @@ class TupleSequential(nn.Sequential):
 def test_tensors_of_mixed_dtypes_pass_between_stages(
     name: str, placement: str, stages: int
 ) -> None:
-    step = step_of(placement, schedule=name)
+    step = make_step(placement, schedule=name)
     assert_same_gradients(
-        step, make_blocks(stages), batch(), ranks=2, microbatches=MB, loss_fn=mse_loss
+        step,
+        make_blocks(stages),
+        make_batch(),
+        ranks=2,
+        microbatches=N_MICROBATCHES,
+        loss_fn=mse_loss,
     )
 
 
@@ -98,8 +103,10 @@ def test_weights_independent_of_input_are_trained(name: Any) -> None:
     layers = TupleSequential(*(TableStage(s == 0, s == stages - 1) for s in range(stages)))
     if stages == 2:
         layers[0].requires_grad_(False)  # so that no input of the second stage needs a gradient
-    step = step_of("loop", schedule=name)
-    assert_same_gradients(step, layers, batch(), ranks=2, microbatches=MB, loss_fn=mse_loss)
+    step = make_step("loop", schedule=name)
+    assert_same_gradients(
+        step, layers, make_batch(), ranks=2, microbatches=N_MICROBATCHES, loss_fn=mse_loss
+    )
 
 
 def run_with_wrong_gradient_declaration(rank: int) -> None:
@@ -112,8 +119,8 @@ def run_with_wrong_gradient_declaration(rank: int) -> None:
         input_args=boundary if rank else without_gradient,
         output_args=with_gradient if rank else boundary,
     )  # fmt: skip
-    schedule = Schedule([stage], MB, mse_loss, schedule="one_f_one_b")
-    x, y = batch()
+    schedule = Schedule([stage], N_MICROBATCHES, mse_loss, schedule="one_f_one_b")
+    x, y = make_batch()
     schedule.step(*(() if rank else (x,)), target=y if rank else None)
 
 

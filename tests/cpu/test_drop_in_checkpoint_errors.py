@@ -27,7 +27,7 @@ from schedir.errors import CheckpointError, ExecutionError, SchedirError, UsageE
 from schedir.runtime import InProcessExecutor
 from schedir.torch_pipelining import Schedule
 from tests.cpu.gloo_processes import run
-from tests.cpu.torch_pipelines import WIDTH, Layer, stage_of
+from tests.cpu.torch_pipelines import WIDTH, Layer, make_stage
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "torch_checkpoints_refused.txt"
 MB = 2
@@ -61,7 +61,7 @@ class TrainedSchedule:
             part = Layer()
             parts.append(part if wrap is nn.Identity else wrap(part))
         pipeline_stages = [
-            stage_of(part, s, stages, group) for s, part in zip(self.own, parts, strict=True)
+            make_stage(part, s, stages, group) for s, part in zip(self.own, parts, strict=True)
         ]
         name = "one_f_one_b" if len(pipeline_stages) == 1 else "interleaved"
         self.schedule = Schedule(pipeline_stages, MB, mse_loss, schedule=name)

@@ -23,9 +23,9 @@ from schedir import PipelineShape, TiedWeights
 from schedir.checkpoints import load, save
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.torch_pipelining import Schedule
-from tests.cpu.checkpoint_layouts import same, whole
+from tests.cpu.checkpoint_layouts import keep_name, read_checkpoint_tensors
 from tests.cpu.gloo_processes import run
-from tests.cpu.torch_pipelines import WIDTH, stage_of
+from tests.cpu.torch_pipelines import WIDTH, make_stage
 
 LAYERS, MB, ROWS = 4, 4, 16
 TIED = "layers.0.linear.weight"
@@ -108,7 +108,7 @@ class Run:
         self.parts = parts
         self.parameters = [*dict.fromkeys(p for m in parts.values() for p in m.parameters())]
         wrap: Any = partial(DistributedDataParallel, process_group=self.dp) if layout.ddp else None
-        pipeline_stages = [stage_of(wrap(m) if wrap else m, s, n, pp) for s, m in parts.items()]
+        pipeline_stages = [make_stage(wrap(m) if wrap else m, s, n, pp) for s, m in parts.items()]
         options: dict[str, Any] = {"schedule": layout.schedule, "runtime": layout.runtime}
         self.schedule = Schedule(
             pipeline_stages, MB, mse_loss, tied_weights=make_tied_weights(n), **options
@@ -136,10 +136,10 @@ class Run:
                     buffer.add_(1)
 
     def save(self, folder: Path, step: int) -> None:
-        save(self.schedule, folder, step=step, optimizer=self.optimizer, name_map=same)
+        save(self.schedule, folder, step=step, optimizer=self.optimizer, name_map=keep_name)
 
     def load(self, folder: Path) -> None:
-        state = load(self.schedule, folder, step=3, optimizer=self.optimizer, name_map=same)
+        state = load(self.schedule, folder, step=3, optimizer=self.optimizer, name_map=keep_name)
         assert state == {"step": 3, "extra": {}}
 
 
@@ -261,7 +261,9 @@ CLOSE = [("two ranks", name) for name in TWO_REPLICAS | FOUR_RANKS] + [("replica
 
 @pytest.mark.parametrize(("base", "name"), SAME_BITS + CLOSE)
 def test_any_layout_loads_saved_values(base: str, name: str, folder: Path) -> None:
-    assert not compute_differences(whole(folder / base, 3), whole(folder / base / name, 3))
+    assert not compute_differences(
+        read_checkpoint_tensors(folder / base, 3), read_checkpoint_tensors(folder / base / name, 3)
+    )
 
 
 @pytest.mark.parametrize(("base", "name"), SAME_BITS)
@@ -271,7 +273,10 @@ def test_layouts_with_equal_sums_resume_bit_for_bit(base: str, name: str, folder
     From the second step on, every weight depends on the tied weight.
     """
     at_4, at_6 = (
-        compute_differences(whole(folder / base, step), whole(folder / base / name, step))
+        compute_differences(
+            read_checkpoint_tensors(folder / base, step),
+            read_checkpoint_tensors(folder / base / name, step),
+        )
         for step in (4, 6)
     )
     if name in ONE_TIED_COPY:
@@ -283,7 +288,9 @@ def test_layouts_with_equal_sums_resume_bit_for_bit(base: str, name: str, folder
 
 @pytest.mark.parametrize(("base", "name"), CLOSE)
 def test_other_layouts_resume_with_nearly_equal_values(base: str, name: str, folder: Path) -> None:
-    differences = compute_differences(whole(folder / base, 6), whole(folder / base / name, 6))
+    differences = compute_differences(
+        read_checkpoint_tensors(folder / base, 6), read_checkpoint_tensors(folder / base / name, 6)
+    )
     assert differences
     assert max(differences.values()) < 1e-6
 
@@ -292,8 +299,10 @@ def test_other_layouts_resume_with_nearly_equal_values(base: str, name: str, fol
 @pytest.mark.parametrize("stages", [2, 4])
 def test_executor_resumes_from_schedule_checkpoint(stages: int, folder: Path) -> None:
     ranks = in_process(stages)
-    load(ranks, folder / "two ranks", step=3, name_map=same)
+    load(ranks, folder / "two ranks", step=3, name_map=keep_name)
     steps_in_process(ranks, 3, 6)
     target = folder / "two ranks" / f"executor {stages}"
-    save(ranks, target, step=6, name_map=same)
-    assert not compute_differences(whole(folder / "two ranks", 6), whole(target, 6))
+    save(ranks, target, step=6, name_map=keep_name)
+    assert not compute_differences(
+        read_checkpoint_tensors(folder / "two ranks", 6), read_checkpoint_tensors(target, 6)
+    )

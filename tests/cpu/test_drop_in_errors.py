@@ -27,13 +27,13 @@ from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.torch_pipelining import Schedule
 from schedir.torch_pipelining.program_selection import get_progress_model
 from schedir.verify.check import check
-from tests.cpu.drop_in_steps import MB, made
+from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule
 from tests.cpu.gloo_processes import run
-from tests.cpu.torch_pipelines import batch, model, stage_of
+from tests.cpu.torch_pipelines import make_batch, make_model, make_stage
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "torch_face.txt"
-ONE = compile(schedules.one_f_one_b, PipelineShape(2, MB))
-LOOP = PipelineShape(2, MB, 2)
+ONE = compile(schedules.one_f_one_b, PipelineShape(2, N_MICROBATCHES))
+LOOP = PipelineShape(2, N_MICROBATCHES, 2)
 
 
 def swap_receives() -> Program:
@@ -50,17 +50,17 @@ def swap_receives() -> Program:
 
 
 def make_local_stages(rank: int, stages: int, placement: str = "loop") -> dict[int, nn.Module]:
-    layers = model(stages)
-    local_stages = PipelineShape(2, MB, stages // 2, placement).stages_on_rank[rank]
+    layers = make_model(stages)
+    local_stages = PipelineShape(2, N_MICROBATCHES, stages // 2, placement).stages_on_rank[rank]
     return {s: layers[s] for s in local_stages}
 
 
 def make_two_stages(rank: int, **options: Any) -> Schedule:
-    return made(make_local_stages(rank, 2), 2, **({"schedule": "one_f_one_b"} | options))
+    return make_schedule(make_local_stages(rank, 2), 2, **({"schedule": "one_f_one_b"} | options))
 
 
 def make_four_stages(rank: int, **options: Any) -> Schedule:
-    return made(make_local_stages(rank, 4), 4, **options)
+    return make_schedule(make_local_stages(rank, 4), 4, **options)
 
 
 def run_refused_step(rank: int, *inputs: Any, **options: Any) -> Any:
@@ -75,8 +75,8 @@ WRONG: dict[str, Callable[[int], Any]] = {
     "a schedule that is none": lambda r: make_two_stages(r, schedule=3),
     "a program that is none": lambda r: make_two_stages(r, schedule=None, program="one_f_one_b"),
     "a runtime of another name": lambda r: make_two_stages(r, runtime="nccl"),
-    "modules": lambda r: Schedule(model(2), MB, mse_loss, schedule="gpipe"),  # type: ignore[arg-type]
-    "no stages": lambda r: Schedule([], MB, mse_loss, schedule="gpipe"),
+    "modules": lambda r: Schedule(make_model(2), N_MICROBATCHES, mse_loss, schedule="gpipe"),  # type: ignore[arg-type]
+    "no stages": lambda r: Schedule([], N_MICROBATCHES, mse_loss, schedule="gpipe"),
     "no microbatches": lambda r: make_two_stages(r, n_microbatches=0),
     "other microbatches": lambda r: make_two_stages(r, n_microbatches=4 + r),
     "a loss that is none": lambda r: make_two_stages(r, loss_fn="mse"),
@@ -85,7 +85,7 @@ WRONG: dict[str, Callable[[int], Any]] = {
         r, schedule=None, program=compile(schedules.one_f_one_b, PipelineShape(2, 8))
     ),
     "a program of another placement": lambda r: make_four_stages(
-        r, program=compile(schedules.zb_v, PipelineShape(2, MB, placement="vee"))
+        r, program=compile(schedules.zb_v, PipelineShape(2, N_MICROBATCHES, placement="vee"))
     ),
     "a program that trains without a loss": lambda r: make_two_stages(
         r, schedule=None, program=ONE, loss_fn=None
@@ -93,42 +93,54 @@ WRONG: dict[str, Callable[[int], Any]] = {
     "a schedule of another placement": lambda r: make_four_stages(r, schedule="zb_v"),
     "programs that differ": lambda r: make_two_stages(r, schedule=["gpipe", "one_f_one_b"][r]),
     "two holders": lambda r: make_four_stages(
-        r, program=expand_schedule(schedules.dualpipe, PipelineShape(2, MB, 2, "mirror"))
+        r,
+        program=expand_schedule(schedules.dualpipe, PipelineShape(2, N_MICROBATCHES, 2, "mirror")),
     ),
     "transfers as one": lambda r: make_two_stages(
-        r, schedule=None, program=compile(schedules.one_f_one_b, PipelineShape(2, MB), overlap=True)
+        r,
+        schedule=None,
+        program=compile(schedules.one_f_one_b, PipelineShape(2, N_MICROBATCHES), overlap=True),
     ),
     "a program with ZeRO": lambda r: make_two_stages(
-        r, schedule=None, program=compile(schedules.one_f_one_b, PipelineShape(2, MB), dp=2, zero=1)
+        r,
+        schedule=None,
+        program=compile(schedules.one_f_one_b, PipelineShape(2, N_MICROBATCHES), dp=2, zero=1),
     ),
-    "a program with experts": lambda r: made(
-        {s: model(6)[s] for s in range(3 * r, 3 * r + 3)},
+    "a program with experts": lambda r: make_schedule(
+        {s: make_model(6)[s] for s in range(3 * r, 3 * r + 3)},
         6,
         schedule=None,
-        program=compile("one_f_one_b", PipelineShape(2, MB), dp=2, ep=2, stage_segments="dc"),
+        program=compile(
+            "one_f_one_b", PipelineShape(2, N_MICROBATCHES), dp=2, ep=2, stage_segments="dc"
+        ),
     ),
     "messages that would be taken for each other": lambda r: make_four_stages(
         r, program=swap_receives()
     ),
-    "a stage twice": lambda r: made({0: model(2)[0]}, 2, schedule="gpipe"),
-    "a stage that nobody has": lambda r: made({2 * r: model(4)[r]}, 4, schedule="gpipe"),
+    "a stage twice": lambda r: make_schedule({0: make_model(2)[0]}, 2, schedule="gpipe"),
+    "a stage that nobody has": lambda r: make_schedule(
+        {2 * r: make_model(4)[r]}, 4, schedule="gpipe"
+    ),
     "unsharded_stages": lambda r: make_two_stages(r, unsharded_stages=0),
     "a list later": lambda r: make_two_stages(r)._load_csv("x.csv"),
     "a step of forwards alone": lambda r: make_two_stages(r, schedule="forward_only").step(),
     "a whole batch and microbatches": lambda r: run_refused_step(
-        r, target=batch()[1], target_mbs=[*batch()[1].chunk(MB)]
+        r, target=make_batch()[1], target_mbs=[*make_batch()[1].chunk(N_MICROBATCHES)]
     ),
     "a batch that n_microbatches does not divide": lambda r: run_refused_step(
-        r, torch.ones(MB + 1, 8), target=torch.ones(MB + 1, 8)
+        r, torch.ones(N_MICROBATCHES + 1, 8), target=torch.ones(N_MICROBATCHES + 1, 8)
     ),
     "a batch with fewer samples than n_microbatches": lambda r: run_refused_step(
-        r, target=torch.ones(MB - 1, 8)
+        r, target=torch.ones(N_MICROBATCHES - 1, 8)
     ),
     "the same for schedir's executor": lambda r: make_two_stages(r, runtime="schedir").step(
-        *[torch.ones(MB + 1, 8)] * (r == 0), target=torch.ones(MB, 8) if r else None
+        *[torch.ones(N_MICROBATCHES + 1, 8)] * (r == 0),
+        target=torch.ones(N_MICROBATCHES, 8) if r else None,
     ),
     "microbatches that are no tuples": lambda r: run_refused_step(
-        r, arg_mbs=[*torch.ones(MB, 1, 8)], target_mbs=[*torch.ones(MB, 1, 8)]
+        r,
+        arg_mbs=[*torch.ones(N_MICROBATCHES, 1, 8)],
+        target_mbs=[*torch.ones(N_MICROBATCHES, 1, 8)],
     ),
     "a class of torch": lambda r: make_two_stages(r, schedule=theirs.Schedule1F1B),
 }
@@ -190,12 +202,14 @@ def test_gloo_matches_by_position_and_allows_both_directions() -> None:
 
 def compute_gradient_error(rank: int, path: str) -> float:
     """Run an unproven program under torch's runtime, and return its largest gradient error."""
-    parts, layers = make_local_stages(rank, 4), model(4)
-    (x, y), plain = batch(), layers
-    for pair in zip(x.chunk(MB), y.chunk(MB), strict=True):
-        (mse_loss(plain(pair[0]), pair[1]) / MB).backward()
-    pipeline_stages = [stage_of(part, s, 4) for s, part in parts.items()]
-    runtime = theirs._PipelineScheduleRuntime(pipeline_stages, n_microbatches=MB, loss_fn=mse_loss)
+    parts, layers = make_local_stages(rank, 4), make_model(4)
+    (x, y), plain = make_batch(), layers
+    for pair in zip(x.chunk(N_MICROBATCHES), y.chunk(N_MICROBATCHES), strict=True):
+        (mse_loss(plain(pair[0]), pair[1]) / N_MICROBATCHES).backward()
+    pipeline_stages = [make_stage(part, s, 4) for s, part in parts.items()]
+    runtime = theirs._PipelineScheduleRuntime(
+        pipeline_stages, n_microbatches=N_MICROBATCHES, loss_fn=mse_loss
+    )
     runtime._load_csv(path, format="compute_comms")
     runtime.step(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
     largest_error = 0.0

@@ -11,9 +11,9 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from tests.cpu.drop_in_steps import MB, made, run
+from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule, run_step
 from tests.cpu.gloo_processes import run as spawn
-from tests.cpu.torch_pipelines import WIDTH, batch
+from tests.cpu.torch_pipelines import WIDTH, make_batch
 
 
 class Stage(nn.Module):
@@ -96,7 +96,7 @@ class RetainedGradients(Stage):
         self.kept.append(y)
 
     def retained(self) -> None:
-        self.see(*(y.grad for y in self.kept[-MB:]))
+        self.see(*(y.grad for y in self.kept[-N_MICROBATCHES:]))
 
 
 class WeightViewHook(Stage):
@@ -186,7 +186,7 @@ class OutputWithoutInput(Stage):
 
     def forward(self, x: Tensor) -> Any:
         self.calls += 1
-        if self.number == 2 and self.calls % MB == 2:
+        if self.number == 2 and self.calls % N_MICROBATCHES == 2:
             return torch.tanh(self.table).expand_as(x) + 0 * x.detach()
         return super().forward(x)
 
@@ -261,14 +261,16 @@ def list_differences(rank: int, kinds: list[type[Stage]], runtime: str) -> list[
         expected_stages, stages = (nn.ModuleList(kind(s) for s in range(4)) for _ in range(2))
         stages.load_state_dict(expected_stages.state_dict())
         parts = {s: stages[s] for s in ([0, 3], [1, 2])[rank]}
-        schedule = made(parts, 4, schedule="zb_v", runtime=runtime, allow_identical_stages=True)
+        schedule = make_schedule(
+            parts, 4, schedule="zb_v", runtime=runtime, allow_identical_stages=True
+        )
         for step in range(3):
-            x, y = batch()
+            x, y = make_batch()
             x = x + step
             for model in (expected_stages, stages):
                 model.zero_grad()
             run_plain_step(expected_stages, x, y)
-            run(schedule, parts, x, y)
+            run_step(schedule, parts, x, y)
             for s, stage in parts.items():
                 names = _list_different_names(stage, expected_stages[s], warm=step > 0)
                 differences += [f"{kind.__name__} {s} {name} in step {step}" for name in names]
@@ -277,14 +279,14 @@ def list_differences(rank: int, kinds: list[type[Stage]], runtime: str) -> list[
 
 def run_plain_step(model: nn.ModuleList, x: Tensor, y: Tensor) -> None:
     """Run a step without a pipeline."""
-    for rows, target in zip(x.chunk(MB), y.chunk(MB), strict=True):
+    for rows, target in zip(x.chunk(N_MICROBATCHES), y.chunk(N_MICROBATCHES), strict=True):
         output = rows
         for stage in model:
             output = stage(output)
         mse_loss(output, target).backward()
     for p in model.parameters():
         if p.grad is not None:
-            p.grad /= MB
+            p.grad /= N_MICROBATCHES
 
 
 def _list_different_names(actual: Any, expected: Any, *, warm: bool) -> list[str]:

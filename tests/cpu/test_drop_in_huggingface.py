@@ -24,13 +24,13 @@ from tests.cpu.huggingface_models import (
     MICROBATCHES,
     RANKS,
     TIED,
-    Left,
     Pipeline,
-    Whole,
-    in_example,
+    RankResults,
+    WholeModelRun,
+    get_stage_factory,
+    load_example_function,
     loss_fn,
-    stage_class,
-    whole,
+    run_whole_model,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -84,9 +84,9 @@ MODELS_AND_RUNTIMES: list[tuple[str, Runtime]] = [
 Key = tuple[str, str, str, str]
 
 
-def run_all_cases(rank: int) -> dict[Key, Left]:
+def run_all_cases(rank: int) -> dict[Key, RankResults]:
     """Return a rank's results of each case: a step, `eval`, and another step."""
-    results: dict[Key, Left] = {}
+    results: dict[Key, RankResults] = {}
     for kind, runtime in MODELS_AND_RUNTIMES:
         for name in NAMES[kind]:
             pipeline = make_pipeline(rank, kind, runtime, CASES[name])
@@ -103,8 +103,8 @@ def run_all_cases(rank: int) -> dict[Key, Left]:
 
 
 def make_pipeline(rank: int, kind: str, runtime: Runtime, case: Case, **options: Any) -> Pipeline:
-    model = whole(kind).model
-    stages = [stage_class(kind)(model, s, case.stages) for s in range(case.stages)]
+    model = run_whole_model(kind).model
+    stages = [get_stage_factory(kind)(model, s, case.stages) for s in range(case.stages)]
     if not options:
         options["tied_weights"] = schedir.find_tied_weights(stages)
     return Pipeline(
@@ -117,10 +117,10 @@ def make_pipeline(rank: int, kind: str, runtime: Runtime, case: Case, **options:
 
 
 @pytest.fixture(scope="module")
-def results_by_rank() -> list[dict[Key, Left]]:
+def results_by_rank() -> list[dict[Key, RankResults]]:
     """Run all cases in processes that start once and have the imports of this process."""
     for kind in KINDS:
-        whole(kind), stage_class(kind)
+        run_whole_model(kind), get_stage_factory(kind)
     return run_processes(
         run_all_cases, RANKS, context=multiprocessing.get_context("fork"), timeout=240
     )
@@ -131,9 +131,9 @@ def results_by_rank() -> list[dict[Key, Left]]:
     [(*result, name) for result in MODELS_AND_RUNTIMES for name in NAMES[result[0]]],
 )
 def test_gradients_and_losses_equal_one_process(
-    results_by_rank: list[dict[Key, Left]], kind: str, runtime: Runtime, name: str
+    results_by_rank: list[dict[Key, RankResults]], kind: str, runtime: Runtime, name: str
 ) -> None:
-    expected = whole(kind)
+    expected = run_whole_model(kind)
     for run_name in ("step", "again", "by hand"):
         ranks = [
             results[kind, runtime, name, run_name]
@@ -151,15 +151,15 @@ def test_gradients_and_losses_equal_one_process(
 
 @pytest.mark.parametrize(("kind", "runtime"), MODELS_AND_RUNTIMES)
 def test_eval_returns_losses_and_outputs_without_gradients(
-    results_by_rank: list[dict[Key, Left]], kind: str, runtime: Runtime
+    results_by_rank: list[dict[Key, RankResults]], kind: str, runtime: Runtime
 ) -> None:
     """`eval` runs between two steps."""
     ranks = [results[kind, runtime, "ZB-V", "eval"] for results in results_by_rank]
     assert not any(result.off for result in ranks)
-    check_losses_and_logits(ranks, whole(kind))
+    check_losses_and_logits(ranks, run_whole_model(kind))
 
 
-def check_losses_and_logits(ranks: list[Left], expected: Whole) -> None:
+def check_losses_and_logits(ranks: list[RankResults], expected: WholeModelRun) -> None:
     """Check that only the rank of the last stage has losses and logits, and that they are equal."""
     ((losses, logits),) = [
         (result.losses, result.logits) for result in ranks if result.logits is not None
@@ -171,12 +171,12 @@ def check_losses_and_logits(ranks: list[Left], expected: Whole) -> None:
 def read_example_output(rank: int, runtime: str) -> str:
     """Return the output of a rank of the example."""
     with redirect_stdout(StringIO()) as out:
-        in_example("main")(rank, runtime)
+        load_example_function("main")(rank, runtime)
     return out.getvalue()
 
 
 def test_example_prints_losses_of_torch_schedule() -> None:
-    in_example("main")
+    load_example_function("main")
     context = multiprocessing.get_context("fork")
     ranks = [
         [*map(str.splitlines, run_processes(read_example_output, RANKS, runtime, context=context))]

@@ -11,10 +11,10 @@ from torch.nn.functional import mse_loss
 
 from schedir.errors import ModelError
 from schedir.torch_pipelining.output_checks import PendingOutputs
-from tests.cpu.drop_in_steps import MB, made, run
+from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule, run_step
 from tests.cpu.gloo_processes import RankError
 from tests.cpu.gloo_processes import run as spawn
-from tests.cpu.torch_pipelines import WIDTH, Layer, batch
+from tests.cpu.torch_pipelines import WIDTH, Layer, make_batch
 
 
 class BufferStage(nn.Module):
@@ -61,15 +61,15 @@ def step_equals_plain_loop(rank: int, how: str, last: bool, schedule: str) -> bo
     layers: list[Any] = [BufferStage(how), InPlaceStage()]
     if last:
         layers = [Layer(), BufferStage(how)]
-    pipeline = made({rank: layers[rank]}, 2, schedule=schedule)
-    x, y = batch()
+    pipeline = make_schedule({rank: layers[rank]}, 2, schedule=schedule)
+    x, y = make_batch()
     losses: list[Tensor] = []
-    outputs = run(pipeline, {rank: layers[rank]}, x, y, losses=losses if rank else None)
+    outputs = run_step(pipeline, {rank: layers[rank]}, x, y, losses=losses if rank else None)
     if rank == 0:
         return True
     expected = []
     with torch.no_grad():
-        for rows in x.chunk(MB):
+        for rows in x.chunk(N_MICROBATCHES):
             values = layers[0](rows)
             expected.append(
                 layers[1](*(values if isinstance(values, tuple) else (values,))).clone()
@@ -77,7 +77,7 @@ def step_equals_plain_loop(rank: int, how: str, last: bool, schedule: str) -> bo
     outputs_equal = torch.allclose(outputs, torch.cat(expected))
     return outputs_equal and all(
         torch.allclose(loss, mse_loss(output, target))
-        for loss, output, target in zip(losses, expected, y.chunk(MB), strict=True)
+        for loss, output, target in zip(losses, expected, y.chunk(N_MICROBATCHES), strict=True)
     )
 
 

@@ -23,9 +23,9 @@ from schedir.testing.strategies import programs
 from schedir.torch_pipelining import Schedule
 from schedir.torch_pipelining.actions import make_actions
 from schedir.torch_pipelining.fsdp_stages import insert_unshards, require_unsharded
-from tests.cpu.drop_in_steps import MB, Wrap, step_of
+from tests.cpu.drop_in_steps import N_MICROBATCHES, Wrap, make_step
 from tests.cpu.gloo_processes import run
-from tests.cpu.torch_pipelines import WIDTH, Step, batch, model, replicated
+from tests.cpu.torch_pipelines import WIDTH, Step, make_batch, make_model, make_replicated_step
 
 CASES = [
     ("one_f_one_b", "loop", 2),
@@ -61,11 +61,13 @@ def wrap_in_ddp(module: nn.Module, mesh: Any, **options: Any) -> nn.Module:
 
 def check_same_gradients(step: Step, stages: int, *, rows: int = 16, **options: Any) -> None:
     arguments: dict[str, Any] = {
-        "microbatches": 2 * MB,
+        "microbatches": 2 * N_MICROBATCHES,
         "loss_fn": mse_loss,
         "replicas": 2,
     } | options
-    assert_same_gradients(step, model(stages, TwoLayerStage), batch(rows), ranks=4, **arguments)
+    assert_same_gradients(
+        step, make_model(stages, TwoLayerStage), make_batch(rows), ranks=4, **arguments
+    )
 
 
 runtimes = pytest.mark.parametrize("runtime", ["torch", "schedir"])
@@ -79,13 +81,13 @@ def test_gradients_of_sharded_stages(
     """With one unsharded stage, forwards reshard stages, as `fully_shard` does by default."""
     wrap = sharded(reshard_after_forward=active == 1)
     options: dict[str, Any] = {"unsharded_stages": active, "runtime": runtime}
-    check_same_gradients(step_of(placement, schedule=name, dp=2, wrap=wrap, **options), stages)
+    check_same_gradients(make_step(placement, schedule=name, dp=2, wrap=wrap, **options), stages)
 
 
 @runtimes
 def test_gradients_of_stages_sharded_as_one_module(runtime: str) -> None:
     wrap = sharded(parts=False)
-    check_same_gradients(step_of("vee", schedule="zb_v", dp=2, wrap=wrap, runtime=runtime), 4)
+    check_same_gradients(make_step("vee", schedule="zb_v", dp=2, wrap=wrap, runtime=runtime), 4)
 
 
 @runtimes
@@ -93,7 +95,7 @@ def test_gradients_of_sharded_stages_in_mixed_precision(runtime: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     wrap = sharded(mp_policy=policy)
     check_same_gradients(
-        step_of("vee", schedule="zb_v", dp=2, wrap=wrap, runtime=runtime), 4, tolerance=0.02
+        make_step("vee", schedule="zb_v", dp=2, wrap=wrap, runtime=runtime), 4, tolerance=0.02
     )
 
 
@@ -116,11 +118,11 @@ def compute_reduced_gradients(
     def keep(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
         parameters[:] = [p for stage in parts.values() for p in stage.parameters()]
 
-    step = step_of(
+    step = make_step(
         "vee", schedule=schedule, dp=2, wrap=wrap, around=keep, steps=2, n_microbatches=8,
         runtime=runtime,
     )  # fmt: skip
-    step(rank, 4, model(4, TwoLayerStage), batch(64))
+    step(rank, 4, make_model(4, TwoLayerStage), make_batch(64))
     return [p.grad.to_local() for p in parameters]  # type: ignore[union-attr]
 
 
@@ -165,13 +167,15 @@ def test_sharded_gradients_accumulate_past_evaluation(runtime: str) -> None:
             schedule.eval(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
 
     options: dict[str, Any] = {"steps": 2, "around": evaluate_between, "runtime": runtime}
-    step = step_of("vee", schedule="zb_v", dp=2, wrap=sharded(), **options)
-    check_same_gradients(step, 4, rows=32, microbatches=4 * MB, reduction=2 * MB)
+    step = make_step("vee", schedule="zb_v", dp=2, wrap=sharded(), **options)
+    check_same_gradients(
+        step, 4, rows=32, microbatches=4 * N_MICROBATCHES, reduction=2 * N_MICROBATCHES
+    )
 
 
 @pytest.mark.parametrize(("name", "placement", "stages"), CASES)
 def test_gradients_of_replicated_stages(name: str, placement: str, stages: int) -> None:
-    check_same_gradients(step_of(placement, schedule=name, dp=2, wrap=wrap_in_ddp), stages)
+    check_same_gradients(make_step(placement, schedule=name, dp=2, wrap=wrap_in_ddp), stages)
 
 
 @pytest.mark.parametrize("option", [None, "gradient_as_bucket_view", "static_graph"])
@@ -182,14 +186,16 @@ def test_replicated_gradients_accumulate_over_steps(
     """The options make DDP overwrite earlier gradients, or count backwards."""
     options: dict[str, Any] = {option: True} if option else {}
     wrap = partial(wrap_in_ddp, **options)
-    step = step_of(placement, schedule=name, dp=2, wrap=wrap, steps=2)
-    check_same_gradients(step, stages, rows=32, microbatches=4 * MB, reduction=2 * MB)
+    step = make_step(placement, schedule=name, dp=2, wrap=wrap, steps=2)
+    check_same_gradients(
+        step, stages, rows=32, microbatches=4 * N_MICROBATCHES, reduction=2 * N_MICROBATCHES
+    )
 
 
 def test_torch_schedule_does_not_reduce_replicated_gradients() -> None:
     """torch 2.13 still has the bug pytorch#144530. After its fix, our code is not needed."""
     with pytest.raises(AssertionError, match="12 of 16 gradients differ"):
-        check_same_gradients(replicated("ScheduleZBVZeroBubble", wrap_in_ddp), 4)
+        check_same_gradients(make_replicated_step("ScheduleZBVZeroBubble", wrap_in_ddp), 4)
 
 
 def test_ddp_communication_hook_is_refused() -> None:
@@ -199,7 +205,7 @@ def test_ddp_communication_hook_is_refused() -> None:
         return ddp  # type: ignore[no-any-return]
 
     with pytest.raises(ExecutionError, match="with a communication hook"):
-        check_same_gradients(step_of("vee", schedule="zb_v", dp=2, wrap=wrap_with_hook), 4)
+        check_same_gradients(make_step("vee", schedule="zb_v", dp=2, wrap=wrap_with_hook), 4)
 
 
 def test_partly_sharded_stage_is_refused() -> None:
@@ -208,7 +214,7 @@ def test_partly_sharded_stage_is_refused() -> None:
         return module
 
     with pytest.raises(ExecutionError, match="some modules of stage 0 are sharded"):
-        check_same_gradients(step_of("loop", schedule="gpipe", dp=2, wrap=shard_one_layer), 2)
+        check_same_gradients(make_step("loop", schedule="gpipe", dp=2, wrap=shard_one_layer), 2)
 
 
 def wrap_and_compile(module: Any, mesh: Any) -> Any:
@@ -228,7 +234,7 @@ def replicate_in_place(module: Any, mesh: Any) -> Any:
 def test_replicas_inside_stage_are_refused(wrap: Wrap) -> None:
     """torch's runtime would not tell DDP which backward is the last one."""
     with pytest.raises(ExecutionError, match="some modules of stage 0 are replicated"):
-        check_same_gradients(step_of("loop", schedule="one_f_one_b", dp=2, wrap=wrap), 2)
+        check_same_gradients(make_step("loop", schedule="one_f_one_b", dp=2, wrap=wrap), 2)
 
 
 @given(programs(), st.integers(1, 4))

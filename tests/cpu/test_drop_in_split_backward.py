@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
 
 from schedir.torch_pipelining import Schedule
-from tests.cpu.drop_in_steps import MB, made, run
+from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule, run_step
 from tests.cpu.gloo_processes import RankError
 from tests.cpu.gloo_processes import run as spawn
-from tests.cpu.torch_pipelines import WIDTH, Layer, batch, model
+from tests.cpu.torch_pipelines import WIDTH, Layer, make_batch, make_model
 
 
 class StageWithWeights(nn.Module):
@@ -91,28 +91,28 @@ KINDS: list[Callable[[], nn.Module]] = [
 def list_different_gradients(rank: int) -> list[tuple[str, str]]:
     """Return the parameters of a rank whose gradients differ from those of a plain loop."""
     different = []
-    x, y = batch()
+    x, y = make_batch()
     for kind in KINDS:
         torch.manual_seed(0)
         stages = nn.ModuleList([MeanOfInputs(), kind(), kind(), MeanOfInputs()])
         loss = LossWithWeight()
-        for rows, target in zip(x.chunk(MB), y.chunk(MB), strict=True):
+        for rows, target in zip(x.chunk(N_MICROBATCHES), y.chunk(N_MICROBATCHES), strict=True):
             values: Any = (rows,)
             for stage in stages:
                 out = stage(*values)
                 values = out if isinstance(out, tuple) else (out,)
-            (loss(values[0], target) / MB).backward()
+            (loss(values[0], target) / N_MICROBATCHES).backward()
         expected = {name: p.grad for name, p in stages.named_parameters()}
         loss_gradient = loss.scale.grad
         stages.zero_grad()
         loss.zero_grad()
         parts = {s: stages[s] for s in ([0, 3], [1, 2])[rank]}
-        run(made(parts, 4, schedule="zb_v", loss_fn=loss), parts, x, y)
+        run_step(make_schedule(parts, 4, schedule="zb_v", loss_fn=loss), parts, x, y)
         actual = {
             f"{s}.{name}": p.grad for s, m in parts.items() for name, p in m.named_parameters()
         }
         if rank == 0:  # the loss is in no stage, so its gradient is not divided
-            actual["loss"] = None if loss.scale.grad is None else loss.scale.grad / MB
+            actual["loss"] = None if loss.scale.grad is None else loss.scale.grad / N_MICROBATCHES
             expected["loss"] = loss_gradient
         for name, gradient in actual.items():
             is_equal = gradient is expected[name]  # if both are None
@@ -129,15 +129,15 @@ def test_split_backward_has_all_gradients() -> None:
 
 def run_two_schedules(rank: int) -> list[bool]:
     """Run two schedules of the same stages, with different shapes and microbatches."""
-    layers = model(2)
+    layers = make_model(2)
     parts: dict[int, nn.Module] = {rank: layers[rank]}
-    first = made(parts, 2, schedule="one_f_one_b")
+    first = make_schedule(parts, 2, schedule="one_f_one_b")
     second = Schedule(first._stages, 2, mse_loss, schedule="zb_h1")
     are_equal = []
     for schedule, rows in [(first, 8), (second, 12), (first, 8), (second, 12)]:
-        x, y = batch(rows)
+        x, y = make_batch(rows)
         layers.zero_grad()
-        run(schedule, parts, x, y)
+        run_step(schedule, parts, x, y)
         expected = torch.autograd.grad(mse_loss(layers(x), y), [*layers[rank].parameters()])
         actual: Any = [p.grad for p in layers[rank].parameters()]
         are_equal.append(all(map(torch.allclose, actual, expected)))
@@ -149,10 +149,10 @@ def test_two_schedules_run_same_stages_alternately() -> None:
 
 
 def evaluate_batches(rank: int, *rows: int) -> None:
-    parts: dict[int, nn.Module] = {rank: model(2)[rank]}
-    schedule = made(parts, 2, schedule="one_f_one_b")
+    parts: dict[int, nn.Module] = {rank: make_model(2)[rank]}
+    schedule = make_schedule(parts, 2, schedule="one_f_one_b")
     for n in rows:
-        x, _ = batch(n)
+        x, _ = make_batch(n)
         schedule.eval(*((x,) if rank == 0 else ()))
 
 

@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from schedir import TiedWeights, find_tied_weights
 from schedir.errors import ExecutionError, ModelError
 from schedir.testing.gradient_assertion import assert_same_gradients
-from tests.cpu.drop_in_steps import MB, made, step_of
+from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule, make_step
 from tests.cpu.gloo_processes import run as spawn
 from tests.cpu.test_drop_in_replicas import sharded
-from tests.cpu.torch_pipelines import WIDTH, Step, batch
+from tests.cpu.torch_pipelines import WIDTH, Step, make_batch
 
 
 class TiedStage(nn.Module):
@@ -43,8 +43,12 @@ def tied_model(stages: int, shared: tuple[int, ...]) -> nn.Sequential:
 def check_same_gradients(
     step: Step, stages: int = 4, shared: tuple[int, ...] = (0, 3), **options: Any
 ) -> None:
-    arguments: dict[str, Any] = {"microbatches": MB, "ranks": 2, "loss_fn": mse_loss} | options
-    assert_same_gradients(step, tied_model(stages, shared), batch(16), **arguments)
+    arguments: dict[str, Any] = {
+        "microbatches": N_MICROBATCHES,
+        "ranks": 2,
+        "loss_fn": mse_loss,
+    } | options
+    assert_same_gradients(step, tied_model(stages, shared), make_batch(16), **arguments)
 
 
 def tie_weights(*stages: int) -> TiedWeights:
@@ -66,21 +70,21 @@ def test_gradients_equal_those_of_one_weight(
 ) -> None:
     assert find_tied_weights([*tied_model(stages, shared)]) == tie_weights(*shared)
     check_same_gradients(
-        step_of(placement, schedule=name, tied_weights=tie_weights(*shared)), stages, shared
+        make_step(placement, schedule=name, tied_weights=tie_weights(*shared)), stages, shared
     )
 
 
 def test_one_parameter_in_two_stages_of_rank_needs_no_option() -> None:
-    check_same_gradients(step_of("vee", schedule="zb_v"))
+    check_same_gradients(make_step("vee", schedule="zb_v"))
 
 
 def test_each_step_sums_only_its_gradients() -> None:
-    step = step_of("loop", schedule="interleaved", tied_weights=tie_weights(0, 3), steps=2)
-    check_same_gradients(step, microbatches=2 * MB, reduction=MB)
-    step = step_of(
+    step = make_step("loop", schedule="interleaved", tied_weights=tie_weights(0, 3), steps=2)
+    check_same_gradients(step, microbatches=2 * N_MICROBATCHES, reduction=N_MICROBATCHES)
+    step = make_step(
         "loop", schedule="zb_h1", tied_weights=tie_weights(0, 1), steps=2, scale_grads=False
     )
-    check_same_gradients(step, 2, (0, 1), microbatches=2 * MB, reduction="sum")
+    check_same_gradients(step, 2, (0, 1), microbatches=2 * N_MICROBATCHES, reduction="sum")
 
 
 @pytest.mark.parametrize("how", ["sharded", "replicated"])
@@ -89,13 +93,13 @@ def test_tied_weights_with_replicas(how: str) -> None:
         return DistributedDataParallel(module, process_group=mesh.get_group())
 
     wrap = in_ddp if how == "replicated" else sharded()
-    step = step_of("loop", schedule="zb_h1", tied_weights=tie_weights(0, 1), dp=2, wrap=wrap)
-    check_same_gradients(step, 2, (0, 1), ranks=4, replicas=2, microbatches=2 * MB)
+    step = make_step("loop", schedule="zb_h1", tied_weights=tie_weights(0, 1), dp=2, wrap=wrap)
+    check_same_gradients(step, 2, (0, 1), ranks=4, replicas=2, microbatches=2 * N_MICROBATCHES)
 
 
 def test_equal_untied_weights_are_refused() -> None:
     with pytest.raises(ExecutionError, match="are equal, but they are not tied"):
-        check_same_gradients(step_of("loop", schedule="zb_h1"), 2, (0, 1))
+        check_same_gradients(make_step("loop", schedule="zb_h1"), 2, (0, 1))
 
 
 def run_stage_from_meta_device(rank: int, differ: bool) -> str:
@@ -105,14 +109,14 @@ def run_stage_from_meta_device(rank: int, differ: bool) -> str:
     """
     with torch.device("meta"):
         stage = TiedStage()
-    schedule = made({rank: stage}, 2, schedule="zb_h1", tied_weights=tie_weights(0, 1))
+    schedule = make_schedule({rank: stage}, 2, schedule="zb_h1", tied_weights=tie_weights(0, 1))
     stage.to_empty(device="cpu")
     torch.manual_seed(0)
     nn.init.normal_(stage.a.weight, std=1.0 + rank * differ)
     torch.manual_seed(1 + rank)
     nn.init.normal_(stage.b.weight)
     nn.init.zeros_(stage.b.bias)
-    x, y = batch()
+    x, y = make_batch()
     try:
         schedule.step(*((x,) if rank == 0 else ()), target=y if rank else None)
     except ModelError as error:

@@ -19,7 +19,7 @@ from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import chimera, interleaved, one_f_one_b
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import gradients
+from tests.cpu.tiny_stages import copy_gradients
 
 CONFIG = gpt.GPTConfig(vocab=32, layers=2, hidden=16, heads=2, context=8, dropout=0.3, tied=False)
 
@@ -67,7 +67,7 @@ def _record_tensor_parallel_step(rank: int) -> Any:
     executor = Executor(program, 0, {0: stage}, transport, loss=loss, boundary=shape)
     with _DropoutRecorder() as recorder:
         executor.step(*_make_tokens(2))
-    return recorder.whole, recorder.seeds, gradients([stage])[0]["norm.weight"]
+    return recorder.whole, recorder.seeds, copy_gradients([stage])[0]["norm.weight"]
 
 
 def test_tensor_parallel_ranks_share_masks_outside_of_attention() -> None:

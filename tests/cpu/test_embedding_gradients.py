@@ -21,7 +21,7 @@ from schedir.runtime.autograd.split_backward import (
     embedding,
     linear,
 )
-from tests.cpu.largest_tensor import Largest
+from tests.cpu.largest_tensor import TensorSizeRecorder
 
 torch.set_num_threads(1)
 
@@ -122,7 +122,7 @@ def test_int32_tokens_and_lower_precision_gradients_equal_torch(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_backward_allocates_no_tensor_as_large_as_weight(dtype: torch.dtype, late: bool) -> None:
     weight = make_weight(dtype, torch.float32)
-    with Largest() as largest:
+    with TensorSizeRecorder() as largest:
         run_backward(embedding(TOKENS, weight), late)
     assert 0 < largest.most <= TOKENS.numel() * HIDDEN
 

@@ -15,7 +15,7 @@ from schedir.models import gpt
 from schedir.training.batches.text_batches import Corpus
 from schedir.training.config.config_file import read_config
 from schedir.training.train import run
-from tests.cpu.train_command import alone, train
+from tests.cpu.train_command import train, train_in_this_process
 
 DROPOUT = ["model.dropout=0.2", "pipeline.tp=1"]
 
@@ -34,7 +34,7 @@ def test_held_out_loss_equals_plain_model(
     text = tmp_path / "held-out.txt"
     text.write_text("never trained on " * 13)
     sets = [*DROPOUT, f'data.validation="{text}"', "train.lr=0", "train.min_lr=0"]
-    alone(config, tmp_path / "out", *sets, "train.evaluate_every=4")
+    train_in_this_process(config, tmp_path / "out", *sets, "train.evaluate_every=4")
     settings = read_config(config, [*sets, "pipeline.ranks=1", "pipeline.stages_per_rank=1"])
     batches = Corpus(settings).held_out_batches
     assert batches is not None and len(batches) % (3 * 2)
@@ -73,9 +73,9 @@ def test_resumed_run_keeps_earlier_evaluations(config: str, tmp_path: Path) -> N
     """The resumed run drops evaluations that came after its checkpoint."""
     sets = [*DROPOUT, "data.validation=0.1", "train.evaluate_every=1"]
     saved = [*sets, f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=2"]
-    alone(config, tmp_path / "out", *saved, "train.steps=3")
+    train_in_this_process(config, tmp_path / "out", *saved, "train.steps=3")
     shutil.rmtree(tmp_path / "saved" / "step-00000003")
     (tmp_path / "out" / "summary.json").unlink()
-    alone(config, tmp_path / "out", *saved, "train.steps=3")
-    alone(config, tmp_path / "plain", *sets, "train.steps=3")
+    train_in_this_process(config, tmp_path / "out", *saved, "train.steps=3")
+    train_in_this_process(config, tmp_path / "plain", *sets, "train.steps=3")
     assert read_evaluations(tmp_path / "out") == read_evaluations(tmp_path / "plain")

@@ -38,12 +38,12 @@ from tests.cpu.tiny_stages import (
     BOUNDARY,
     CONTEXT,
     HIDDEN,
-    batch,
-    expected,
+    copy_gradients,
     gpt_stages,
-    gradients,
-    same_bits,
-    zb,
+    have_same_bits,
+    make_batch,
+    run_reference,
+    split_1f1b,
 )
 
 
@@ -101,7 +101,7 @@ def test_error_names_failing_stage() -> None:
     stages = gpt_stages(2, tied=False)
     stages[1] = Broken(1, 1)
     with pytest.raises(ExecutionError) as caught:
-        _make_executor(program, stages).step(*batch(2))
+        _make_executor(program, stages).step(*make_batch(2))
     site = caught.value.sites[0]
     assert (site.rank, str(site.instr)) == (1, "F 1.0") or str(site.instr) == "F 1.1"
     with pytest.raises(ExecutionError):
@@ -121,7 +121,7 @@ def test_output_that_does_not_match_boundary_is_refused(wrong: Any) -> None:
     program = compile(gpipe, PipelineShape(2, 2))
     stages = [WrongOutput(), gpt_stages(2, tied=False)[1]]
     with pytest.raises(ExecutionError) as caught:
-        _make_executor(program, stages).step(*batch(2))
+        _make_executor(program, stages).step(*make_batch(2))
     assert isinstance(caught.value.__cause__, ModelError)
     assert caught.value.sites[0].rank == 0
 
@@ -142,11 +142,11 @@ def test_unsplittable_stage_runs_full_backward_and_warns_once() -> None:
     shape = PipelineShape(2, 3)
     expected_stages, stages = [Plain(), Plain()], [Plain(), Plain()]
     run_sequential(expected_stages, x, x + 1, loss=loss)
-    ranks = InProcessExecutor(compile(zb, shape), stages, loss=loss, boundary=BOUNDARY)
+    ranks = InProcessExecutor(compile(split_1f1b, shape), stages, loss=loss, boundary=BOUNDARY)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ranks.step(x, x + 1)
-    assert same_bits(gradients(expected_stages), gradients(stages))
+    assert have_same_bits(copy_gradients(expected_stages), copy_gradients(stages))
     assert len(caught) == 2 and all("Plain" in str(w.message) for w in caught)
 
 
@@ -166,7 +166,7 @@ def _squares(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
 
-@pytest.mark.parametrize("schedule", [one_f_one_b, zb])
+@pytest.mark.parametrize("schedule", [one_f_one_b, split_1f1b])
 @pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (0, 1, 2), "parameterless", "mixed"])
 @pytest.mark.filterwarnings("ignore:.* is not split")
 def test_stages_with_few_trained_parameters(schedule: Any, frozen: Any) -> None:
@@ -190,9 +190,9 @@ def test_stages_with_few_trained_parameters(schedule: Any, frozen: Any) -> None:
     )
     for _ in range(2):
         assert torch.equal(ranks.step(x, x + 1, 0.5), total)
-        assert same_bits(gradients(expected_stages), gradients(stages))
+        assert have_same_bits(copy_gradients(expected_stages), copy_gradients(stages))
     assert frozen == (0, 1, 2) or any(
-        g.any() for grads in gradients(expected_stages) for g in grads.values()
+        g.any() for grads in copy_gradients(expected_stages) for g in grads.values()
     )
 
 
@@ -226,7 +226,7 @@ def test_sent_values_are_released_during_step(overlap: bool) -> None:
                 peak_counts[r, op] = max(peak_counts[r, op], count)
 
         rank.runner.run_instruction = run_and_count  # type: ignore[method-assign]
-    ranks.step(*batch(16), order_seed=1)
+    ranks.step(*make_batch(16), order_seed=1)
     assert not any(rank.state.service(PendingSends).works for rank in ranks.executors)
     # The tensors that the schedule holds, and one or two that are released after the next send.
     assert (
@@ -242,7 +242,7 @@ def test_gradients_may_be_none_between_steps() -> None:
         stages = gpt_stages(2, tied=False)
         ranks = _make_executor(compile(one_f_one_b, shape), stages)
         for step in range(3):
-            inputs, targets, scale = batch(3, seed=step)
+            inputs, targets, scale = make_batch(3, seed=step)
             if case == "reference":
                 run_sequential(stages, inputs, targets, loss=gpt.loss, grad_scale=scale)
             else:
@@ -253,8 +253,10 @@ def test_gradients_may_be_none_between_steps() -> None:
                 if case == "forgotten":  # like zero_grad(set_to_none=True)
                     p.grad = None
         trained.append([{n: p.detach() for n, p in s.named_parameters()} for s in stages])
-    assert same_bits(trained[0], trained[1]) and same_bits(trained[0], trained[2])
-    assert not same_bits(trained[0], [dict(s.named_parameters()) for s in gpt_stages(2, False)])
+    assert have_same_bits(trained[0], trained[1]) and have_same_bits(trained[0], trained[2])
+    assert not have_same_bits(
+        trained[0], [dict(s.named_parameters()) for s in gpt_stages(2, False)]
+    )
 
 
 class Block(nn.Module):
@@ -282,14 +284,14 @@ def test_split_layers_compute_weight_gradients_in_w() -> None:
     )
     run_sequential(expected_blocks, x, x + 1, loss=_squares)
     ranks = InProcessExecutor(
-        compile(zb, PipelineShape(2, 4)), split_blocks, loss=_squares, boundary=BOUNDARY
+        compile(split_1f1b, PipelineShape(2, 4)), split_blocks, loss=_squares, boundary=BOUNDARY
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ranks.step(x, x + 1)
-    assert same_bits(gradients(expected_blocks), gradients(split_blocks))
+    assert have_same_bits(copy_gradients(expected_blocks), copy_gradients(split_blocks))
     plain = InProcessExecutor(
-        compile(zb, PipelineShape(2, 4)), _make_blocks(), loss=_squares, boundary=BOUNDARY
+        compile(split_1f1b, PipelineShape(2, 4)), _make_blocks(), loss=_squares, boundary=BOUNDARY
     )
     with pytest.warns(
         UserWarning, match=r"stage [01].*layers\.0 \(Linear\), layers\.2.*make_backward_splittable"
@@ -305,7 +307,7 @@ def test_layers_with_weight_hooks_are_not_split() -> None:
                 layer.weight.register_hook(lambda grad: grad / 2)
     x = torch.randn(4, BATCH, CONTEXT, HIDDEN)
     ranks = InProcessExecutor(
-        compile(zb, PipelineShape(2, 4)), stages, loss=_squares, boundary=BOUNDARY
+        compile(split_1f1b, PipelineShape(2, 4)), stages, loss=_squares, boundary=BOUNDARY
     )
     with pytest.warns(UserWarning, match=r"layers\.0 \(SplitLinear\)"):
         ranks.step(x, x + 1)
@@ -322,7 +324,7 @@ def test_missing_weight_gradients_of_split_are_refused() -> None:
     x = torch.randn(4, BATCH, CONTEXT, HIDDEN)
     stages = [make_backward_splittable(UnsplitBlock()), make_backward_splittable(Block())]
     ranks = InProcessExecutor(
-        compile(zb, PipelineShape(2, 4)), stages, loss=_squares, boundary=BOUNDARY
+        compile(split_1f1b, PipelineShape(2, 4)), stages, loss=_squares, boundary=BOUNDARY
     )
     with pytest.raises(ExecutionError) as caught:
         ranks.step(x, x + 1)
@@ -333,16 +335,16 @@ def test_forward_only_program_leaves_no_gradients() -> None:
     shape = PipelineShape(2, 3)
     program = compile(lambda r, P, m: m * F, shape)
     stages = gpt_stages(2, tied=False)
-    loss, _ = expected(shape, tied=False)
-    actual = _make_executor(program, stages).step(*batch(3))
+    loss, _ = run_reference(shape, tied=False)
+    actual = _make_executor(program, stages).step(*make_batch(3))
     assert torch.equal(actual, loss)
-    assert not any(g.any() for grads in gradients(stages) for g in grads.values())
+    assert not any(g.any() for grads in copy_gradients(stages) for g in grads.values())
 
 
 def test_instructions_use_values_of_their_table_row() -> None:
     """Each instruction of a middle stage reads, stores and frees the values that its row lists."""
     checked_ops = set()
-    for schedule, recompute in ((one_f_one_b, None), (zb, None), (one_f_one_b, "all")):
+    for schedule, recompute in ((one_f_one_b, None), (split_1f1b, None), (one_f_one_b, "all")):
         program = compile(schedule, PipelineShape(3, 3), tied_weights=True, recompute=recompute)
         ranks = InProcessExecutor(program, gpt_stages(3), loss=gpt.loss, boundary=BOUNDARY)
         middle = ranks.executors[1]
@@ -375,5 +377,5 @@ def test_instructions_use_values_of_their_table_row() -> None:
                 checked_ops.add(row.op)
 
         middle.runner.run_instruction = run_and_check  # type: ignore[method-assign]
-        ranks.step(*batch(3))
+        ranks.step(*make_batch(3))
     assert checked_ops == {op for op in COMPUTE_OPS + TRANSFER_OPS if "Skip" not in op.name}

@@ -21,7 +21,7 @@ from schedir.training.processes import process_world
 from schedir.training.train import run as train
 from tests.cases import cases
 from tests.cpu.gloo_processes import CONTEXT
-from tests.cpu.process_faults import goes_wrong
+from tests.cpu.process_faults import install_fault
 from tests.cpu.train_command import LIMIT
 
 Fault = tuple[
@@ -42,7 +42,7 @@ def run_process(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     if rank == process:
-        goes_wrong(kind, where, number)
+        install_fault(kind, where, number)
     assert trainer and process_world  # loaded first, which takes long
     with open(Path(config).parent / f"said-{rank}", "w") as log:
         os.dup2(log.fileno(), 2)

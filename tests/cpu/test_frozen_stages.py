@@ -24,7 +24,7 @@ from schedir.schedules import dualpipe, forward_only, gpipe, one_f_one_b, zb_h1
 from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import gradients, same_bits
+from tests.cpu.tiny_stages import copy_gradients, have_same_bits
 
 BOUNDARY = Boundary((2, WIDTH), torch.float64)
 
@@ -65,7 +65,7 @@ def compute_local_gradients(rank: int, program: Program) -> list[dict[str, Tenso
     )
     share = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
     executor.step(inputs[share], targets[share])
-    return gradients([stages[s] for s in program.shape.stages_on_rank[transport.rank]])
+    return copy_gradients([stages[s] for s in program.shape.stages_on_rank[transport.rank]])
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_gradients_between_processes_equal_reference(
         plain, *make_batch(program.dp * shape.microbatches), loss=squared_error,
         program=None if program.dp > 1 else program,
     )  # fmt: skip
-    expected = gradients(plain)
+    expected = copy_gradients(plain)
     for process, local_gradients in enumerate(results):
         rank = process % shape.ranks
         for s, stage_gradients in zip(shape.stages_on_rank[rank], local_gradients, strict=True):
@@ -118,7 +118,7 @@ def test_frozen_parameters_without_frozen_stages_train_correctly() -> None:
     )
     total = ranks.step(*make_batch(4))
     assert torch.equal(total, run_sequential(plain, *make_batch(4), loss=squared_error))
-    assert same_bits(gradients(stages), gradients(plain))
+    assert have_same_bits(copy_gradients(stages), copy_gradients(plain))
 
 
 def test_frozen_stage_may_send_integers() -> None:
@@ -134,9 +134,9 @@ def test_frozen_stage_may_send_integers() -> None:
     x, target = make_batch(4)
     ranks = InProcessExecutor(program, stages, loss=squared_error, boundary=boundary)
     ranks.step(x, target)
-    actual = gradients(stages)
+    actual = copy_gradients(stages)
     run_sequential(stages, x, target, loss=squared_error, program=program)
-    assert same_bits(actual, gradients(stages)) and actual[1]
+    assert have_same_bits(actual, copy_gradients(stages)) and actual[1]
 
 
 class Last(nn.Module):

@@ -22,8 +22,8 @@ from schedir.errors import CheckpointError, UsageError
 from schedir.io.files import atomic_write, require_writable
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import one_f_one_b
-from tests.cpu.train_command import ALONE, ROOT
-from tests.file_size_limit import small_files
+from tests.cpu.train_command import ONE_PROCESS, ROOT
+from tests.file_size_limit import limit_file_size
 
 FULL = Path("/dev/full")
 needs_full_device = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
@@ -57,7 +57,7 @@ def test_full_disk_error_of_save_states_sizes(
 
 def test_save_beyond_file_size_limit_leaves_no_files(tmp_path: Path) -> None:
     run = make_ranks(512)
-    with small_files(100_000), pytest.raises(CheckpointError) as caught:
+    with limit_file_size(100_000), pytest.raises(CheckpointError) as caught:
         save(run, tmp_path, step=3)
     assert caught.value.fact == f"cannot save step 3 to {tmp_path}: File too large"
     assert os.listdir(tmp_path) == [LOCK_FILE]
@@ -70,7 +70,7 @@ def test_background_save_beyond_file_size_limit_leaves_no_files(tmp_path: Path) 
     run.step(x, x)
     saver.schedule_save(1)
     run.step(x, x)
-    with small_files(100_000), pytest.raises(CheckpointError, match="File too large"):
+    with limit_file_size(100_000), pytest.raises(CheckpointError, match="File too large"):
         saver.write()
         saver.wait()
     assert (
@@ -124,7 +124,7 @@ def test_failed_commands_leave_no_output_file(
     monkeypatch.chdir(tmp_path)
     argv = COMMANDS[what].split()
     name = next(word for word in argv if word.startswith("a.") and len(word) > 2)
-    with small_files(2000):
+    with limit_file_size(2000):
         assert main(argv) == 2
     assert f"UsageError: cannot write {name}: File too large" in capsys.readouterr().err
     assert not os.listdir(tmp_path)
@@ -155,7 +155,7 @@ def test_training_on_full_disk_ends_with_one_error(
     if where == "output":
         folders = {"checkpoint": "saved", "folder": "disk/out"}
     words = [
-        *ALONE,
+        *ONE_PROCESS,
         "model.hidden=64",
         "train.steps=4",
         f"train.checkpoint_every={2 if where == 'beside' else 4}",

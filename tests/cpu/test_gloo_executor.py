@@ -28,16 +28,16 @@ from tests.cpu.tiny_stages import (
     BOUNDARY,
     HIDDEN,
     PLANS,
-    batch,
-    config,
-    expected,
+    copy_gradients,
+    gpt_config,
     gpt_executor,
     gpt_stages,
-    gradients,
     gradients_by_stage,
-    own_batch,
-    same_bits,
-    zb,
+    have_same_bits,
+    make_batch,
+    make_replica_batch,
+    run_reference,
+    split_1f1b,
 )
 from tests.pure.test_blocking_hosts import sends
 
@@ -52,7 +52,7 @@ def _train_rank(rank: int, schedule: Any, shape: PipelineShape, options: dict[st
         gradients=GradientOptions(max_norm=0.05 if program.clip_grad_norm else None),
     )
     for _ in range(2):  # the first step must not change the second
-        loss = executor.step(*own_batch(program, transport))
+        loss = executor.step(*make_replica_batch(program, transport))
     timeline = gather_timeline(executor, transport)
     if timeline is not None:
         assert timeline.kind == "measured" and 0 < timeline.bubble < 1
@@ -67,10 +67,10 @@ def step_on_gloo(schedule: Any, shape: PipelineShape, **options: Any) -> list[An
 
 @pytest.mark.parametrize(("schedule", "shape"), PLANS[:9])
 def test_gloo_steps_equal_reference(schedule: Any, shape: PipelineShape) -> None:
-    loss, expected_gradients = expected(shape)
+    loss, expected_gradients = run_reference(shape)
     results = step_on_gloo(schedule, shape)
     actual = {s: g for grads, _, _ in results for s, g in grads.items()}
-    assert same_bits([actual[s] for s in range(shape.stages)], expected_gradients)
+    assert have_same_bits([actual[s] for s in range(shape.stages)], expected_gradients)
     assert [
         torch.equal(rank_loss, loss) for _, rank_loss, _ in results if rank_loss is not None
     ] == [True]
@@ -82,13 +82,13 @@ def tensors_close(first: Tensor, second: Tensor, tolerance: float) -> bool:
 
 def test_tensor_parallel_schedules_are_equal_and_near_one_rank() -> None:
     shape = PipelineShape(2, 4)
-    _, expected_gradients = expected(shape)
-    results = {s.__name__: step_on_gloo(s, shape, tp=2) for s in (gpipe, one_f_one_b, zb)}
+    _, expected_gradients = run_reference(shape)
+    results = {s.__name__: step_on_gloo(s, shape, tp=2) for s in (gpipe, one_f_one_b, split_1f1b)}
     first = results["gpipe"]
     for results_of_other in results.values():
         for (grads, _, _), (other_grads, _, _) in zip(first, results_of_other, strict=True):
-            assert same_bits(list(grads.values()), list(other_grads.values()))
-    cfg = config(shape.stages)
+            assert have_same_bits(list(grads.values()), list(other_grads.values()))
+    cfg = gpt_config(shape.stages)
     for stage in range(shape.stages):
         shards = [first[stage * 2 + t][0][stage] for t in range(2)]
         module = gpt.build_stage(cfg, stage, shape.stages)
@@ -115,7 +115,7 @@ def _take_shard(gradient: Tensor, like: Tensor, rank: int) -> Tensor:
 
 
 def test_data_parallel_gradients_equal_one_replica() -> None:
-    loss, expected_gradients = expected(PipelineShape(2, 4))
+    loss, expected_gradients = run_reference(PipelineShape(2, 4))
     results = step_on_gloo(one_f_one_b, PipelineShape(2, 2), dp=2)
     for grads, _, _ in results:
         for stage, actual in grads.items():
@@ -131,7 +131,7 @@ def test_data_parallel_gradients_equal_one_replica() -> None:
 def test_clipping_norm_counts_every_parameter_once(ranks: int, options: dict[str, int]) -> None:
     """The norm counts a tied weight once, and the replicas of a weight once."""
     shape = PipelineShape(ranks, 2, 2 // ranks)
-    _, expected_gradients = expected(PipelineShape(2, 2 * options.get("dp", 1)))
+    _, expected_gradients = run_reference(PipelineShape(2, 2 * options.get("dp", 1)))
     unique = [g for s, grads in enumerate(expected_gradients) for n, g in grads.items()
               if not (s == 1 and g.shape == (32, HIDDEN))]  # fmt: skip
     norm = torch.sqrt(sum((g.double().square().sum() for g in unique), torch.zeros(())))
@@ -164,10 +164,10 @@ def test_gloo_runs_programs_that_need_separate_queues() -> None:
             if _passes_check(candidate, "per_edge") and not _passes_check(candidate, "per_pair"):
                 reordered = candidate
     assert reordered is not None
-    _, expected_gradients = expected(shape)
+    _, expected_gradients = run_reference(shape)
     results = run(_run_program, 2, reordered)
     actual = {s: g for grads in results for s, g in grads.items()}
-    assert same_bits([actual[s] for s in range(shape.stages)], expected_gradients)
+    assert have_same_bits([actual[s] for s in range(shape.stages)], expected_gradients)
 
 
 def test_program_with_deadlocked_hosts_is_refused() -> None:
@@ -211,8 +211,8 @@ def _run_program(rank: int, program: Program) -> dict[int, dict[str, Tensor]]:
     transport = GlooTransport(program)
     stages = {s: m for s, m in enumerate(gpt_stages(4)) if s in program.shape.stages_on_rank[rank]}
     executor = Executor(program, rank, stages, transport, loss=gpt.loss, boundary=BOUNDARY)
-    executor.step(*batch(program.shape.microbatches))
-    return {s: gradients([m])[0] for s, m in stages.items()}
+    executor.step(*make_batch(program.shape.microbatches))
+    return {s: copy_gradients([m])[0] for s, m in stages.items()}
 
 
 class OutOfMemoryStage(nn.Module):

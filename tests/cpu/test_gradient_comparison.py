@@ -21,7 +21,7 @@ from schedir.testing.gradient_comparison import (
     compare_gradients,
 )
 from schedir.testing.unpipelined_model import UnpipelinedModel, split_batch
-from tests.cpu.torch_pipelines import WIDTH, Tied, model
+from tests.cpu.torch_pipelines import WIDTH, TiedModel, make_model
 
 Gradients = dict[str, Tensor | None]
 
@@ -63,7 +63,7 @@ def sum_gradients(loop: UnpipelinedModel, factors: list[float]) -> Gradients:
 def test_exactly_different_stages_are_listed(data: st.DataObject) -> None:
     """Some of three stages have other factors of microbatches, and may have noise."""
     M = data.draw(st.integers(1, 6))
-    loop = make_loop(model(3), M, M, data.draw(st.integers(0, 99)))
+    loop = make_loop(make_model(3), M, M, data.draw(st.integers(0, 99)))
     stages = data.draw(st.sets(st.integers(0, 2), min_size=1))
     expected = sum_gradients(loop, [1.0] * M)
     counts = data.draw(
@@ -98,7 +98,7 @@ def drop_missing(gradients: Gradients) -> Mapping[str, Tensor]:
 
 
 def test_single_parameters_are_listed() -> None:
-    loop = make_loop(model(2), 4, 4)
+    loop = make_loop(make_model(2), 4, 4)
     dumped = sum_gradients(loop, [1.0] * 4)
     dumped["1.linear.weight"] = None
     dumped["1.linear.bias"] = sum_gradients(loop, [1.0, 1.0, 1.0, 0.0])["1.linear.bias"]
@@ -112,7 +112,7 @@ def test_single_parameters_are_listed() -> None:
 
 
 def test_none_is_accepted_for_gradients_of_other_ranks() -> None:
-    loop = make_loop(model(2), 2, 2)
+    loop = make_loop(make_model(2), 2, 2)
     gradients = sum_gradients(loop, [1.0, 1.0])
     ranks = [
         GradientDump({n: g if n.startswith(str(rank)) else None for n, g in gradients.items()})
@@ -126,7 +126,7 @@ def test_none_is_accepted_for_gradients_of_other_ranks() -> None:
 
 
 def test_nonfinite_gradients_are_reported() -> None:
-    loop = make_loop(model(3), 2, 2)
+    loop = make_loop(make_model(3), 2, 2)
     dumped = sum_gradients(loop, [1.0, 1.0])
     bad: Gradients = {
         n: g * float("nan") if n[0] < "2" else g for n, g in drop_missing(dumped).items()
@@ -136,7 +136,7 @@ def test_nonfinite_gradients_are_reported() -> None:
 
 
 def test_report_names_first_different_stage() -> None:
-    loop = make_loop(model(3), 2, 2)
+    loop = make_loop(make_model(3), 2, 2)
     noise: Gradients = {
         n: g + torch.randn_like(g) * (n[0] < "2")
         for n, g in drop_missing(sum_gradients(loop, [1, 1])).items()
@@ -148,7 +148,7 @@ def test_report_names_first_different_stage() -> None:
 
 
 def test_different_replicas_are_listed_by_rank() -> None:
-    loop = make_loop(model(2), 4, 4)
+    loop = make_loop(make_model(2), 4, 4)
     ranks = [
         GradientDump(sum_gradients(loop, f)).infer_stages()
         for f in ([2.0, 2, 0, 0], [0, 0, 2.0, 2])
@@ -161,7 +161,7 @@ def test_different_replicas_are_listed_by_rank() -> None:
 
 def test_tied_weights_keep_names_of_each_rank() -> None:
     torch.manual_seed(0)
-    loop = make_loop(Tied(), 2, 2)
+    loop = make_loop(TiedModel(), 2, 2)
     expected = {name: gradient.value for name, gradient in loop.expected_gradients.items()}
     ranks = [
         GradientDump(
@@ -180,10 +180,10 @@ def test_dropout_missing_gradients_and_wrong_shapes_are_refused() -> None:
         assert make_loop(dropout, 2, 2).expected_gradients
     assert make_loop(dropout.eval(), 2, 2).expected_gradients
     with pytest.raises(UsageError, match="no rank has a gradient"):
-        compare_gradients(make_loop(model(2), 2, 2), [GradientDump({})])
+        compare_gradients(make_loop(make_model(2), 2, 2), [GradientDump({})])
     with pytest.raises(UsageError, match="must have the shape of its weight"):
         compare_gradients(
-            make_loop(model(2), 2, 2), [GradientDump({"0.linear.bias": torch.zeros(2)})]
+            make_loop(make_model(2), 2, 2), [GradientDump({"0.linear.bias": torch.zeros(2)})]
         )
 
 
@@ -197,7 +197,7 @@ def test_comparison_does_not_change_buffers() -> None:
 
 
 def test_zero_tolerance_requires_equal_bits() -> None:
-    loop = make_loop(model(2), 2, 2)
+    loop = make_loop(make_model(2), 2, 2)
     dumped: Gradients = {
         n: g * (1 + 1e-7) for n, g in drop_missing(sum_gradients(loop, [1.0, 1.0])).items()
     }

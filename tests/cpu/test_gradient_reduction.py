@@ -31,22 +31,22 @@ from tests.cpu.replicated_stages import (
     ROWS,
     WIDTH,
     Case,
-    Layers,
     Log,
-    buckets_of,
-    executor_of,
-    same,
-    steps,
+    ReplicatedLayers,
+    create_executor,
+    have_same_bits,
+    limit_bucket_size,
+    run_two_steps,
 )
-from tests.cpu.tiny_stages import zb
-from tests.cpu.virtual_gpu import install
-from tests.timeline_legality import too_early
+from tests.cpu.tiny_stages import split_1f1b
+from tests.cpu.virtual_gpu import install_virtual_gpu
+from tests.timeline_legality import find_early_instructions
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "written_late.txt"
 ONE_RANK = PipelineShape(1, 3)
 CASES = {
     "whole": Case(one_f_one_b, ONE_RANK),
-    "split": Case(zb, ONE_RANK),
+    "split": Case(split_1f1b, ONE_RANK),
     "two stages": Case(interleaved, PipelineShape(1, 2, 2)),
     "two updates": Case(
         pipedream_2bw, PipelineShape(1, 4, optimizer_steps=2, weight_delay=1), clip=False
@@ -55,7 +55,7 @@ CASES = {
     **{
         f"{how}, {schedule.__name__}": Case(schedule, ONE_RANK, how)
         for how in ("frozen", "hooks", "wide", "some", "twice", "checkpoint")
-        for schedule in (one_f_one_b, zb)
+        for schedule in (one_f_one_b, split_1f1b)
     },
     **{
         how: Case(one_f_one_b, ONE_RANK, how)
@@ -67,7 +67,9 @@ CASES = {
             "put in its place",
         )
     },
-    "split, checkpoint, reentrant, shared": Case(zb, ONE_RANK, "checkpoint, reentrant, shared"),
+    "split, checkpoint, reentrant, shared": Case(
+        split_1f1b, ONE_RANK, "checkpoint, reentrant, shared"
+    ),
 }
 
 
@@ -78,12 +80,12 @@ def _compare_early_and_late(rank: int) -> dict[str, tuple[bool, list[Log], list[
     """
     results = {}
     for name, case in CASES.items():
-        with buckets_of(4 * WIDTH * WIDTH):  # a weight, or biases
-            executor = executor_of(case)
-            early_values, log = steps(executor)
-        late_executor = executor_of(case)  # in one bucket
+        with limit_bucket_size(4 * WIDTH * WIDTH):  # a weight, or biases
+            executor = create_executor(case)
+            early_values, log = run_two_steps(executor)
+        late_executor = create_executor(case)  # in one bucket
         late_executor.state.service(PendingReductions).starts_after_backward = True
-        late_values, late_log = steps(late_executor)
+        late_values, late_log = run_two_steps(late_executor)
         buckets = sum(len(stage.gradients.flat) for stage in executor.stages.values())
         results[name] = _equal_except_norm(early_values, late_values), log, late_log, buckets
     return results
@@ -96,7 +98,7 @@ def _equal_except_norm(early: list[Tensor], late: list[Tensor]) -> bool:
     differently.
     """
     norms = [float(values.pop(-2)) for values in (early, late)]
-    return norms[0] == pytest.approx(norms[1], rel=1e-15) and same(early, late)
+    return norms[0] == pytest.approx(norms[1], rel=1e-15) and have_same_bits(early, late)
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +140,8 @@ def test_first_bucket_starts_before_last_backward_ends(name: str, replicas: list
 def _count_deferred_gradients(rank: int) -> list[int]:
     """Return the number of deferred weight gradients at the start of each bucket."""
     counts: list[int] = []
-    with buckets_of(4 * WIDTH * WIDTH):
-        executor = executor_of(Case(zb, ONE_RANK))
+    with limit_bucket_size(4 * WIDTH * WIDTH):
+        executor = create_executor(Case(split_1f1b, ONE_RANK))
         reduction: Any = executor.state.service(PendingReductions).by_instruction[
             Instr(Opcode.ReduceGrads, 0, 0)
         ]
@@ -150,7 +152,7 @@ def _count_deferred_gradients(rank: int) -> list[int]:
             return start_bucket(k)
 
         reduction.start_bucket = count_and_start
-        steps(executor)
+        run_two_steps(executor)
     return counts
 
 
@@ -162,14 +164,14 @@ def test_buckets_start_during_last_w() -> None:
 
 def _train_with_nan(rank: int) -> tuple[bool, int, bool, bool]:
     case = CASES["whole"]
-    with buckets_of(64):
-        early_values, _ = steps(executor_of(case), bad=True)
-    late_executor = executor_of(case)
+    with limit_bucket_size(64):
+        early_values, _ = run_two_steps(create_executor(case), bad=True)
+    late_executor = create_executor(case)
     late_executor.state.service(PendingReductions).starts_after_backward = True
-    late_values, _ = steps(late_executor, bad=True)
+    late_values, _ = run_two_steps(late_executor, bad=True)
     nan_count = sum(int(t.isnan().sum()) for t in late_values[:-2])
     return (
-        same(early_values, late_values),
+        have_same_bits(early_values, late_values),
         nan_count,
         bool(late_values[0][0, 0].isnan()),
         bool(late_values[-1].any()),
@@ -182,11 +184,11 @@ def test_nonfinite_loss_spoils_one_element_on_all_replicas() -> None:
 
 def _train_stage_replicas(rank: int) -> bool:
     case = Case(chimera, PipelineShape(2, 4, placement="mirror"))
-    with buckets_of(64):
-        early_values, _ = steps(executor_of(case))
-    late_executor = executor_of(case)
+    with limit_bucket_size(64):
+        early_values, _ = run_two_steps(create_executor(case))
+    late_executor = create_executor(case)
     late_executor.state.service(PendingReductions).starts_after_backward = True
-    return _equal_except_norm(early_values, steps(late_executor)[0])
+    return _equal_except_norm(early_values, run_two_steps(late_executor)[0])
 
 
 def test_stage_replicas_sum_early_buckets() -> None:
@@ -194,10 +196,10 @@ def test_stage_replicas_sum_early_buckets() -> None:
 
 
 def _read_late_write_error(rank: int, how: str) -> str:
-    with buckets_of(64):
-        executor = executor_of(Case(one_f_one_b, ONE_RANK, how))
+    with limit_bucket_size(64):
+        executor = create_executor(Case(one_f_one_b, ONE_RANK, how))
     try:
-        steps(executor)
+        run_two_steps(executor)
     except ExecutionError as error:
         return str(error)
     return ""
@@ -217,12 +219,12 @@ def _train_with_replaced_gradient(rank: int, schedule: Any, replicas: int, how: 
         else ONE_RANK
     )
     torch.manual_seed(0)
-    module, plain = Layers(how), Layers(how)
+    module, plain = ReplicatedLayers(how), ReplicatedLayers(how)
     plain.load_state_dict(module.state_dict())
-    if schedule is zb:
+    if schedule is split_1f1b:
         make_backward_splittable(module)
     program = compile(schedule, shape, dp=replicas, progress_model="per_edge", overlap=True)
-    with buckets_of(64):
+    with limit_bucket_size(64):
         loss = nn.functional.mse_loss
         executor = Executor(
             program, 0, {0: module}, GlooTransport(program), loss=loss, boundary=(ROWS, WIDTH)
@@ -236,7 +238,7 @@ def _train_with_replaced_gradient(rank: int, schedule: Any, replicas: int, how: 
 
 
 @pytest.mark.parametrize("how", ["put in its place", "put by a Function"])
-@pytest.mark.parametrize("schedule", [one_f_one_b, zb, pipedream_2bw])
+@pytest.mark.parametrize("schedule", [one_f_one_b, split_1f1b, pipedream_2bw])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_replaced_gradient_tensor_is_reduced(schedule: Any, replicas: int, how: str) -> None:
     assert all(run(_train_with_replaced_gradient, replicas, schedule, replicas, how))
@@ -244,8 +246,8 @@ def test_replaced_gradient_tensor_is_reduced(schedule: Any, replicas: int, how: 
 
 def _find_nan_origin(rank: int) -> tuple[int, int]:
     """Return the reported origin of a bad gradient in the last microbatch of replica 1."""
-    with buckets_of(64):
-        executor = executor_of(CASES["whole"], GlooTransport)
+    with limit_bucket_size(64):
+        executor = create_executor(CASES["whole"], GlooTransport)
     transport: Any = executor.state.transport
     module: Any = executor.stages[0].module
     calls: list[int] = []
@@ -267,13 +269,13 @@ def test_nan_origin_is_found_before_reduction() -> None:
 
 
 def _check_recorded_timeline(rank: int) -> None:
-    with buckets_of(64):
-        executor = executor_of(Case(zb, ONE_RANK))
-    steps(executor)
+    with limit_bucket_size(64):
+        executor = create_executor(Case(split_1f1b, ONE_RANK))
+    run_two_steps(executor)
     transport: Any = executor.state.transport
     timeline = gather_timeline(executor, transport.inner)
     if timeline is not None:
-        assert not too_early(timeline) and not timeline.causality_warning
+        assert not find_early_instructions(timeline) and not timeline.causality_warning
 
 
 def test_recorded_step_is_legal_timeline() -> None:
@@ -282,10 +284,10 @@ def test_recorded_step_is_legal_timeline() -> None:
 
 def _count_works(rank: int) -> dict[str, int]:
     """Return the number of works that each instruction of a step started for the watchdog."""
-    with buckets_of(64):
-        executor = executor_of(CASES["split"]._replace(clip=False))
+    with limit_bucket_size(64):
+        executor = create_executor(CASES["split"]._replace(clip=False))
     progress = GpuProgress(executor)
-    steps(executor)
+    run_two_steps(executor)
     works = zip(executor.state.stream, progress.step_events[-1].works, strict=True)
     return {str(i): len(instruction_works) for i, instruction_works in works if instruction_works}
 
@@ -317,7 +319,7 @@ def test_early_work_is_attributed_to_its_instruction() -> None:
 def test_work_that_ends_early_has_no_duration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu = install(monkeypatch)
+    gpu = install_virtual_gpu(monkeypatch)
     lane = torch.cuda.Stream()
 
     class FinishedWork:
@@ -347,7 +349,7 @@ def test_work_that_ends_early_has_no_duration(
 
 def test_single_replica_has_one_bucket() -> None:
     program = compile(gpipe, ONE_RANK)
-    with buckets_of(64):
+    with limit_bucket_size(64):
         executor = _make_executor(program)
     (stage,) = executor.stages.values()
     assert (
@@ -357,4 +359,6 @@ def test_single_replica_has_one_bucket() -> None:
 
 def _make_executor(program: Program) -> Executor:
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss
-    return InProcessExecutor(program, [Layers()], loss=loss, boundary=(ROWS, WIDTH)).executors[0]
+    return InProcessExecutor(
+        program, [ReplicatedLayers()], loss=loss, boundary=(ROWS, WIDTH)
+    ).executors[0]

@@ -29,8 +29,8 @@ from schedir.hang_diagnosis.wait_graph import DistributedJob
 from schedir.io import torch_csv
 from schedir.ir.instruction_index import InstructionIndex
 from tests.cpu.gloo_processes import run
-from tests.cpu.torch_schedules import SINGLE, lowered
-from tests.flight_recorder_dumps import Recorder, record, stopped
+from tests.cpu.torch_schedules import SINGLE, lower_torch_schedule
+from tests.flight_recorder_dumps import Recorder, record, stop_at
 
 STOPPED_RANK, STEP, STAGE, MICROBATCH = 1, 1, 1, 2
 PLANS = {
@@ -151,7 +151,7 @@ def _find_program(name: str, shape: PipelineShape) -> Program:
         return compile(schedules.gpipe, shape)
     if name == "Schedule1F1B":
         return compile(schedules.one_f_one_b, shape)
-    return finish_lowering(torch_csv.from_csv(lowered(name, shape)))
+    return finish_lowering(torch_csv.from_csv(lower_torch_schedule(name, shape)))
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -188,7 +188,7 @@ def test_torch_reader_pairs_messages_of_test_recorder(tmp_path: Path) -> None:
     builder = pytest.importorskip("torch.distributed.flight_recorder.components.builder")
     loader = pytest.importorskip("torch.distributed.flight_recorder.components.loader")
     program = compile(schedules.interleaved, PipelineShape(2, 4, stages_per_rank=2))
-    finished = stopped(Graph.from_program(program), None, False)
+    finished = stop_at(Graph.from_program(program), None, False)
     for recorder in record(finished, before=1):
         recorder.collective("1", "all_reduce", ended=True)
         recorder.save(tmp_path)

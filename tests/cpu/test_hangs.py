@@ -49,8 +49,8 @@ from schedir.transports.shared_memory import (
 from schedir.transports.transport import PeerLate, PeerLeft
 from tests.cases import cases
 from tests.cpu.gloo_processes import CONTEXT, run
-from tests.cpu.process_faults import at_instruction, fault
-from tests.cpu.tiny_stages import gpt_executor, own_batch
+from tests.cpu.process_faults import cause_fault, install_instruction_fault
+from tests.cpu.tiny_stages import gpt_executor, make_replica_batch
 from tests.cpu.train_command import wait_until
 
 TIMEOUT = 2.0  # seconds after which a rank reports an error
@@ -85,11 +85,13 @@ def run_rank(number: int, case: Case, folder: Path, barrier: Any) -> None:
 
     def record_time_and_fail() -> None:
         (folder / "at").write_text(str(time.time()))
-        fault(case.kind)
+        cause_fault(case.kind)
 
     if number == 0:
         stream = program.streams[0]
-        at_instruction([i.op for i in stream].index(case.op), 2, case.when, record_time_and_fail)
+        install_instruction_fault(
+            [i.op for i in stream].index(case.op), 2, case.when, record_time_and_fail
+        )
     clip = 1.0 if program.clip_grad_norm else None
     executor = gpt_executor(
         program,
@@ -102,7 +104,7 @@ def run_rank(number: int, case: Case, folder: Path, barrier: Any) -> None:
     text = "no step failed"
     try:
         for step in range(4):
-            executor.step(*own_batch(program, transport, step))
+            executor.step(*make_replica_batch(program, transport, step))
     except ExecutionError as error:
         text = str(error)
     (folder / f"new-{number}").write_text(f"{time.time()}\n{text}")

@@ -24,13 +24,13 @@ from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.schedules import interleaved, looped_bfs, one_f_one_b
 from tests.cpu.optimizer_offload_programs import (
     ADAMW,
-    equal,
-    left,
-    made,
-    optimizer_of,
-    stepped,
+    are_equal,
+    get_optimizer,
+    make_executor,
+    read_training_state,
+    run_steps_in_random_order,
 )
-from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
+from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch
 
 torch.set_num_threads(1)
 PLACEMENTS = ("device", "cpu_step")
@@ -46,25 +46,25 @@ def test_changes_between_steps_take_effect() -> None:
     """The changes are writes to `data`, new parameter groups and learning rates."""
     results = []
     for states in PLACEMENTS:
-        world = made(
+        world = make_executor(
             schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement=states),
             lambda parameters: ADAMW(parameters[-3:]),
         )
-        stepped(world, 0)
+        run_steps_in_random_order(world, 0)
         (rank,) = world.executors
         all_parameters = [p for stage in rank.stages.values() for p in stage.module.parameters()]
         all_parameters[-1].data.mul_(0.5)
-        optimizer = optimizer_of(rank)
+        optimizer = get_optimizer(rank)
         optimized = {p for group in optimizer.param_groups for p in group["params"]}
         optimizer.add_param_group(
             {"params": [p for p in all_parameters if p not in optimized], "lr": 0.1}
         )
         optimizer.param_groups[0]["lr"] *= 2
-        stepped(world, 1)
+        run_steps_in_random_order(world, 1)
         all_parameters[-1].data = all_parameters[-1].data * 2  # new memory
-        stepped(world, 2)
-        results.append(left(world))
-    assert equal(*results)
+        run_steps_in_random_order(world, 2)
+        results.append(read_training_state(world))
+    assert are_equal(*results)
 
 
 def test_frozen_and_empty_parameters_are_accepted() -> None:
@@ -84,13 +84,13 @@ def test_frozen_and_empty_parameters_are_accepted() -> None:
         world = InProcessExecutor(
             program, stages, loss=gpt.loss, boundary=BOUNDARY, optimizer=ADAMW
         )
-        results.append([*stepped(world, 0, 1), *left(world)])
-    assert equal(*results)
+        results.append([*run_steps_in_random_order(world, 0, 1), *read_training_state(world)])
+    assert are_equal(*results)
 
 
 def test_host_steps_run_in_thread_and_free_their_memory() -> None:
     """After the step, the gradients and weights on the host are NaN."""
-    world = made(
+    world = make_executor(
         schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement="cpu_step"), ADAMW
     )
     thread_names: list[str] = []
@@ -102,7 +102,7 @@ def test_host_steps_run_in_thread_and_free_their_memory() -> None:
         step(stage, finite)
 
     with patch.object(cpu_optimizer, "step", record_and_step):
-        stepped(world, 0, 1)
+        run_steps_in_random_order(world, 0, 1)
     assert thread_names == ["lane HOST"] * 6
     assert all(
         t.isnan().all()
@@ -115,18 +115,20 @@ def test_host_steps_run_in_thread_and_free_their_memory() -> None:
 
 def test_memory_of_each_tier_equals_prediction() -> None:
     shape = PipelineShape(1, 2, 3)
-    stages, (x, y, _) = gpt_stages(shape.stages, tied=False), batch(2)
+    stages, (x, y, _) = gpt_stages(shape.stages, tied=False), make_batch(2)
     sizes = measure_sizes(
         stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, optimizer_state=ADAMW
     )
-    world = made(schedir.compile(looped_bfs, shape, optimizer_placement="cpu_step"), ADAMW)
-    stepped(world, 0, 1)
+    world = make_executor(schedir.compile(looped_bfs, shape, optimizer_placement="cpu_step"), ADAMW)
+    run_steps_in_random_order(world, 0, 1)
     (rank,) = world.executors
     cpu_optimizer = steps_of(world)
     (host,) = compute_footprints(world.program, sizes, "host")
     assert set(host.total_bytes) == {sum(t.nbytes for t in cpu_optimizer.list_host_memory())}
     state_tensors = [
-        t for parameter_state in optimizer_of(rank).state.values() for t in parameter_state.values()
+        t
+        for parameter_state in get_optimizer(rank).state.values()
+        for t in parameter_state.values()
     ]
     assert (
         sum(t.nbytes for t in state_tensors) == host.static_memory["optimizer"][1] and state_tensors
@@ -151,22 +153,22 @@ def test_unsupported_optimizers_are_refused() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement="cpu_step")
     capturable, no_optimizer = partial(torch.optim.AdamW, capturable=True), cast(Any, None)
     with pytest.raises(ModelError, match="AdamW is capturable"):
-        made(program, capturable)
+        make_executor(program, capturable)
     with pytest.raises(ModelError, match="this rank has no optimizer"):
-        made(program, no_optimizer)
+        make_executor(program, no_optimizer)
     with pytest.raises(ExecutionError, match="RandomOptimizer draws random numbers"):
-        stepped(made(program, partial(RandomOptimizer, lr=0.1)), 0)
+        run_steps_in_random_order(make_executor(program, partial(RandomOptimizer, lr=0.1)), 0)
 
 
 def test_host_error_names_its_instruction() -> None:
-    world = made(
+    world = make_executor(
         schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="cpu_step"), ADAMW
     )
-    stepped(world, 0)
+    run_steps_in_random_order(world, 0)
     hook: Any = lambda *_: None  # noqa: E731
-    handle = optimizer_of(world.executors[0]).register_step_post_hook(hook)
+    handle = get_optimizer(world.executors[0]).register_step_post_hook(hook)
     with pytest.raises(ExecutionError, match="has hooks on its step") as caught:
-        stepped(world, 1)
+        run_steps_in_random_order(world, 1)
     assert "host_step" in str(caught.value.sites[0].instr)
     handle.remove()
 
@@ -175,10 +177,10 @@ def test_user_optimizer_class_is_stepped() -> None:
     kind = type("Known", (torch.optim.SGD,), {"elementwise": True})
     results = []
     for states in PLACEMENTS:
-        world = made(
+        world = make_executor(
             schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement=states),
             lambda parameters: kind(parameters, lr=0.1, momentum=0.9),
         )
-        stepped(world, 0, 1)
-        results.append(left(world))
-    assert equal(*results)
+        run_steps_in_random_order(world, 0, 1)
+        results.append(read_training_state(world))
+    assert are_equal(*results)

@@ -13,16 +13,16 @@ from schedir.models.huggingface import cut
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
-from tests.cpu.train_command import ROOT, launched, script
+from tests.cpu.train_command import ROOT, run_launched, run_script
 
 pytest.importorskip("transformers")
 EXAMPLE = ROOT / "examples/gpt2.py"
 
 
 def test_example_on_four_processes_prints_same_losses(tmp_path: Path) -> None:
-    code, single_output, err = launched([str(EXAMPLE)], tmp_path / "alone")
+    code, single_output, err = run_launched([str(EXAMPLE)], tmp_path / "alone")
     assert code == 0, err
-    assert single_output == script(EXAMPLE, 4, tmp_path / "four")
+    assert single_output == run_script(EXAMPLE, 4, tmp_path / "four")
     losses = [float(line.split()[-1]) for line in single_output.splitlines()]
     assert len(losses) == 10 and losses[-1] < losses[0] - 0.5
 

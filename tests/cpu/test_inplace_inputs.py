@@ -25,7 +25,7 @@ from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import gradients, same_bits
+from tests.cpu.tiny_stages import copy_gradients, have_same_bits
 
 WIDTH = 5
 BOUNDARY = Boundary((3, WIDTH))
@@ -75,7 +75,7 @@ def run_plain_loop(number: int, m: int) -> tuple[float, list[dict[str, Tensor]]]
         loss(nn.Sequential(*stages_of_loop)(x), t) for x, t in zip(*make_batch(m), strict=True)
     )
     total.backward()  # type: ignore[union-attr]
-    return float(total.detach()), gradients(stages_of_loop)  # type: ignore[union-attr]
+    return float(total.detach()), copy_gradients(stages_of_loop)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("slots", [None, "minimal"])
@@ -107,13 +107,13 @@ def test_inplace_stages_equal_stages_without_inplace_writes(
     before, (total, grads) = x.clone(), run_plain_loop(shape.stages, shape.microbatches)
     for _ in range(3):  # later steps use what the first microbatch showed about a module
         assert float(world.step(x, target)) == pytest.approx(total)
-        actual = gradients(stages_of_model)
+        actual = copy_gradients(stages_of_model)
         for a, b in zip(actual, grads, strict=True):
             assert all(torch.allclose(a[n], b[n], rtol=1e-5, atol=1e-6) for n in a)
         assert torch.equal(x, before)  # the caller's batch is unchanged
     reference_stages = make_stages(shape.stages)
     run_sequential(reference_stages, x, target, loss=loss, program=program)
-    assert same_bits(gradients(reference_stages), actual) and torch.equal(x, before)
+    assert have_same_bits(copy_gradients(reference_stages), actual) and torch.equal(x, before)
 
 
 def test_forward_only_program_does_not_change_batch() -> None:
@@ -151,8 +151,8 @@ def test_batches_at_any_alignment_equal_plain_loop(first: Any) -> None:
     own_copy = x.clone()  # the loop writes to it
     for mb in range(6):
         loss(nn.Sequential(*loop_stages)(own_copy[mb]), target[mb]).backward()
-    assert same_bits(gradients(stages_of_model), gradients(loop_stages))
-    assert same_bits(gradients(reference_stages), gradients(loop_stages))
+    assert have_same_bits(copy_gradients(stages_of_model), copy_gradients(loop_stages))
+    assert have_same_bits(copy_gradients(reference_stages), copy_gradients(loop_stages))
 
 
 def test_inplace_dropout_writes_only_in_training() -> None:
@@ -167,9 +167,9 @@ def test_inplace_dropout_writes_only_in_training() -> None:
             stage.train(mode)
         world.step(x, target)
         run_sequential(reference_stages, x, target, loss=loss, step=step)
-        assert same_bits(gradients(stages_of_model), gradients(reference_stages)) and torch.equal(
-            x, before
-        )
+        assert have_same_bits(
+            copy_gradients(stages_of_model), copy_gradients(reference_stages)
+        ) and torch.equal(x, before)
 
 
 def _train_rank(rank: int, kind: Any) -> tuple[list[dict[str, Tensor]], bool]:
@@ -180,7 +180,7 @@ def _train_rank(rank: int, kind: Any) -> tuple[list[dict[str, Tensor]], bool]:
     before = x.clone()
     for _ in range(3):
         executor.step(x, target)
-    return gradients([stage]), torch.equal(x, before)
+    return copy_gradients([stage]), torch.equal(x, before)
 
 
 @pytest.mark.parametrize("kind", [GlooTransport, SharedMemoryTransport])
@@ -188,8 +188,8 @@ def test_inplace_stages_between_processes_equal_reference(kind: Any) -> None:
     reference_stages = make_stages(2)
     run_sequential(reference_stages, *make_batch(4), loss=loss)
     results = run(_train_rank, 2, kind)
-    assert same_bits(
-        [gradients_of_rank for (gradients_of_rank,), _ in results], gradients(reference_stages)
+    assert have_same_bits(
+        [gradients_of_rank for (gradients_of_rank,), _ in results], copy_gradients(reference_stages)
     )
     assert all(is_unchanged for _, is_unchanged in results)
 

@@ -23,7 +23,7 @@ from schedir.errors import ExecutionError, UsageError
 from schedir.instrumentation import deepspeed, megatron
 from schedir.testing.tiny_model import WIDTH, make_batch, squared_error
 from tests.cpu.gloo_processes import run
-from tests.cpu.trainer_traces import computes, imported, profiled
+from tests.cpu.trainer_traces import import_traces, list_computes, profile_step
 
 ROOT = Path(__file__).parents[2]
 RANKS, MICROBATCHES = 4, 5
@@ -71,13 +71,13 @@ def profile_schedules(rank: int, folder: str) -> dict[str, list[str]]:
         step = partial(_run_step, rank, schedule)
         evaluate = partial(_run_step, rank, schedule, method="eval")
         with schedir.instrument("torch"):
-            ranges[name] = profiled(step, f"{folder}/{name}-{rank}.json")
-            ranges[f"{name} eval"] = profiled(evaluate, f"{folder}/{name} eval-{rank}.json")
+            ranges[name] = profile_step(step, f"{folder}/{name}-{rank}.json")
+            ranges[f"{name} eval"] = profile_step(evaluate, f"{folder}/{name} eval-{rank}.json")
             assert any(wrapped_flags)
             wrapped_flags.clear()
             step()
             assert wrapped_flags and not any(wrapped_flags)  # without a profiler
-        ranges[f"plain {name}"] = profiled(step, f"{folder}/plain-{rank}.json")
+        ranges[f"plain {name}"] = profile_step(step, f"{folder}/plain-{rank}.json")
         assert not any(wrapped_flags)
     return ranges
 
@@ -138,8 +138,10 @@ def test_schedules_with_ranges_get_only_waits(
 def test_traces_of_torch_schedules_equal_built_in_schedules(
     name: str, ours: Any, runs: tuple[Path, list[dict[str, list[str]]]]
 ) -> None:
-    program = imported(runs[0], name)
-    assert computes(program) == computes(schedir.compile(ours, PipelineShape(RANKS, MICROBATCHES)))
+    program = import_traces(runs[0], name)
+    assert list_computes(program) == list_computes(
+        schedir.compile(ours, PipelineShape(RANKS, MICROBATCHES))
+    )
     for model in MODELS:
         schedir.check(program, progress_model=model)
 
@@ -149,9 +151,9 @@ def test_traces_of_evaluations_have_no_backward(
     name: str, runs: tuple[Path, list[dict[str, list[str]]]]
 ) -> None:
     """torch also calls backwards in an evaluation, but they do nothing."""
-    program = imported(runs[0], f"{name} eval")
+    program = import_traces(runs[0], f"{name} eval")
     built_in = schedir.compile(schedules.forward_only, PipelineShape(RANKS, MICROBATCHES))
-    assert computes(program) == computes(built_in) and not program.has_backward
+    assert list_computes(program) == list_computes(built_in) and not program.has_backward
 
 
 def test_unexpected_messages_and_buffers_are_refused() -> None:
@@ -216,8 +218,8 @@ def _profile_nested_schedule(rank: int, path: str) -> list[str]:
 
     with schedir.instrument("torch"):
         with pytest.raises(ValueError, match="no loss"):
-            profiled(partial(make_schedule(failing_loss).step, x, target=x), path)
-        return profiled(partial(make_schedule(loss_with_teacher).step, x, target=x), path)
+            profile_step(partial(make_schedule(failing_loss).step, x, target=x), path)
+        return profile_step(partial(make_schedule(loss_with_teacher).step, x, target=x), path)
 
 
 def test_nested_schedule_has_no_ranges(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 import schedir
 from schedir import PipelineShape, schedules
 from tests.cpu.gloo_processes import run
-from tests.cpu.trainer_traces import ELSEWHERE, computes, imported, profiled
+from tests.cpu.trainer_traces import OTHER_MODELS, import_traces, list_computes, profile_step
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed")
 
@@ -42,9 +42,9 @@ def profile_engines(rank: int, folder: str) -> dict[str, list[str]]:
         train, evaluate = partial(engine.train_batch, data), partial(engine.eval_batch, data)
         train()  # the first step also sends the shapes of messages
         with schedir.instrument("deepspeed"):
-            ranges[name] = profiled(train, f"{folder}/{name}-{rank}.json")
-            ranges[f"{name} eval"] = profiled(evaluate, f"{folder}/{name} eval-{rank}.json")
-        ranges[f"{name} plain"] = profiled(train, f"{folder}/plain-{rank}.json")
+            ranges[name] = profile_step(train, f"{folder}/{name}-{rank}.json")
+            ranges[f"{name} eval"] = profile_step(evaluate, f"{folder}/{name} eval-{rank}.json")
+        ranges[f"{name} plain"] = profile_step(train, f"{folder}/plain-{rank}.json")
     return ranges
 
 
@@ -58,10 +58,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 def test_trace_of_deepspeed_1f1b_equals_one_f_one_b(
     runs: tuple[Path, list[dict[str, list[str]]]],
 ) -> None:
-    program = imported(runs[0], "train")
+    program = import_traces(runs[0], "train")
     shape = PipelineShape(RANKS, MICROBATCHES)
-    assert computes(program) == computes(schedir.compile(schedules.one_f_one_b, shape))
-    for model in ELSEWHERE:
+    assert list_computes(program) == list_computes(schedir.compile(schedules.one_f_one_b, shape))
+    for model in OTHER_MODELS:
         schedir.check(program, progress_model=model)
 
 
@@ -69,10 +69,10 @@ def test_trace_of_deepspeed_1f1b_equals_one_f_one_b(
 def test_traces_of_other_engines_are_deadlock_free(
     name: str, runs: tuple[Path, list[dict[str, list[str]]]]
 ) -> None:
-    program = imported(runs[0], name)
+    program = import_traces(runs[0], name)
     assert program.shape.microbatches == MICROBATCHES
     assert program.shape.placement == ("vee" if "dualpipev" in name else "loop")
-    for model in ELSEWHERE:
+    for model in OTHER_MODELS:
         schedir.check(program, progress_model=model)
 
 

@@ -15,8 +15,8 @@ import schedir
 from schedir import PipelineShape, schedules
 from schedir.errors import DeadlockError
 from schedir.transports.local_processes import run_processes
-from tests.cpu.megatron_on_cpu import WIDTH, chunks_of, on_cpu
-from tests.cpu.trainer_traces import ELSEWHERE, computes, imported, profiled
+from tests.cpu.megatron_on_cpu import WIDTH, initialize_megatron, make_chunks
+from tests.cpu.trainer_traces import OTHER_MODELS, import_traces, list_computes, profile_step
 from tests.museum.cases import cases
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -61,7 +61,7 @@ def _run_step(
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     parts: list[torch.nn.Module] = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(chunks)]
-    model = chunks_of(RANKS, parts, **settings)
+    model = make_chunks(RANKS, parts, **settings)
     data = [iter([torch.ones(LENGTH, 1, WIDTH)] * microbatches) for _ in range(chunks)]
     get_forward_backward_func(ranks, chunks if chunks > 1 else None)(
         forward_step_func=_forward_step,
@@ -77,17 +77,17 @@ def _run_step(
 def profile_runs(rank: int, folder: str) -> dict[str, list[str]]:
     """Return the ranges of each of RUNS, of forward-only runs, and of an uninstrumented run."""
     ranges: dict[str, list[str]] = {}
-    with on_cpu(RANKS):
+    with initialize_megatron(RANKS):
         with schedir.instrument("megatron"):
             for name, run_arguments in RUNS.items():
-                ranges[name] = profiled(
+                ranges[name] = profile_step(
                     partial(_run_step, *run_arguments), f"{folder}/{name}-{rank}.json"
                 )
             forward = partial(_run_step, 2, 4, {}, forward=True)
-            ranges["forward"] = profiled(forward, f"{folder}/forward-{rank}.json")
+            ranges["forward"] = profile_step(forward, f"{folder}/forward-{rank}.json")
             alone = partial(_run_step, 1, 2, {}, ranks=1)
-            ranges["alone"] = profiled(alone, f"{folder}/alone-{rank}.json")
-        ranges["plain"] = profiled(partial(_run_step, 1, 4, {}), f"{folder}/plain-{rank}.json")
+            ranges["alone"] = profile_step(alone, f"{folder}/alone-{rank}.json")
+        ranges["plain"] = profile_step(partial(_run_step, 1, 4, {}), f"{folder}/plain-{rank}.json")
     return ranges
 
 
@@ -106,17 +106,17 @@ def test_traces_of_megatron_equal_built_in_schedules(
 ) -> None:
     """Megatron's schedules have the same computes as ours, and their messages are complete."""
     chunks, microbatches, settings = RUNS[name]
-    program = imported(runs[0], name)
+    program = import_traces(runs[0], name)
     shape = PipelineShape(RANKS, microbatches, chunks)
     assert program.shape == shape
     if not settings.get(
         "microbatch_group_size_per_vp_stage"
     ):  # our schedule has rounds of one size
         built_in = schedules.interleaved if chunks > 1 else schedules.one_f_one_b
-        assert computes(program) == computes(schedir.compile(built_in, shape))
-    for model in (m for m in ELSEWHERE if (name, m) not in DEADLOCKS):
+        assert list_computes(program) == list_computes(schedir.compile(built_in, shape))
+    for model in (m for m in OTHER_MODELS if (name, m) not in DEADLOCKS):
         schedir.check(program, progress_model=model)
-    for model in (m for m in ELSEWHERE if (name, m) in DEADLOCKS):
+    for model in (m for m in OTHER_MODELS if (name, m) in DEADLOCKS):
         with pytest.raises(DeadlockError):
             schedir.check(program, progress_model=model)
 
@@ -125,7 +125,9 @@ def test_museum_program_equals_trace_of_megatron(
     runs: tuple[Path, list[dict[str, list[str]]]],
 ) -> None:
     (case,) = (case for case in cases() if case.name == "megatron_warmup_flush")
-    assert imported(runs[0], "overlapped, all").streams == schedir.from_text(case.program).streams
+    assert (
+        import_traces(runs[0], "overlapped, all").streams == schedir.from_text(case.program).streams
+    )
 
 
 def test_every_message_is_posted_once_and_every_receive_has_wait(

@@ -28,13 +28,13 @@ from tests.cpu.stage_chains import (
     PROGRAMS,
     WIDTH,
     Layer,
-    batch,
-    instruction_of,
-    made,
-    squares,
-    world,
+    get_failed_instruction,
+    make_batch,
+    make_executor,
+    make_stages,
+    squared_error,
 )
-from tests.cpu.tiny_stages import gradients, same_bits
+from tests.cpu.tiny_stages import copy_gradients, have_same_bits
 
 
 class KeepsTensor(Layer):
@@ -67,7 +67,7 @@ def copy_kept_tensors(stages: list[nn.Module]) -> list[Tensor]:
 
 
 def make_keeping_stages(what: str, reads: bool) -> list[nn.Module]:
-    return made(*[lambda: KeepsTensor(what, reads)] * 4)
+    return make_stages(*[lambda: KeepsTensor(what, reads)] * 4)
 
 
 @pytest.mark.parametrize("what", ["hidden", "output", "loss", "input", "view"])
@@ -76,16 +76,16 @@ def test_kept_tensors_do_not_change_or_are_refused(name: str, what: str) -> None
     """A refused stage is refused in the first step."""
     reads = "recomputed" not in name  # a recomputed forward would read another tensor
     reference_stages, stages = make_keeping_stages(what, reads), make_keeping_stages(what, reads)
-    ranks = world(PROGRAMS[name](), stages)
+    ranks = make_executor(PROGRAMS[name](), stages)
     received = what in ("input", "view") and name not in ON_ONE_RANK
     if received and not ranks.program.shares_slots:
         with pytest.raises(ModelError):
-            ranks.step(*batch())
+            ranks.step(*make_batch())
         return
     for _ in range(3):
-        total = run_sequential(reference_stages, *batch(), loss=squares)
-        assert torch.equal(ranks.step(*batch()), total)
-        assert same_bits(gradients(stages), gradients(reference_stages))
+        total = run_sequential(reference_stages, *make_batch(), loss=squared_error)
+        assert torch.equal(ranks.step(*make_batch()), total)
+        assert have_same_bits(copy_gradients(stages), copy_gradients(reference_stages))
         if reads:  # the last forward of a stage is that of the last microbatch
             assert all(
                 map(torch.equal, copy_kept_tensors(stages), copy_kept_tensors(reference_stages))
@@ -111,8 +111,8 @@ class KeepsBuffers(Layer):
 
 def test_kept_buffers_are_not_offloaded() -> None:
     program = compile(one_f_one_b, PipelineShape(4, MICROBATCHES), recompute="all", offload="all")
-    stages = made(*[KeepsBuffers] * 4)
-    world(program, stages).step(*batch())
+    stages = make_stages(*[KeepsBuffers] * 4)
+    make_executor(program, stages).step(*make_batch())
     past: list[Any] = [stage.past for stage in stages]
     assert all(torch.stack(buffers).isfinite().all() for buffers in past)
 
@@ -128,12 +128,12 @@ class KeepsGradient(Layer):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kept_gradient_of_message_is_refused(name: str) -> None:
-    ranks = world(PROGRAMS[name](), made(*[KeepsGradient] * 4))
+    ranks = make_executor(PROGRAMS[name](), make_stages(*[KeepsGradient] * 4))
     if name in ON_ONE_RANK:
-        ranks.step(*batch())
+        ranks.step(*make_batch())
         return
     with pytest.raises((ModelError, ExecutionError), match="keeps a reference to the gradient"):
-        ranks.step(*batch())
+        ranks.step(*make_batch())
 
 
 class CyclicReference(Layer):
@@ -146,19 +146,19 @@ class CyclicReference(Layer):
 
 
 def test_unreachable_cycles_do_not_count_as_references() -> None:
-    ranks = world(PROGRAMS["1f1b"](), made(*[CyclicReference] * 4))
+    ranks = make_executor(PROGRAMS["1f1b"](), make_stages(*[CyclicReference] * 4))
     for _ in range(2):
-        ranks.step(*batch())
+        ranks.step(*make_batch())
 
 
 def _is_refused(rank: int, kind: Any) -> bool:
     program = compile(one_f_one_b, PipelineShape(2, MICROBATCHES), progress_model="per_edge")
     stage = [Layer(), KeepsTensor("input", reads=False)][rank]
     executor = Executor(
-        program, rank, {rank: stage}, kind(program), loss=squares, boundary=BOUNDARY
+        program, rank, {rank: stage}, kind(program), loss=squared_error, boundary=BOUNDARY
     )
     try:
-        executor.step(*batch())
+        executor.step(*make_batch())
     except ModelError:
         return True
     return False
@@ -183,8 +183,8 @@ class UsesEarlierGraph(Layer):
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if "recomputed" not in name])
 def test_gradient_to_another_microbatch_is_refused(name: str) -> None:
     with pytest.raises(ExecutionError) as error:
-        world(PROGRAMS[name](), made(*[UsesEarlierGraph] * 4)).step(*batch())
-    assert instruction_of(error.value).op in (Opcode.Backward, Opcode.BackwardInput)
+        make_executor(PROGRAMS[name](), make_stages(*[UsesEarlierGraph] * 4)).step(*make_batch())
+    assert get_failed_instruction(error.value).op in (Opcode.Backward, Opcode.BackwardInput)
 
 
 class KeepsWeight(Layer):
@@ -197,15 +197,15 @@ class KeepsWeight(Layer):
 
 def test_kept_full_weight_is_refused_with_zero_3() -> None:
     for zero in (0, 1, 2):
-        stages = made(*[KeepsWeight] * 4)
-        world(
+        stages = make_stages(*[KeepsWeight] * 4)
+        make_executor(
             compile(one_f_one_b, PipelineShape(4, MICROBATCHES), zero=zero, clip_grad_norm=False),
             stages,
-        ).step(*batch())
+        ).step(*make_batch())
         assert all(last.isfinite().all() for last in copy_kept_tensors(stages))
     program = compile(one_f_one_b, PipelineShape(4, MICROBATCHES), zero=3, clip_grad_norm=False)
     with pytest.raises(ModelError):
-        world(program, made(*[KeepsWeight] * 4)).step(*batch())
+        make_executor(program, make_stages(*[KeepsWeight] * 4)).step(*make_batch())
 
 
 class BackwardInForward(Layer):
@@ -220,17 +220,17 @@ class BackwardInForward(Layer):
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if "recomputed" not in name])
 def test_backward_in_forward_equals_plain_loop(name: str) -> None:
     stages, plain = (
-        made(Layer, BackwardInForward, Layer),
-        nn.Sequential(*made(Layer, BackwardInForward, Layer)),
+        make_stages(Layer, BackwardInForward, Layer),
+        nn.Sequential(*make_stages(Layer, BackwardInForward, Layer)),
     )
-    ranks = world(PROGRAMS[name](), stages)
-    xs, targets = batch()
+    ranks = make_executor(PROGRAMS[name](), stages)
+    xs, targets = make_batch()
     for _ in range(2):  # the first step has checks that later ones do not have
         ranks.step(xs, targets)
         for p in plain.parameters():
             p.grad = None
         for x, target in zip(xs, targets, strict=True):
-            squares(plain(x), target).backward()
+            squared_error(plain(x), target).backward()
         for p, q in zip(nn.ModuleList(stages).parameters(), plain.parameters(), strict=True):
             assert p.grad is not None and q.grad is not None
             assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6)

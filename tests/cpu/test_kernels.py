@@ -18,7 +18,7 @@ pytest.importorskip("triton")  # not available on every system
 
 from schedir.errors import UsageError
 from schedir.kernels import backend_choice, cross_entropy, gelu, layer_norm, weight_gradient
-from tests.cpu.triton_interpreter import interpreting, load
+from tests.cpu.triton_interpreter import interpret_kernels, load_kernels
 
 FLOATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SEEDS = st.integers(0, 99)
@@ -29,7 +29,7 @@ FEW = settings(max_examples=12)
 def _interpreted_kernels() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # torch.empty then returns NaN
-    with interpreting():
+    with interpret_kernels():
         yield
     torch.use_deterministic_algorithms(before)
 
@@ -59,7 +59,7 @@ def test_cross_entropy_kernels_equal_reference(
     n: int, k: int, t: int, dtype: torch.dtype, seed: int
 ) -> None:
     # A row takes several iterations.
-    kernels, ignore = load("cross_entropy_triton", MAX_BLOCK_COLUMNS=64), -1
+    kernels, ignore = load_kernels("cross_entropy_triton", MAX_BLOCK_COLUMNS=64), -1
     targets = (t * k * make_random(seed, n).sigmoid()).long()
     targets[make_random(seed + 1, n) > 0.5] = ignore
     shards = list(3 * make_random(seed, t, n, k, dtype=dtype))
@@ -97,7 +97,7 @@ def test_losses_equal_torch() -> None:
 def test_bias_gelu_kernels_equal_reference(
     rows: int, n: int, dtype: torch.dtype, programs: int, seed: int
 ) -> None:
-    kernels = load("gelu_triton")
+    kernels = load_kernels("gelu_triton")
     x, bias, dy = (
         make_random(seed + i, *s, dtype=dtype) for i, s in enumerate([(rows, n), (n,), (1, n)])
     )
@@ -118,7 +118,7 @@ def test_add_layer_norm_kernels_equal_reference(
     rows: int, n: int, dtype: torch.dtype, programs: int, seed: int
 ) -> None:
     # 300 numbers are 3 tiles, or 5 in float32.
-    kernels = load("layer_norm_triton", MAX_TILE_BYTES=256, MIN_ROWS=2)
+    kernels = load_kernels("layer_norm_triton", MAX_TILE_BYTES=256, MIN_ROWS=2)
     x, residual, dh, dy = make_random(seed, 4, rows, n, dtype=dtype)
     weight, bias = make_random(seed + 1, 2, n, dtype=dtype)
     h, y, moments = kernels.forward(x, residual, weight, bias, 1e-5)
@@ -182,7 +182,7 @@ def assert_rows_equal(*tensors: Tensor) -> None:
 
 
 def test_cross_entropy_kernels_use_64_bit_offsets() -> None:
-    kernels, logits = load("cross_entropy_triton"), make_distant_rows()
+    kernels, logits = load_kernels("cross_entropy_triton"), make_distant_rows()
     targets, dloss = torch.tensor([5, 5, 5]), torch.tensor(0.5)
     parts = kernels.compute_statistics(logits, targets, 0)
     assert_rows_equal(parts.t())
@@ -191,7 +191,7 @@ def test_cross_entropy_kernels_use_64_bit_offsets() -> None:
 
 def test_gelu_and_layer_norm_kernels_use_64_bit_offsets() -> None:
     """The kernels get `ROW_STRIDE` as the number of columns, and read the first 64 of a row."""
-    gelu_kernels, norm = load("gelu_triton"), load("layer_norm_triton")
+    gelu_kernels, norm = load_kernels("gelu_triton"), load_kernels("layer_norm_triton")
     x, y, dx, dy = (make_distant_rows() for _ in range(4))
     vector, moments = make_random(1, 64).bfloat16(), torch.empty(2, 3)
     tile = {"ROWS": 4, "COLUMNS": 64}

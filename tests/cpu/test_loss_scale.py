@@ -29,7 +29,7 @@ from schedir.schedules import one_f_one_b
 from schedir.training.config.train_config import TrainConfig
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, zb
+from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch, split_1f1b
 
 HALF = Boundary(BOUNDARY.shape, torch.float16)
 INITIAL_SCALE, STEPS, CLIP = 2.0**24, 14, 0.5  # large enough that steps overflow
@@ -75,7 +75,7 @@ def train_plain_loop(stages: list[nn.Module]) -> tuple[list[float], list[Tensor]
     optimizer = sgd(model.parameters(), fused=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=INITIAL_SCALE, growth_interval=3)
     values = []
-    inputs, targets, scale = batch(4)
+    inputs, targets, scale = make_batch(4)
     for _ in range(STEPS):
         model.zero_grad()
         for x, target in zip(inputs, targets, strict=True):
@@ -93,7 +93,7 @@ def train_plain_loop(stages: list[nn.Module]) -> tuple[list[float], list[Tensor]
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("schedule", [one_f_one_b, zb])
+@pytest.mark.parametrize("schedule", [one_f_one_b, split_1f1b])
 def test_pipeline_trains_like_plain_loop_with_grad_scaler(schedule: Any, fused: bool) -> None:
     values, expected = train_plain_loop(half_stages(2, tied=False))
     assert {b / a for a, b in pairwise(values)} == {0.5, 1.0, 2.0}  # all possible changes occur
@@ -106,7 +106,7 @@ def test_pipeline_trains_like_plain_loop_with_grad_scaler(schedule: Any, fused: 
         gradients=GradientOptions(max_norm=CLIP, loss_scale=make_loss_scale()),
     )
     for value in values:
-        world.step(*batch(4))
+        world.step(*make_batch(4))
         assert [
             float(r.state.options.gradients.loss_scale.value)
             for r in world.executors
@@ -134,7 +134,7 @@ def _train_replica(process: int) -> tuple[list[tuple[float, bool]], list[Tensor]
         loss=gpt.loss, boundary=HALF, optimizer=optimizer,
         gradients=GradientOptions(loss_scale=(scale := make_loss_scale())),
     )  # fmt: skip
-    inputs, targets, mean = batch(4)
+    inputs, targets, mean = make_batch(4)
     if transport.dp_rank:
         targets = torch.full_like(targets, gpt.IGNORE_INDEX)
     updates = []

@@ -33,7 +33,7 @@ from schedir.runtime.rank_state import Call
 from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.runtime.services.pending_sends import PendingSends
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
-from tests.cpu.tiny_stages import BOUNDARY, HIDDEN, batch, gpt_stages, zb
+from tests.cpu.tiny_stages import BOUNDARY, HIDDEN, gpt_stages, make_batch, split_1f1b
 
 
 class AllocatedMemory(TorchDispatchMode):
@@ -96,7 +96,7 @@ WRAPS: list[Callable[[nn.Module], nn.Module]] = [
 
 def _measure_live_bytes(stages: list[nn.Module], s: int) -> tuple[int, int]:
     """Return the bytes that a stage keeps after a forward, and after I."""
-    inputs, targets, _ = batch(1)
+    inputs, targets, _ = make_batch(1)
     memory, is_last = AllocatedMemory(), s == len(stages) - 1
     x = inputs[0] if s == 0 else torch.zeros(BOUNDARY.shape).requires_grad_()
     input_bytes = 0 if s == 0 else x.untyped_storage().nbytes()
@@ -118,7 +118,7 @@ def _measure_live_bytes(stages: list[nn.Module], s: int) -> tuple[int, int]:
 def test_saved_size_equals_live_memory_after_forward(
     count: int, tied: bool, wrap: Callable[[nn.Module], nn.Module]
 ) -> None:
-    inputs, targets, _ = batch(1)
+    inputs, targets, _ = make_batch(1)
     stages = [wrap(stage) for stage in gpt_stages(count, tied)]
     if wrap is WRAPS[2]:  # a reentrant checkpoint computes no gradient if its input has none
         stages[0] = gpt_stages(count, tied)[0]
@@ -213,7 +213,7 @@ own_activation = 4 * torch.Size(BOUNDARY.shape).numel()
     [
         (gpipe, PipelineShape(2, 4)),
         (one_f_one_b, PipelineShape(2, 4)),
-        (zb, PipelineShape(3, 4)),
+        (split_1f1b, PipelineShape(3, 4)),
         (interleaved, PipelineShape(2, 4, 2)),
         (interleaved, PipelineShape(1, 3, 2)),  # all stages on one rank
     ],
@@ -226,7 +226,7 @@ def test_memory_between_computes_equals_prediction(
     With one buffer per message, every received tensor occupies its slot during the whole step.
     """
     stages = gpt_stages(shape.stages, tied=False)
-    inputs, targets, scale = batch(shape.microbatches)
+    inputs, targets, scale = make_batch(shape.microbatches)
     sizes = measure_sizes(
         stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY, optimizer_state=0
     )
@@ -281,8 +281,8 @@ def checkpointed_stages(stages: int) -> list[nn.Module]:
 
 
 MODELS: dict[str, tuple[Any, Any, Any]] = {
-    "gpt": (partial(gpt_stages, tied=False), batch, gpt.loss),
-    "checkpointed": (checkpointed_stages, batch, gpt.loss),
+    "gpt": (partial(gpt_stages, tied=False), make_batch, gpt.loss),
+    "checkpointed": (checkpointed_stages, make_batch, gpt.loss),
     "asked": (split_norm_stages, normed_batch, nn.functional.mse_loss),
     "normed": (normed_stages, normed_batch, nn.functional.mse_loss),
 }
@@ -373,7 +373,7 @@ def test_measurement_does_not_change_model() -> None:
 
 def test_sizes_of_local_bfloat16_stages() -> None:
     stages = gpt_stages(2)
-    inputs, targets, _ = batch(1)
+    inputs, targets, _ = make_batch(1)
     all_sizes = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
     local_sizes = measure_sizes(
         [None, stages[1]], inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY

@@ -30,7 +30,7 @@ from schedir.schedules import one_f_one_b
 from schedir.transports import clock_sync as runtime_clock
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, paired
+from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch, paired_1f1b
 
 
 def _make_timeline(program: Program, **delays: float) -> Timeline:
@@ -46,7 +46,7 @@ def _make_timeline(program: Program, **delays: float) -> Timeline:
 
 
 def test_grouped_messages_have_one_common_span() -> None:
-    program = schedir.compile(paired, PipelineShape(2, 4), progress_model="per_edge")
+    program = schedir.compile(paired_1f1b, PipelineShape(2, 4), progress_model="per_edge")
     timeline = _make_timeline(program)
     second = np.flatnonzero(program.words >> 56)
     assert len(second) > 0
@@ -85,7 +85,7 @@ def _run_with_shifted_clock(rank: int) -> Any:
     transport = GlooTransport(program, timeout=77.0)
     stage = {rank: gpt_stages(2)[rank]}
     executor = Executor(program, rank, stage, transport, loss=gpt.loss, boundary=BOUNDARY)
-    executor.step(*batch(3))
+    executor.step(*make_batch(3))
     (times,), _ = read_step_times([executor.timestamps])
     reductions = {
         i.op: (times.start[k] - 1000 * rank, times.end[k] - 1000 * rank)
@@ -148,18 +148,18 @@ def test_steps_without_recording_read_no_clock(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(runtime_stamps, "perf_counter", fail_to_read_clock)
     for ranks in (without_recorder, disabled):
-        ranks.step(*batch(3))
+        ranks.step(*make_batch(3))
         with pytest.raises(ModelError, match="no step has been recorded"):
             ranks.timeline()
     with pytest.raises(ExecutionError, match="the clock must not be read"):
-        enabled.step(*batch(3))
+        enabled.step(*make_batch(3))
 
 
 def test_profiler_ranges_name_instructions() -> None:
     ranks = _make_ranks()
-    ranks.step(*batch(3))
+    ranks.step(*make_batch(3))
     with torch.profiler.profile(acc_events=True) as profile:  # without acc_events torch 2.11 warns
-        ranks.step(*batch(3))
+        ranks.step(*make_batch(3))
     count = {event.key: event.count for event in profile.key_averages()}
     named = [format_range_name(instr) for stream in ranks.program.streams for instr in stream]
     assert {name: n for name, n in count.items() if name.startswith("PP:")} == Counter(named)

@@ -19,9 +19,9 @@ from schedir.errors import ExecutionError, ModelError, SchedirError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime import Executor, GlooTransport, InProcessExecutor
 from tests.commands import ENV
-from tests.cpu.drop_in_steps import MB, made
+from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule
 from tests.cpu.gloo_processes import run, run_fresh
-from tests.cpu.torch_pipelines import WIDTH, model
+from tests.cpu.torch_pipelines import WIDTH, make_model
 
 PROGRAM = compile("one_f_one_b", PipelineShape(2, 4))
 
@@ -107,15 +107,15 @@ def test_object_created_on_one_rank_is_refused(function: Any, arguments: Any, wh
 
 def find_drop_in_errors(_: int, runtime: str) -> dict[str, str]:
     """Return the errors of steps in one process."""
-    x, y = torch.ones(2 * MB, WIDTH), torch.ones(2 * MB, WIDTH)
+    x, y = torch.ones(2 * N_MICROBATCHES, WIDTH), torch.ones(2 * N_MICROBATCHES, WIDTH)
     errors = {}
     for name, options, target in (
         ("no loss", {"loss_fn": None}, y),
-        ("short target", {}, torch.ones(3 * MB, WIDTH)),
+        ("short target", {}, torch.ones(3 * N_MICROBATCHES, WIDTH)),
         ("no reduction", {"loss_fn": nn.MSELoss(reduction="none")}, y),
     ):
-        parts = dict(enumerate(model(2)))
-        schedule = made(parts, 2, schedule="interleaved", runtime=runtime, **options)
+        parts = dict(enumerate(make_model(2)))
+        schedule = make_schedule(parts, 2, schedule="interleaved", runtime=runtime, **options)
         try:
             schedule.step(x, target=target)
             errors[name] = "accepted"

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from examples import bert
-from tests.cpu.train_command import ROOT, launched, script
+from tests.cpu.train_command import ROOT, run_launched, run_script
 
 
 @pytest.mark.parametrize("name", ["bert", "encoder_decoder"])
 def test_example_on_four_processes_prints_same_losses(name: str, tmp_path: Path) -> None:
-    code, single_output, err = launched(["-m", f"examples.{name}"], tmp_path / "alone")
+    code, single_output, err = run_launched(["-m", f"examples.{name}"], tmp_path / "alone")
     assert code == 0, err
-    assert single_output == script(f"examples.{name}", 4, tmp_path / "four")
+    assert single_output == run_script(f"examples.{name}", 4, tmp_path / "four")
     losses = [float(line.split()[-1]) for line in single_output.splitlines()]
     assert len(losses) == 10 and losses[-1] < losses[0] - 0.5
 

@@ -24,7 +24,7 @@ from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import gradients, same_bits
+from tests.cpu.tiny_stages import copy_gradients, have_same_bits
 
 WIDTH, ROWS = 8, 8
 BOUNDARY = Boundary((ROWS, WIDTH))
@@ -107,7 +107,7 @@ def test_running_statistics_equal_plain_loop(
         for order in (None, 3):
             run_sequential(reference_stages, *batch(m), loss=squares)
             ranks.step(*batch(m), order_seed=order)
-            assert same_bits(buffers(stages_in_pipeline), buffers(reference_stages))
+            assert have_same_bits(buffers(stages_in_pipeline), buffers(reference_stages))
     assert int(stages_in_pipeline[0].norm.num_batches_tracked) == 2 * m
 
 
@@ -163,14 +163,14 @@ def test_unaligned_microbatches_equal_plain_loop() -> None:
         compile(one_f_one_b, PipelineShape(2, 4)), stages, loss=squares, boundary=Boundary((3, 6))
     )
     loss = ranks.step(x, target)
-    actual = gradients(stages)
+    actual = copy_gradients(stages)
     assert torch.equal(run_sequential(stages, x, target, loss=squares), loss)
-    assert same_bits(gradients(stages), actual)
+    assert have_same_bits(copy_gradients(stages), actual)
     model = nn.Sequential(*stages)
     model.zero_grad()
     for microbatch, t in zip(x, target, strict=True):
         torch.autograd.backward(squares(model(microbatch), t))
-    assert same_bits(gradients(stages), actual)
+    assert have_same_bits(copy_gradients(stages), actual)
 
 
 @pytest.mark.parametrize("schedule", [chimera, dualpipe])
@@ -225,10 +225,10 @@ def test_other_microbatch_order_warns_and_equals_its_reference() -> None:
     assert len(caught) == 2  # one per stage
     run_sequential(reference_stages, *batch(4), loss=squares, program=ranks.program)
     run_sequential(ordered_stages, *batch(4), loss=squares)
-    assert same_bits(buffers(stages), buffers(reference_stages)) and not same_bits(
+    assert have_same_bits(buffers(stages), buffers(reference_stages)) and not have_same_bits(
         buffers(stages), buffers(ordered_stages)
     )
-    assert same_bits(gradients(stages), gradients(reference_stages))
+    assert have_same_bits(copy_gradients(stages), copy_gradients(reference_stages))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ranks.step(*batch(4))
@@ -261,8 +261,8 @@ def test_undone_step_restores_buffers() -> None:
     ranks, before = virtual(one_f_one_b, PipelineShape(2, 4), stages), buffers(stages)
     with undo_steps(ranks.executors[0].state), undo_steps(ranks.executors[1].state):
         ranks.step(*batch(4))
-        assert not same_bits(before, buffers(stages))
-    assert same_bits(before, buffers(stages))
+        assert not have_same_bits(before, buffers(stages))
+    assert have_same_bits(before, buffers(stages))
 
 
 class StridedStage(nn.Module):
@@ -309,7 +309,7 @@ def test_layout_is_same_on_one_rank_and_between_ranks(across: bool) -> None:
         program = compile(schedule, shape, progress_model="per_edge")
         ranks = InProcessExecutor(program, stages, loss=squares, boundary=Boundary((SIDE, SIDE)))
         assert torch.equal(ranks.step(x, x), total)
-        assert same_bits(gradients(stages), gradients(reference_stages))
+        assert have_same_bits(copy_gradients(stages), copy_gradients(reference_stages))
         for stage, plain in zip(stages[1:-1], reference_stages[1:-1], strict=True):
             assert stage.layouts == plain.layouts == {((SIDE, 1), 0)}
 

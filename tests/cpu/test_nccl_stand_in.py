@@ -26,18 +26,18 @@ from schedir.transports.gloo import GlooTransport, ProcessTransport
 from schedir.transports.nccl import count_streams
 from tests.cases import cases
 from tests.cpu.gloo_processes import run
-from tests.cpu.nccl_stand_in import Kind, NcclLike
-from tests.cpu.race_detector import Races
+from tests.cpu.nccl_stand_in import Kind, NcclStandIn
+from tests.cpu.race_detector import RaceDetector
 from tests.cpu.tiny_stages import (
     CONTEXT,
     HIDDEN,
     gpt_executor,
     gradients_by_stage,
+    make_replica_batch,
     moe_executor,
-    own_batch,
-    zb,
+    split_1f1b,
 )
-from tests.cpu.virtual_gpu import install
+from tests.cpu.virtual_gpu import install_virtual_gpu
 
 KINDS: tuple[Kind, ...] = ("send", "recv", "all_reduce", "all_gather", "dX", "all_to_all")
 EXPERTS = MoEConfig(
@@ -68,33 +68,61 @@ class Case(NamedTuple):
         )  # fmt: skip
 
 
-CASES = dict(cases(
-    [
-        ("1f1b", Case(one_f_one_b, PipelineShape(2, 4), tp=2)),
-        ("1f1b, slots shared", Case(one_f_one_b, PipelineShape(2, 4), tp=2,
-                                    buffer_sharing="minimal")),
-        ("split, slots shared", Case(zb, PipelineShape(2, 4), tp=2, buffer_sharing="minimal",
-                                     record=True)),
-        ("interleaved, slots shared", Case(interleaved, PipelineShape(2, 4, 2), tp=2,
-                                           buffer_sharing="minimal")),
-        ("gpipe, slots enough", Case(gpipe, PipelineShape(2, 4), tp=2,
-                                     buffer_sharing="latency_preserving")),
-        ("replicas, split", Case(zb, PipelineShape(2, 4), dp=2, buffer_sharing="minimal",
-                                 record=True)),
-        ("two holders", Case(chimera, PipelineShape(2, 4, placement="mirror"), tp=2,
-                             buffer_sharing="minimal")),
-        ("experts", Case(one_f_one_b, PipelineShape(2, 4), dp=2, ep=2, buffer_sharing="minimal")),
-        ("updates", Case(pipedream_2bw, PipelineShape(2, 8, optimizer_steps=2, weight_delay=1),
-                         dp=2, clip=False)),
-    ],
-    [
-        ("1f1b, slots shared, recorded",
-         Case(one_f_one_b, PipelineShape(2, 4), tp=2, buffer_sharing="minimal", record=True)),
-        ("split", Case(zb, PipelineShape(2, 4), tp=2)),
-        ("interleaved", Case(interleaved, PipelineShape(2, 4, 2), tp=2, record=True)),
-        ("replicas", Case(one_f_one_b, PipelineShape(2, 4), dp=2)),
-    ],
-))  # fmt: skip
+CASES = dict(
+    cases(
+        [
+            ("1f1b", Case(one_f_one_b, PipelineShape(2, 4), tp=2)),
+            (
+                "1f1b, slots shared",
+                Case(one_f_one_b, PipelineShape(2, 4), tp=2, buffer_sharing="minimal"),
+            ),
+            (
+                "split, slots shared",
+                Case(split_1f1b, PipelineShape(2, 4), tp=2, buffer_sharing="minimal", record=True),
+            ),
+            (
+                "interleaved, slots shared",
+                Case(interleaved, PipelineShape(2, 4, 2), tp=2, buffer_sharing="minimal"),
+            ),
+            (
+                "gpipe, slots enough",
+                Case(gpipe, PipelineShape(2, 4), tp=2, buffer_sharing="latency_preserving"),
+            ),
+            (
+                "replicas, split",
+                Case(split_1f1b, PipelineShape(2, 4), dp=2, buffer_sharing="minimal", record=True),
+            ),
+            (
+                "two holders",
+                Case(
+                    chimera, PipelineShape(2, 4, placement="mirror"), tp=2, buffer_sharing="minimal"
+                ),
+            ),
+            (
+                "experts",
+                Case(one_f_one_b, PipelineShape(2, 4), dp=2, ep=2, buffer_sharing="minimal"),
+            ),
+            (
+                "updates",
+                Case(
+                    pipedream_2bw,
+                    PipelineShape(2, 8, optimizer_steps=2, weight_delay=1),
+                    dp=2,
+                    clip=False,
+                ),
+            ),
+        ],
+        [
+            (
+                "1f1b, slots shared, recorded",
+                Case(one_f_one_b, PipelineShape(2, 4), tp=2, buffer_sharing="minimal", record=True),
+            ),
+            ("split", Case(split_1f1b, PipelineShape(2, 4), tp=2)),
+            ("interleaved", Case(interleaved, PipelineShape(2, 4, 2), tp=2, record=True)),
+            ("replicas", Case(one_f_one_b, PipelineShape(2, 4), dp=2)),
+        ],
+    )
+)
 
 
 REPLICAS = [name for name, case in CASES.items() if case.dp > 1 and case.ep == 1]
@@ -115,11 +143,11 @@ def _run_step(
         execution=ExecutionOptions(record_timestamps=case.record),
         gradients=GradientOptions(max_norm=1.0 if case.clip else None),
     )
-    if isinstance(transport, NcclLike):
+    if isinstance(transport, NcclStandIn):
         transport.follow(executor)
     executor.runner.is_warm |= only_one
     for seed in range(1 if only_one else 2):
-        executor.step(*own_batch(program, transport, seed))
+        executor.step(*make_replica_batch(program, transport, seed))
     return gradients_by_stage(executor)
 
 
@@ -132,7 +160,7 @@ def _run_case(case: Case, unwaited: Kind | None, is_early: bool = False) -> Case
     """
     program = case.compile()
     with pytest.MonkeyPatch.context() as patch:
-        gpu = install(patch)
+        gpu = install_virtual_gpu(patch)
         patch.setattr(buckets, "BUCKET_BYTES", BUCKET)
         if is_early:
             missing = GradientReduction._get_pending_grads
@@ -140,8 +168,8 @@ def _run_case(case: Case, unwaited: Kind | None, is_early: bool = False) -> Case
                 GradientReduction, "_get_pending_grads", lambda self: {*[*missing(self)][1:]}
             )
             patch.setattr(GradientReduction, "_require_unwritten", lambda self: None)
-        with Races(gpu) as races:
-            transport = NcclLike(program, gpu, races, unwaited)
+        with RaceDetector(gpu) as races:
+            transport = NcclStandIn(program, gpu, races, unwaited)
             patch.setattr(mappings, "_start_all_reduce", transport.start_sum)
             is_mutant = is_early or unwaited is not None
             actual = _run_step(transport, case, program, only_one=is_mutant)

@@ -22,7 +22,7 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.schedules import one_f_one_b, pipedream_2bw
 from tests.cases import pairs
-from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, zb
+from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch, split_1f1b
 
 
 def sgd(**options: Any) -> Callable[[Any], Any]:
@@ -167,7 +167,7 @@ OPTIMIZERS: list[tuple[Any, torch.dtype]] = [
 
 
 @pytest.mark.parametrize(
-    ("make", "dtype", "schedule", "spoil"), pairs(OPTIMIZERS, [one_f_one_b, zb], SPOILS)
+    ("make", "dtype", "schedule", "spoil"), pairs(OPTIMIZERS, [one_f_one_b, split_1f1b], SPOILS)
 )
 def test_nonfinite_step_changes_nothing(
     make: Any, dtype: torch.dtype, schedule: Any, spoil: dict[str, Any]
@@ -178,13 +178,13 @@ def test_nonfinite_step_changes_nothing(
     for step in range(2):
         before = learned(ranks)
         set_stage(ranks, **spoil)
-        ranks.step(*batch(4, seed=7))
+        ranks.step(*make_batch(4, seed=7))
         assert [rank.finite_updates.tolist() for rank in ranks.executors] == [[False]] * 3
         after = learned(ranks)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=False))
         set_stage(ranks, spoil["stage"])
         for world in (ranks, plain):
-            world.step(*batch(4, seed=step))
+            world.step(*make_batch(4, seed=step))
             assert [rank.finite_updates.tolist() for rank in world.executors] == [[True]] * 3
         pairs = zip(learned(ranks), learned(plain), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
@@ -200,7 +200,7 @@ def test_infinite_loss_with_finite_gradients_is_nonfinite() -> None:
 
     stages = gpt_stages(2, tied=False)
     world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=adamw())
-    inputs, targets, scale = batch(4)
+    inputs, targets, scale = make_batch(4)
     targets[1] = 0
     before = deepcopy([*stages[0].parameters()])
     world.step(inputs, targets, scale)
@@ -208,7 +208,7 @@ def test_infinite_loss_with_finite_gradients_is_nonfinite() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, stages[0].parameters(), strict=True))
 
 
-@pytest.mark.parametrize("schedule", [one_f_one_b, zb])
+@pytest.mark.parametrize("schedule", [one_f_one_b, split_1f1b])
 def test_nan_loss_without_gradients_is_nonfinite(schedule: Any) -> None:
     """An example is a mean over no tokens: in torch its loss is NaN, and its gradients are 0."""
     program = compile(schedule, PipelineShape(3, 4), clip_grad_norm=True)
@@ -218,7 +218,7 @@ def test_nan_loss_without_gradients_is_nonfinite(schedule: Any) -> None:
         return nn.functional.cross_entropy(y.flatten(0, -2), target.flatten(), ignore_index=-1)
 
     world = InProcessExecutor(program, stages, loss=mean, boundary=BOUNDARY, optimizer=adamw())
-    inputs, targets, scale = batch(4)
+    inputs, targets, scale = make_batch(4)
     before = learned(world)
     targets[2] = -1
     assert world.step(inputs, targets, scale).isnan()
@@ -256,7 +256,7 @@ def test_norm_of_complex_gradients_counts_both_parts() -> None:
 def test_ranks_decide_alone_without_norm(clip: bool) -> None:
     world = make_ranks(compile(one_f_one_b, PipelineShape(3, 4), clip_grad_norm=clip), adamw())
     set_stage(world, 1, gradient=math.inf)
-    world.step(*batch(4))
+    world.step(*make_batch(4))
     finite = [bool(rank.finite_updates) for rank in world.executors]
     assert finite == [False, False, not clip]
     are_finite = [all(p.isfinite().all() for p in r.stages[k].module.parameters())
@@ -267,7 +267,7 @@ def test_ranks_decide_alone_without_norm(clip: bool) -> None:
 def test_nonfinite_gradients_are_kept() -> None:
     world = make_ranks(compile(one_f_one_b, PipelineShape(2, 2), clip_grad_norm=True), adamw())
     set_stage(world, 0, gradient=math.inf)
-    world.step(*batch(2))
+    world.step(*make_batch(2))
     assert not all(g.isfinite().all() for g in world.executors[0].stages[0].gradients.flat)
     assert all(g.isfinite().all() for g in world.executors[1].stages[1].gradients.flat)
 
@@ -277,7 +277,7 @@ def test_each_update_has_finite_flag() -> None:
         pipedream_2bw, PipelineShape(2, 6, optimizer_steps=3, weight_delay=1), clip_grad_norm=True
     )
     ranks, plain = make_ranks(program, adamw()), make_ranks(program, adamw())
-    inputs, targets, scale = batch(6)
+    inputs, targets, scale = make_batch(6)
     last = ranks.executors[1].stages[1].module
 
     forwards: list[int] = []

@@ -17,7 +17,7 @@ from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.runtime.program_runner import ProgramRunner
 from schedir.training.config.train_config import TrainConfig
 from schedir.training.train import run
-from tests.cpu.train_command import forked
+from tests.cpu.train_command import run_forked
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -197,7 +197,7 @@ def test_all_processes_stop_with_one_error(
     where: tuple[str, str, str, str],
 ) -> None:
     sets = [*sets, "train.log_every=2", poison(what, stage, 3, ranks=ranks)]
-    code, _, err = forked(config, tmp_path / "out", *sets)
+    code, _, err = run_forked(config, tmp_path / "out", *sets)
     process, rank, instr, replica = where
     assert code == 1 and err.startswith(process) and err.count("of step 4 is infinite") == 1
     site = err.splitlines()[1]

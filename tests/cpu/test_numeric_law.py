@@ -29,7 +29,7 @@ from schedir.schedules import forward_only, gpipe, one_f_one_b, pipedream_2bw
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compile_options, compute_programs, shapes
 from schedir.verify.check import check
-from tests.cpu.activation_offload_programs import moved
+from tests.cpu.activation_offload_programs import offload_randomly
 from tests.cpu.optimizer_offload_programs import poison_weights
 from tests.cpu.random_models import (
     Batch,
@@ -40,7 +40,7 @@ from tests.cpu.random_models import (
     squared_error,
 )
 from tests.cpu.test_built_in_schedules import ZOO, newest_first
-from tests.laws import least, shape_of
+from tests.laws import find_min_microbatches, make_shape
 
 torch.set_num_threads(1)
 
@@ -164,7 +164,7 @@ def compiled_programs(draw: st.DrawFn, draft: Program) -> Program:
     shares = options.pop("buffer_sharing"), options.pop("overlap")
     options = {name: value for name, value in options.items() if "offload" not in name}
     program = compile(draft, progress_model="per_edge", **options)
-    program = moved(program, draw(st.integers(0, 99)), share=0.7, spilled=0.4)
+    program = offload_randomly(program, draw(st.integers(0, 99)), share=0.7, spilled=0.4)
     return check(share_slots(program, "minimal") if any(shares) else program, "per_edge")
 
 
@@ -293,7 +293,7 @@ def test_drafts_of_several_optimizer_steps(draft: Program, data: st.DataObject) 
 @given(data=st.data())
 def test_schedules(schedule: Any, data: st.DataObject) -> None:
     """The schedules are those of `schedir.schedules`, and one with descending backwards."""
-    shape = shape_of(schedule, 2, max(4, least(schedule, 2)))
+    shape = make_shape(schedule, 2, max(4, find_min_microbatches(schedule, 2)))
     assert_random_law(data, expand_schedule(schedule, shape))
 
 

@@ -33,7 +33,7 @@ from schedir.runtime.offload.copy_lanes import CopyLanes
 from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.runtime.offload.spill_file import SpillFile
 from schedir.schedules import gpipe
-from tests.cpu.activation_offload_programs import moved
+from tests.cpu.activation_offload_programs import offload_randomly
 from tests.cpu.test_activation_offload import checked, compared
 from tests.cpu.test_recompute import BOUNDARY, WIDTH, batch, noisy, squares
 
@@ -42,7 +42,7 @@ PLAN = PipelineShape(2, 4)
 
 
 def make_offloaded_program(spilled: float = 0.0) -> Program:
-    return checked(moved(compile(gpipe, PLAN), 5, spilled=spilled, late=1), "minimal")
+    return checked(offload_randomly(compile(gpipe, PLAN), 5, spilled=spilled, late=1), "minimal")
 
 
 def make_ranks(program: Program, layer: Any = None, **options: Any) -> InProcessExecutor:

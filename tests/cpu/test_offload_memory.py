@@ -33,7 +33,7 @@ from schedir.runtime.recording.live_memory import LiveMemory
 from schedir.schedules import dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1
 from schedir.verify.check import check
 from tests.cases import cases
-from tests.cpu.activation_offload_programs import moved
+from tests.cpu.activation_offload_programs import offload_randomly
 from tests.cpu.test_activation_offload import checked
 from tests.cpu.test_measured_sizes import MODELS, Witness, _refs
 from tests.cpu.test_recompute import BOUNDARY as FLAT
@@ -119,7 +119,7 @@ def test_memory_of_each_tier_equals_prediction(
         stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, optimizer_state=0
     )
     program = compile(schedule, shape, progress_model="per_edge", recompute=recompute)
-    program = checked(moved(program, shape.ranks, spilled=0.5), "minimal")
+    program = checked(offload_randomly(program, shape.ranks, spilled=0.5), "minimal")
     world = InProcessExecutor(
         program,
         stages,
@@ -149,7 +149,9 @@ def test_timeline_has_peak_memory_of_each_tier(tmp_path: Path, serial_lanes: Non
     sizes = measure_sizes(
         stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, optimizer_state=0
     )
-    program = checked(moved(compile(one_f_one_b, PipelineShape(2, 6)), 1, spilled=0.5), "minimal")
+    program = checked(
+        offload_randomly(compile(one_f_one_b, PipelineShape(2, 6)), 1, spilled=0.5), "minimal"
+    )
     world = InProcessExecutor(
         program,
         stages,
@@ -190,7 +192,7 @@ def test_host_memory_has_at_most_one_value_per_slot(
 ) -> None:
     """Reloads are slow, and sizes differ between stages."""
     shape = PipelineShape(1, 6, 3)
-    program = moved(compile(interleaved, shape), 1, spilled=spilled, late=0.0)
+    program = offload_randomly(compile(interleaved, shape), 1, spilled=spilled, late=0.0)
     (least,) = (
         find_host_values(program)
         .count_peak(number_groups(InstructionIndex.from_program(program)))

@@ -20,11 +20,11 @@ from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob
 from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
 from tests.cases import cases
-from tests.cpu.activation_offload_programs import moved
-from tests.cpu.race_detector import Races
+from tests.cpu.activation_offload_programs import offload_randomly
+from tests.cpu.race_detector import RaceDetector
 from tests.cpu.test_activation_offload import checked
-from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits
-from tests.cpu.virtual_gpu import VirtualGPU, install
+from tests.cpu.tiny_stages import BOUNDARY, copy_gradients, gpt_stages, have_same_bits, make_batch
+from tests.cpu.virtual_gpu import VirtualGPU, install_virtual_gpu
 
 PLANS = [
     (gpipe, PipelineShape(2, 4)),
@@ -35,12 +35,12 @@ PLANS = [
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
-    return install(monkeypatch)
+    return install_virtual_gpu(monkeypatch)
 
 
 @pytest.fixture
-def races(gpu: VirtualGPU) -> Iterator[Races]:
-    with Races(gpu) as races:
+def races(gpu: VirtualGPU) -> Iterator[RaceDetector]:
+    with RaceDetector(gpu) as races:
         yield races
 
 
@@ -50,7 +50,7 @@ def make_ranks(
     program = compile(
         schedule, shape, progress_model="per_edge", recompute=options.pop("recompute", None)
     )
-    program = checked(moved(program, 1, spilled=spilled), slots)
+    program = checked(offload_randomly(program, 1, spilled=spilled), slots)
     stages = gpt_stages(shape.stages, tied=False)
     world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, **options)
     for rank in world.executors:
@@ -65,7 +65,7 @@ def make_ranks(
 
 
 def read_gradients(world: InProcessExecutor) -> Any:
-    return gradients(
+    return copy_gradients(
         [
             world.executors[r].stages[s].module
             for s, r in enumerate(world.program.shape.first_rank_per_stage)
@@ -79,7 +79,12 @@ def read_gradients(world: InProcessExecutor) -> Any:
           [(*PLANS[0], "all", None), (*PLANS[1], None, "minimal"), (*PLANS[2], "all", None)]),
 )  # fmt: skip
 def test_offload_has_no_races(
-    schedule: Any, shape: PipelineShape, recompute: Any, slots: Any, races: Races, gpu: VirtualGPU
+    schedule: Any,
+    shape: PipelineShape,
+    recompute: Any,
+    slots: Any,
+    races: RaceDetector,
+    gpu: VirtualGPU,
 ) -> None:
     """There are no races on reused device memory, and none on host buffers."""
     world = make_ranks(schedule, shape, slots, recompute=recompute)
@@ -92,12 +97,12 @@ def test_offload_has_no_races(
             gpu.host_may_wait = (
                 executor is plain or seed is None
             )  # the first use of an event creates it
-            executor.step(*batch(shape.microbatches), order_seed=seed)
+            executor.step(*make_batch(shape.microbatches), order_seed=seed)
     assert not races.found
-    assert same_bits(read_gradients(world), read_gradients(plain))
+    assert have_same_bits(read_gradients(world), read_gradients(plain))
 
 
-def test_offload_to_disk_has_no_races(races: Races, tmp_path: Path) -> None:
+def test_offload_to_disk_has_no_races(races: RaceDetector, tmp_path: Path) -> None:
     world = make_ranks(
         gpipe,
         PipelineShape(2, 4),
@@ -106,13 +111,13 @@ def test_offload_to_disk_has_no_races(races: Races, tmp_path: Path) -> None:
         execution=ExecutionOptions(spill_dir=tmp_path),
     )
     for seed in (None, 0):
-        world.step(*batch(4), order_seed=seed)
+        world.step(*make_batch(4), order_seed=seed)
     assert not races.found
 
 
 @pytest.mark.parametrize("what", ["ready", "after", "arrive", "let_go"])
 def test_missing_wait_is_found_as_race(
-    what: str, races: Races, monkeypatch: pytest.MonkeyPatch
+    what: str, races: RaceDetector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, release_device_memory, finish_reload = (
         CopyLanes.start,
@@ -147,7 +152,7 @@ def test_missing_wait_is_found_as_race(
         monkeypatch.setattr(SavedActivations, "finish_reload", reload_without_wait)
     world = make_ranks(gpipe, PipelineShape(2, 4), "minimal")
     for _ in range(2):
-        world.step(*batch(4))
+        world.step(*make_batch(4))
     assert races.found
 
 
@@ -162,7 +167,7 @@ def test_lanes_overlap_with_computes(gpu: VirtualGPU, monkeypatch: pytest.Monkey
         gpu.work(5.0)
 
     monkeypatch.setattr(SavedActivations, "copy_to_block", copy_slowly)
-    world.step(*batch(3))
+    world.step(*make_batch(3))
     timeline = world.timeline()
     spans = timeline.spans
     durations = (spans["end"] - spans["start"])[spans["lane"] == Lane.D2H]

@@ -9,7 +9,7 @@ import pytest
 
 from schedir.errors import ConfigError
 from schedir.training.config.config_file import read_config
-from tests.cpu.train_command import forked, losses, small
+from tests.cpu.train_command import read_losses, run_forked, write_small_config
 
 MANY_MICROBATCHES = [
     "pipeline.schedule=gpipe", "pipeline.stages_per_rank=1", "pipeline.microbatches=48",
@@ -20,7 +20,7 @@ MANY_MICROBATCHES = [
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    return small(tmp_path)
+    return write_small_config(tmp_path)
 
 
 def test_memory_limit_is_met_only_with_offload(tmp_path: Path, config: Path) -> None:
@@ -30,9 +30,9 @@ def test_memory_limit_is_met_only_with_offload(tmp_path: Path, config: Path) -> 
     """
     disk = tmp_path / "disk"
     disk.mkdir()
-    assert forked(str(config), tmp_path / "own", *MANY_MICROBATCHES)[0] == 0
+    assert run_forked(str(config), tmp_path / "own", *MANY_MICROBATCHES)[0] == 0
     limit = "memory.memory_limit=650kB"
-    code, _, err = forked(
+    code, _, err = run_forked(
         str(config), tmp_path / "again", *MANY_MICROBATCHES, limit, "memory.recompute=all"
     )
     assert code == 2 and "MemoryLimitError" in err
@@ -41,13 +41,13 @@ def test_memory_limit_is_met_only_with_offload(tmp_path: Path, config: Path) -> 
         "memory.offload_to_disk=half",
         f"memory.spill_dir={disk}",
     ]
-    code, out, err = forked(
+    code, out, err = run_forked(
         str(config), tmp_path / "away", *MANY_MICROBATCHES, limit, *offload_options
     )
     assert code == 0, err
     (memory_line,) = [line for line in out.splitlines() if "predicted memory of each rank" in line]
     assert "; on the host: " in memory_line and "; on the disk: " in memory_line
-    assert losses(tmp_path / "away") == losses(tmp_path / "own") and not [*disk.iterdir()]
+    assert read_losses(tmp_path / "away") == read_losses(tmp_path / "own") and not [*disk.iterdir()]
     plain, offloaded = (
         json.loads((tmp_path / name / "summary.json").read_text())["memory"]
         for name in ("own", "away")

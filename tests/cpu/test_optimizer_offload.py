@@ -22,29 +22,31 @@ from schedir.schedules import (
 )
 from tests.cpu.optimizer_offload_programs import (
     ADAMW,
-    equal,
-    left,
-    made,
-    optimizer_of,
-    stepped,
+    are_equal,
+    get_optimizer,
+    make_executor,
+    read_training_state,
+    run_steps_in_random_order,
 )
-from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
+from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch
 
 torch.set_num_threads(1)
 
 
 def list_state_tensors(rank: Executor) -> list[Tensor]:
     return [
-        t for parameter_state in optimizer_of(rank).state.values() for t in parameter_state.values()
+        t
+        for parameter_state in get_optimizer(rank).state.values()
+        for t in parameter_state.values()
     ]
 
 
 def test_states_are_only_on_host_between_steps() -> None:
     """Device memory is poisoned before its release, so a late read returns NaN."""
-    world = made(
+    world = make_executor(
         schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement="host"), ADAMW
     )
-    stepped(world, 0)
+    run_steps_in_random_order(world, 0)
     (rank,) = world.executors
     states = rank.state.service(OptimizerPlacement).optimizer_state
     assert states is not None and all(map(states.is_on_host, list_state_tensors(rank)))
@@ -65,7 +67,7 @@ def test_states_are_only_on_host_between_steps() -> None:
             resized(t.untyped_storage(), 0)
 
     with patch.object(states, "finish_store", store_without_resize):
-        stepped(world, 1)
+        run_steps_in_random_order(world, 1)
     assert stored and all(map(states.is_on_host, list_state_tensors(rank)))
     assert addresses == [
         t.data_ptr() for t in list_state_tensors(rank)
@@ -76,15 +78,15 @@ def test_memory_of_each_tier_equals_prediction() -> None:
     """`test_zero_memory.py` tests all other memory."""
     shape, peaks = PipelineShape(1, 2, 3), []
     for slots in (1, 2, 3):
-        stages, (x, y, _) = gpt_stages(shape.stages, tied=False), batch(2)
+        stages, (x, y, _) = gpt_stages(shape.stages, tied=False), make_batch(2)
         sizes = measure_sizes(
             stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, optimizer_state=ADAMW
         )
         options: dict[str, Any] = {"optimizer_placement": "host", "optimizer_device_buffers": slots}
-        world = made(
+        world = make_executor(
             schedir.compile(looped_bfs, shape, progress_model="per_edge", **options), ADAMW
         )
-        stepped(world, 0)
+        run_steps_in_random_order(world, 0)
         (rank,) = world.executors
         (footprint,) = compute_footprints(world.program, sizes)
         device_bytes: list[int] = []
@@ -92,7 +94,7 @@ def test_memory_of_each_tier_equals_prediction() -> None:
             call._replace(run=partial(_run_and_count, rank, call.run, device_bytes))
             for call in rank.runner.calls
         ]
-        stepped(world, 1)
+        run_steps_in_random_order(world, 1)
         assert max(device_bytes) == footprint.dynamic_memory["state"][1].max()
         states = rank.state.service(OptimizerPlacement).optimizer_state
         assert states is not None
@@ -120,13 +122,17 @@ def _run_and_count(rank: Executor, run: Any, device_bytes: list[int]) -> None:
 def test_loaded_state_is_moved_to_host_before_next_step() -> None:
     """`load_state_dict` of the optimizer puts states into new device memory."""
     program = schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement="host")
-    saved, loaded, plain = made(program, ADAMW), made(program, ADAMW), made(program, ADAMW)
-    stepped(saved, 0, 1)
-    stepped(plain, 0, 1, 2)
+    saved, loaded, plain = (
+        make_executor(program, ADAMW),
+        make_executor(program, ADAMW),
+        make_executor(program, ADAMW),
+    )
+    run_steps_in_random_order(saved, 0, 1)
+    run_steps_in_random_order(plain, 0, 1, 2)
     for a, b in zip(saved.executors, loaded.executors, strict=True):
-        optimizer_of(b).load_state_dict(optimizer_of(a).state_dict())
+        get_optimizer(b).load_state_dict(get_optimizer(a).state_dict())
         for s, stage in b.stages.items():
             stage.module.load_state_dict(a.stages[s].module.state_dict())
     loaded.executors[0].random_streams.step = 2
-    stepped(loaded, 2)
-    assert equal(left(loaded), left(plain))
+    run_steps_in_random_order(loaded, 2)
+    assert are_equal(read_training_state(loaded), read_training_state(plain))

@@ -19,12 +19,12 @@ from schedir.schedules import (
 )
 from tests.cpu.optimizer_offload_programs import (
     ADAMW,
-    both,
-    equal,
-    left,
-    made,
-    optimizer_of,
-    stepped,
+    are_equal,
+    compile_on_both_tiers,
+    get_optimizer,
+    make_executor,
+    read_training_state,
+    run_steps_in_random_order,
 )
 
 torch.set_num_threads(1)
@@ -51,7 +51,7 @@ class UserOptimizer(torch.optim.SGD):
 def test_optimizers_that_cannot_step_by_stage_are_refused(make: Any, says: str) -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement="host")
     with pytest.raises(ModelError, match=says):
-        made(program, make)
+        make_executor(program, make)
 
 
 def make_hooked_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -63,14 +63,16 @@ def make_hooked_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimiz
 def test_user_optimizer_may_declare_elementwise() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement="host")
     kind = type("Known", (UserOptimizer,), {"elementwise": True})
-    stepped(made(program, lambda parameters: kind(parameters, lr=0.1, momentum=0.9)), 0, 1)
+    run_steps_in_random_order(
+        make_executor(program, lambda parameters: kind(parameters, lr=0.1, momentum=0.9)), 0, 1
+    )
 
 
 def test_later_step_hook_is_refused_before_any_change() -> None:
-    world = made(
+    world = make_executor(
         schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host"), ADAMW
     )
-    stepped(world, 0)
+    run_steps_in_random_order(world, 0)
     before = [
         p.detach().clone()
         for s in world.executors[0].stages.values()
@@ -78,48 +80,48 @@ def test_later_step_hook_is_refused_before_any_change() -> None:
     ]
     world.executors[0].resources.optimizer.register_step_post_hook(lambda *_: None)  # type: ignore[union-attr]
     with pytest.raises(ExecutionError, match="stage_step"):
-        stepped(world, 1)
+        run_steps_in_random_order(world, 1)
     after = [p for s in world.executors[0].stages.values() for p in s.module.parameters()]
-    assert equal(before, [p.detach() for p in after])
-    assert not any(t.isnan().any() for t in left(world))
+    assert are_equal(before, [p.detach() for p in after])
+    assert not any(t.isnan().any() for t in read_training_state(world))
 
 
 def test_programs_with_other_optimizer_placement_are_refused() -> None:
-    device, host = both(one_f_one_b, PipelineShape(2, 2))
+    device, host = compile_on_both_tiers(one_f_one_b, PipelineShape(2, 2))
     on_host = schedir.compile(gpipe, PipelineShape(2, 2), optimizer_placement="host")
     with pytest.raises(ModelError, match="optimizer_placement is 'host'"):
-        made(device, ADAMW, extra_programs=[on_host])
-    made(host, ADAMW, extra_programs=[on_host])
+        make_executor(device, ADAMW, extra_programs=[on_host])
+    make_executor(host, ADAMW, extra_programs=[on_host])
 
 
 def test_later_parameter_groups_are_stepped() -> None:
     results = []
-    for program in both(interleaved, PipelineShape(1, 4, 3)):
-        world = made(program, lambda parameters: ADAMW(parameters[-3:]))
-        stepped(world, 0)
+    for program in compile_on_both_tiers(interleaved, PipelineShape(1, 4, 3)):
+        world = make_executor(program, lambda parameters: ADAMW(parameters[-3:]))
+        run_steps_in_random_order(world, 0)
         (rank,) = world.executors
-        optimizer = optimizer_of(rank)
+        optimizer = get_optimizer(rank)
         optimized = {p for group in optimizer.param_groups for p in group["params"]}
         all_parameters = [p for stage in rank.stages.values() for p in stage.module.parameters()]
         optimizer.add_param_group(
             {"params": [p for p in all_parameters if p not in optimized], "lr": 0.1}
         )
-        stepped(world, 1, 2)
-        results.append(left(world))
-    assert equal(*results)
+        run_steps_in_random_order(world, 1, 2)
+        results.append(read_training_state(world))
+    assert are_equal(*results)
 
 
 def test_later_parameter_of_no_stage_is_refused() -> None:
-    world = made(
+    world = make_executor(
         schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host"), ADAMW
     )
-    stepped(world, 0)
+    run_steps_in_random_order(world, 0)
     (rank,) = world.executors
-    optimizer_of(rank).add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    get_optimizer(rank).add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     with pytest.raises(ModelError, match=r"a parameter of shape \[3\] that is in none"):
-        stepped(world, 1)
-    optimizer_of(rank).param_groups.pop()
-    stepped(world, 1)
+        run_steps_in_random_order(world, 1)
+    get_optimizer(rank).param_groups.pop()
+    run_steps_in_random_order(world, 1)
 
 
 class DecayingOptimizer(UserOptimizer):
@@ -134,14 +136,14 @@ class DecayingOptimizer(UserOptimizer):
 
 
 def test_optimizer_that_changes_its_groups_is_refused() -> None:
-    world = made(
+    world = make_executor(
         schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host"),
         partial(DecayingOptimizer, lr=1),
     )
     with pytest.raises(
         ExecutionError, match="a step of DecayingOptimizer changes 'lr' of a parameter group"
     ):
-        stepped(world, 0)
+        run_steps_in_random_order(world, 0)
 
 
 class CountingOptimizer(UserOptimizer):
@@ -160,10 +162,10 @@ def test_optimizer_with_step_count_attribute_is_refused() -> None:
     with pytest.raises(
         ExecutionError, match="a step of CountingOptimizer changes its 'number', from"
     ):
-        stepped(made(program, partial(CountingOptimizer, lr=1)), 0)
+        run_steps_in_random_order(make_executor(program, partial(CountingOptimizer, lr=1)), 0)
     one_stage_per_rank = schedir.compile(
         one_f_one_b, PipelineShape(2, 2), optimizer_placement="host"
     )
-    stepped(
-        made(one_stage_per_rank, partial(CountingOptimizer, lr=1)), 0
+    run_steps_in_random_order(
+        make_executor(one_stage_per_rank, partial(CountingOptimizer, lr=1)), 0
     )  # with one stage per rank the count is right

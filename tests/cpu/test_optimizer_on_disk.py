@@ -28,14 +28,14 @@ from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.schedules import looped_bfs
 from tests.cpu.optimizer_offload_programs import (
     ADAMW,
-    both,
-    equal,
-    left,
-    made,
-    optimizer_of,
-    stepped,
+    are_equal,
+    compile_on_both_tiers,
+    get_optimizer,
+    make_executor,
+    read_training_state,
+    run_steps_in_random_order,
 )
-from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
+from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch
 
 torch.set_num_threads(1)
 
@@ -58,12 +58,12 @@ def compile_on_disk(**options: Any) -> Program:
 
 def test_states_are_in_file_between_steps(tmp_path: Path) -> None:
     """Reads and writes of a state tensor go to the file."""
-    world = made(compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
-    stepped(world, 0, 1)
+    world = make_executor(compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
+    run_steps_in_random_order(world, 0, 1)
     states = get_disk_state(world.executors[0])
     state_tensors = [
         t
-        for parameter_state in optimizer_of(world.executors[0]).state.values()
+        for parameter_state in get_optimizer(world.executors[0]).state.values()
         for t in parameter_state.values()
     ]
     assert all(map(states.is_on_host, state_tensors)) and len(state_tensors) == len(
@@ -84,23 +84,23 @@ def test_memory_of_each_tier_equals_prediction(tmp_path: Path) -> None:
     """Bytes are compared at the end of each instruction."""
     shape = PipelineShape(1, 2, 3)
     for buffer_count in (1, 2, 3):
-        stages, (x, y, _) = gpt_stages(shape.stages, tied=False), batch(2)
+        stages, (x, y, _) = gpt_stages(shape.stages, tied=False), make_batch(2)
         sizes = measure_sizes(
             stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, optimizer_state=ADAMW
         )
-        world = made(
+        world = make_executor(
             compile_on_disk(optimizer_host_buffers=buffer_count),
             ADAMW,
             execution=ExecutionOptions(spill_dir=tmp_path),
         )
-        stepped(world, 0)
+        run_steps_in_random_order(world, 0)
         (rank,) = world.executors
         bytes_by_tier: dict[str, list[int]] = {"device": [], "host": [], "disk": []}
         rank.runner.calls = [
             call._replace(run=partial(_run_and_count, rank, call.run, bytes_by_tier))
             for call in rank.runner.calls
         ]
-        stepped(world, 1)
+        run_steps_in_random_order(world, 1)
         (device,) = compute_footprints(world.program, sizes)
         assert max(bytes_by_tier["device"]) == device.dynamic_memory["state"][1].max()
         for tier in ("host", "disk"):
@@ -134,14 +134,14 @@ def _run_and_count(rank: Executor, run: Any, bytes_by_tier: dict[str, list[int]]
 
 
 def test_space_of_freed_states_is_reused(tmp_path: Path) -> None:
-    world = made(compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
-    stepped(world, 0)
-    optimizer, states = optimizer_of(world.executors[0]), get_disk_state(world.executors[0])
+    world = make_executor(compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
+    run_steps_in_random_order(world, 0)
+    optimizer, states = get_optimizer(world.executors[0]), get_disk_state(world.executors[0])
     lengths = []
     for k in range(3):
         optimizer.load_state_dict(optimizer.state_dict())  # creates new tensors each time
         gc.collect()
-        stepped(world, 1 + k)
+        run_steps_in_random_order(world, 1 + k)
         lengths.append(states.spill_file.length)
     assert len({*lengths}) == 1 and all(map(states.is_on_host, states.list_state_tensors(0)))
 
@@ -150,20 +150,24 @@ def test_states_on_disk_need_writable_folder(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match="moves the optimizer state to the disk, but spill_dir is not set"
     ):
-        made(compile_on_disk(), ADAMW)
+        make_executor(compile_on_disk(), ADAMW)
     with pytest.raises(ModelError, match=r"(?s)is not writable.*\[memory\] spill_dir"):
-        made(compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path / "gone"))
+        make_executor(
+            compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path / "gone")
+        )
 
 
 def test_spill_folder_may_be_deleted_after_start(tmp_path: Path) -> None:
     folder = tmp_path / "nvme"
     folder.mkdir()
     worlds = [
-        made(p, ADAMW, execution=ExecutionOptions(spill_dir=folder))
-        for p in both(looped_bfs, PipelineShape(1, 2, 3), states="disk")
+        make_executor(p, ADAMW, execution=ExecutionOptions(spill_dir=folder))
+        for p in compile_on_both_tiers(looped_bfs, PipelineShape(1, 2, 3), states="disk")
     ]
     shutil.rmtree(folder)
-    assert equal(*(stepped(world, 0, 1) for world in worlds)) and equal(*map(left, worlds))
+    assert are_equal(*(run_steps_in_random_order(world, 0, 1) for world in worlds)) and are_equal(
+        *map(read_training_state, worlds)
+    )
 
 
 def copy_states(world: Any) -> dict[int, list[Tensor]]:
@@ -193,12 +197,12 @@ def test_disk_error_in_step_names_operation_and_remedy(
 ) -> None:
     """Afterwards the states of each stage are those before the step, or those after it."""
     world, plain = (
-        made(compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
+        make_executor(compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
         for _ in range(2)
     )
     if what != "posix_fallocate":  # called only in the first step
-        stepped(world, 0)
-        stepped(plain, 0)
+        run_steps_in_random_order(world, 0)
+        run_steps_in_random_order(plain, 0)
     before, original, calls = copy_states(world), getattr(os, what), 0
 
     def fail_after_first_call(*args: Any) -> Any:
@@ -213,15 +217,15 @@ def test_disk_error_in_step_names_operation_and_remedy(
     with monkeypatch.context() as patched:
         patched.setattr(os, what, fail_after_first_call)
         with pytest.raises(ExecutionError, match=says) as caught:
-            stepped(world, 1)
+            run_steps_in_random_order(world, 1)
     assert "resume from a checkpoint" in str(caught.value)
-    stepped(plain, 1)
+    run_steps_in_random_order(plain, 1)
     after, expected = copy_states(world), copy_states(plain)
     for stage, states in after.items():  # either unchanged or stepped
         assert (
-            equal(states, expected[stage])
-            or equal(states, before[stage])
+            are_equal(states, expected[stage])
+            or are_equal(states, before[stage])
             or not (states or before[stage])
         )
     with pytest.raises(ExecutionError, match="an earlier step failed"):
-        stepped(world, 2)
+        run_steps_in_random_order(world, 2)

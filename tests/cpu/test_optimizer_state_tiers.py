@@ -17,19 +17,25 @@ from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import forward_only, gpipe, interleaved, looped_bfs
-from tests.cpu.checkpoint_layouts import Layout, Model, in_process, same, steps
+from tests.cpu.checkpoint_layouts import (
+    Layout,
+    Model,
+    create_in_process_executor,
+    keep_name,
+    run_steps,
+)
 from tests.cpu.gloo_processes import run
 from tests.cpu.optimizer_offload_programs import (
     ADAMW,
-    MAKES,
+    OPTIMIZER_FACTORIES,
     SHAPES,
-    equal,
-    left,
-    made,
+    are_equal,
+    make_executor,
     poison_weights,
-    stepped,
+    read_training_state,
+    run_steps_in_random_order,
 )
-from tests.cpu.tiny_stages import batch
+from tests.cpu.tiny_stages import make_batch
 
 torch.set_num_threads(1)
 
@@ -72,7 +78,9 @@ def _make_ranks(
     program = schedir.compile(*case, progress_model="per_edge", **options_and_arguments)
     execution = ExecutionOptions(spill_dir=folder)
     half = make == "bfloat16"
-    return made(program, MAKES[make], half=half, execution=execution, **options)
+    return make_executor(
+        program, OPTIMIZER_FACTORIES[make], half=half, execution=execution, **options
+    )
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -88,8 +96,8 @@ def test_offloaded_states_equal_states_on_device(
         make, tmp_path, SHAPES[shape], optimizer_placement=placement, **options, **extra_options
     )
     poison_weights(placed)  # A read of weights while the host steps them finds NaN.
-    assert equal(*(stepped(world, 0, 1, 2) for world in (device, placed)))
-    assert equal(left(device), left(placed))
+    assert are_equal(*(run_steps_in_random_order(world, 0, 1, 2) for world in (device, placed)))
+    assert are_equal(read_training_state(device), read_training_state(placed))
     assert not [*tmp_path.iterdir()]  # The file of the disk has no name.
 
 
@@ -117,20 +125,20 @@ def test_one_nonfinite_gradient_skips_all_stages(
         for tier in ("device", placement)
     ]
     for world in worlds:
-        stepped(world, 0)
+        run_steps_in_random_order(world, 0)
         (rank,) = world.executors
-        before = left(world)
+        before = read_training_state(world)
         first = next(rank.stages[0].module.parameters())
         hook = first.register_hook(lambda gradient: gradient * torch.nan)
-        stepped(world, 1)
+        run_steps_in_random_order(world, 1)
         hook.remove()
-        after = left(world)
+        after = read_training_state(world)
         assert not bool(rank.finite_updates)
         if clip:
             assert float(after.pop()) == float(before.pop()) / 2
-        assert equal(before, after)
-    losses = [stepped(world, 2, 3) for world in worlds]
-    assert equal(*losses) and equal(*map(left, worlds))
+        assert are_equal(before, after)
+    losses = [run_steps_in_random_order(world, 2, 3) for world in worlds]
+    assert are_equal(*losses) and are_equal(*map(read_training_state, worlds))
     assert bool(rank.finite_updates) and not any(t.isnan().any() for t in after)
 
 
@@ -175,15 +183,15 @@ def test_several_programs_share_offloaded_states(placement: str, tmp_path: Path)
         )
         evaluation = schedir.compile(forward_only, PipelineShape(2, 2), **options)
         execution = ExecutionOptions(spill_dir=tmp_path)
-        world = made(small, ADAMW, extra_programs=[large, evaluation], execution=execution)
-        x, y, scale = batch(5)
+        world = make_executor(small, ADAMW, extra_programs=[large, evaluation], execution=execution)
+        x, y, scale = make_batch(5)
         losses = []
         for _ in range(2):
             losses.append(world.step(x[:3], y[:3], scale, program=large))
             losses.append(world.step(x[3:], y[3:], scale, program=small))
             losses.append(world.evaluate(x[:2], y[:2], program=evaluation))
-        results.append((losses, left(world)))
-    assert equal(results[0][0], results[1][0]) and equal(results[0][1], results[1][1])
+        results.append((losses, read_training_state(world)))
+    assert are_equal(results[0][0], results[1][0]) and are_equal(results[0][1], results[1][1])
 
 
 MODEL = Model(dropout=0.1, clip=True)
@@ -193,7 +201,7 @@ def _make_layout(placement: str, folder: Path, model: Model = MODEL, **options: 
     layout = Layout(
         interleaved, PipelineShape(2, 4, 2), options={"optimizer_placement": placement, **options}
     )
-    return in_process(layout, model, execution=ExecutionOptions(spill_dir=folder))
+    return create_in_process_executor(layout, model, execution=ExecutionOptions(spill_dir=folder))
 
 
 @pytest.mark.parametrize(
@@ -214,28 +222,28 @@ def test_checkpoint_loads_with_another_placement(
     saved, resumed, unbroken = (
         _make_layout(placement, tmp_path, model) for placement in (first, then, "device")
     )
-    steps(saved, 0, 2)
-    save(saved, tmp_path / "saved", step=2, name_map=same)
-    load(resumed, tmp_path / "saved", name_map=same)
-    steps(resumed, 2, 4)
-    steps(unbroken, 0, 4)
-    assert equal(left(resumed), left(unbroken))
+    run_steps(saved, 0, 2)
+    save(saved, tmp_path / "saved", step=2, name_map=keep_name)
+    load(resumed, tmp_path / "saved", name_map=keep_name)
+    run_steps(resumed, 2, 4)
+    run_steps(unbroken, 0, 4)
+    assert are_equal(read_training_state(resumed), read_training_state(unbroken))
 
 
 @pytest.mark.parametrize("placement", ["host", "disk"])
 def test_snapshot_has_state_of_its_step(placement: str, tmp_path: Path) -> None:
     world = _make_layout(placement, tmp_path, checkpoint_snapshots=True)
-    saver = Saver(world, tmp_path / "snapshot", name_map=same)
-    steps(world, 0, 2)
-    save(world, tmp_path / "saved", step=2, name_map=same)
+    saver = Saver(world, tmp_path / "snapshot", name_map=keep_name)
+    run_steps(world, 0, 2)
+    save(world, tmp_path / "saved", step=2, name_map=keep_name)
     saver.schedule_save(2)
-    steps(world, 2, 3)
+    run_steps(world, 2, 3)
     saver.write()
-    steps(world, 3, 4)
+    run_steps(world, 3, 4)
     saver.wait()
     results = []
     for folder in ("snapshot", "saved"):
         loaded = _make_layout(placement, tmp_path)
-        load(loaded, tmp_path / folder, name_map=same)
-        results.append(left(loaded))
-    assert equal(*results)
+        load(loaded, tmp_path / folder, name_map=keep_name)
+        results.append(read_training_state(loaded))
+    assert are_equal(*results)

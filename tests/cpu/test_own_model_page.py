@@ -9,17 +9,17 @@ import torch
 
 from schedir.checkpoints import load
 from schedir.runtime import GradientOptions, InProcessExecutor
-from tests.cpu.train_command import Run, script
-from tests.tutorial import OWN_MODEL, numbers_apart, steps
+from tests.cpu.train_command import Run, run_script
+from tests.tutorial import OWN_MODEL, read_steps, replace_numbers
 
-PAGE = list(steps(OWN_MODEL.read_text()))
+PAGE = list(read_steps(OWN_MODEL.read_text()))
 
 
 def run(folder: Path, *argv: str) -> str:
     """Return the output of a command of the page, which must succeed without a warning."""
     if argv[:2] == ("torchrun", "--nproc-per-node"):
         script_path, *script_argv = argv[3:]
-        return script(
+        return run_script(
             folder / script_path, int(argv[2]), folder / f"run {script_argv}", *script_argv
         )
     assert argv[0] == "python"
@@ -39,13 +39,13 @@ def test_commands_of_page_print_shown_output(
     module = import_module("own")
     monkeypatch.delitem(sys.modules, "own")
     commands = [step for step in PAGE if step.kind == "command" and "own.py" in step.text]
-    shown = {command.text: numbers_apart(command.prints) for command in commands}
+    shown = {command.text: replace_numbers(command.prints) for command in commands}
     one_process, four_processes, resumed, memory = shown
     printed = {one_process: run(tmp_path, *one_process.split())}
     module.measure_memory()
     printed[memory] = capsys.readouterr().out
     printed |= {argv: run(tmp_path, *argv.split()) for argv in (four_processes, resumed)}
-    assert {argv: numbers_apart(out) for argv, out in printed.items()} == shown
+    assert {argv: replace_numbers(out) for argv, out in printed.items()} == shown
 
     # Four processes print the losses of one, also after the resume.
     assert printed[four_processes].startswith(printed[one_process] + "evaluation  loss ")

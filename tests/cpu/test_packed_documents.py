@@ -21,7 +21,7 @@ from schedir.training.batches import text_batches
 from schedir.training.batches.text_batches import Corpus
 from schedir.training.config.run_config import Config, DataConfig
 from tests import tokens
-from tests.cpu.train_command import alone, train
+from tests.cpu.train_command import train, train_in_this_process
 
 SIZES = np.random.default_rng(1).integers(1, 30, 60)
 TEXTS = [" ".join(["the", "quick", "brown", "fox"][k % 4] for k in range(n)) for n in SIZES]
@@ -108,7 +108,7 @@ def test_run_on_packed_documents_has_losses_of_one_process(
     sets = [f'data.source="{source}"', f'data.tokenizer="{tokenizer}"', "model.vocab=300",
             "data.packing=best_fit", "data.validation=0.1", "pipeline.tp=1",
             "train.steps=3"]  # fmt: skip
-    expected = alone(config, tmp_path / "one", *sets)
+    expected = train_in_this_process(config, tmp_path / "one", *sets)
     assert train(config, tmp_path / "many", *sets) == pytest.approx(expected, rel=1e-5)
 
 
@@ -123,9 +123,16 @@ def test_run_tokenizes_its_data_once(
         return get_tokenizer(name, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(text_batches, "get_tokenizer", record_and_get_tokenizer)
-    alone(config, tmp_path / "out", f'data.source="{source}"', f'data.tokenizer="{tokenizer}"',
-          "model.vocab=300", "data.validation=0.1", "train.evaluate_every=2",
-          "train.steps=2")  # fmt: skip
+    train_in_this_process(
+        config,
+        tmp_path / "out",
+        f'data.source="{source}"',
+        f'data.tokenizer="{tokenizer}"',
+        "model.vocab=300",
+        "data.validation=0.1",
+        "train.evaluate_every=2",
+        "train.steps=2",
+    )
     assert names == [tokenizer]
 
 

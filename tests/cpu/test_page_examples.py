@@ -10,12 +10,12 @@ import pytest
 from schedir.__main__ import main
 from tests.cpu.train_command import Run
 from tests.pure.test_page_examples import commands
-from tests.tutorial import READERS, ROOT, steps
+from tests.tutorial import READERS, ROOT, read_steps
 
 BLOCKS = [
     (name, step.text)
     for name in READERS
-    for step in steps((ROOT / "docs" / f"{name}.md").read_text())
+    for step in read_steps((ROOT / "docs" / f"{name}.md").read_text())
     if step.kind == "python" and step.needs_torch
 ]
 
@@ -28,7 +28,7 @@ def test_python_block_runs(text: str) -> None:
 TRAINS = [
     (name, step.text, step.prints)
     for name in READERS
-    for step in steps((ROOT / "docs" / f"{name}.md").read_text())
+    for step in read_steps((ROOT / "docs" / f"{name}.md").read_text())
     if step.kind == "command" and step.text.startswith("schedir train") and step.prints
 ]
 
@@ -44,7 +44,7 @@ def test_training_command_prints_shown_output(text: str, prints: str, tmp_path: 
 def test_code_of_save_and_resume_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop saves checkpoints, and then resumes from the newest. The commands read them."""
     page = (ROOT / "docs" / "how-to" / "save-and-resume.md").read_text()
-    (loop,) = [step.text for step in steps(page) if step.kind == "python"]
+    (loop,) = [step.text for step in read_steps(page) if step.kind == "python"]
     monkeypatch.chdir(tmp_path)
     for first in (0, 20):
         names: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from schedir import planner
-from tests.cpu.train_command import alone, train
+from tests.cpu.train_command import train, train_in_this_process
 
 
 def test_plan_configuration_trains_like_one_process(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_plan_configuration_trains_like_one_process(tmp_path: Path) -> None:
     ):
         file = tmp_path / f"{name}.toml"
         file.write_text(planner.train_config(model, choice, steps=2, warmup=1))
-        run = train if choice.gpus > 1 else alone
+        run = train if choice.gpus > 1 else train_in_this_process
         losses.append(run(str(file), tmp_path / name, f'data.source="{text}"'))
     assert len(losses[0]) == 2
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -40,7 +40,7 @@ from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport, can_share_memory
 from tests.cpu.gloo_processes import run
 from tests.cpu.test_nonfinite_steps import learned, set_stage, spoilt
-from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
+from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch
 
 ADAMW = partial(torch.optim.AdamW, lr=0.1)
 PLANS: list[tuple[Any, PipelineShape]] = [
@@ -127,7 +127,7 @@ def test_built_in_schedules_have_same_bits(
     for k in range(6):
         for ranks in (waiting, validated):
             set_stage(ranks, 1, gradient=math.nan if k == 3 else 1.0)
-        data = batch(shape.microbatches, k)
+        data = make_batch(shape.microbatches, k)
         assert torch.equal(
             waiting.step(*data), validated.step(*data, order_seed=k if k % 2 else None)
         )
@@ -173,7 +173,7 @@ def test_random_schedules_orders_and_norms_have_same_bits(
     for k, (order, gradient, validates) in enumerate(steps):
         for ranks in (waiting, validated):
             set_stage(ranks, shape.stages - 1, gradient=gradient)
-        data = batch(shape.microbatches, k)
+        data = make_batch(shape.microbatches, k)
         assert torch.equal(waiting.step(*data), validated.step(*data, order_seed=order))
         if validates:
             validated.validate_last_update()
@@ -294,7 +294,7 @@ def test_loss_scale_follows_validated_updates() -> None:
 
     waiting, validated = make_both(make)
     for k in range(14):
-        data = batch(4, k)
+        data = make_batch(4, k)
         assert torch.equal(waiting.step(*data), validated.step(*data))
     validated.validate_last_update()
     assert same(waiting, validated)
@@ -328,7 +328,7 @@ def _train_rank(rank: int, name: str, dp: int, max_norm: float) -> Any:
         for k in range(6):
             for stage in local_stages.values():
                 stage.gradient = math.nan if k == 3 and 1 in local_stages else 1.0  # type: ignore[assignment]
-            inputs, targets, scale = batch(8, k)
+            inputs, targets, scale = make_batch(8, k)
             part = slice(4 * transport.dp_rank, 4 * transport.dp_rank + 4)
             loss = executor.step(inputs[part], targets[part], scale)
             losses.append(0.0 if loss is None else float(loss))
@@ -369,6 +369,8 @@ def test_split_backward_has_same_bits(how: dict[str, Any]) -> None:
 
     waiting, validated = make_both(make)
     for k in range(5):
-        assert torch.equal(waiting.step(*batch(5, k)), validated.step(*batch(5, k), order_seed=k))
+        assert torch.equal(
+            waiting.step(*make_batch(5, k)), validated.step(*make_batch(5, k), order_seed=k)
+        )
     validated.validate_last_update()
     assert same(waiting, validated)

@@ -30,7 +30,14 @@ from schedir.io.black_box import (
 from schedir.training.processes.process_exit import exchange_black_boxes
 from schedir.transports.transport import describe_peer_error, is_caused_by_peer
 from tests.cpu.test_train_termination import gone
-from tests.cpu.train_command import TORCHRUN, Run, arguments, finish, start, wait_until
+from tests.cpu.train_command import (
+    TORCHRUN,
+    Run,
+    make_arguments,
+    start_process,
+    wait_for_exit,
+    wait_until,
+)
 
 
 def make_snapshot(process: int, *, waits: bool) -> BlackBoxSnapshot:
@@ -60,7 +67,7 @@ def test_processes_end_when_torchrun_is_killed(config: str, tmp_path: Path) -> N
     sets = ["train.steps=1000000", "train.log_every=1", "pipeline.tp=1",
             "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b"]  # fmt: skip
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "schedir"]
-    run = Run([*agent, *arguments(config, tmp_path / "out", *sets)], tmp_path / "out")
+    run = Run([*agent, *make_arguments(config, tmp_path / "out", *sets)], tmp_path / "out")
     run.wait_for("\nstep ")
     pids = [
         box[BlackBoxField.PID]
@@ -102,7 +109,7 @@ def test_other_node_reports_dead_process(config: str, tmp_path: Path) -> None:
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
     agent = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=it", "--rdzv-backend=c10d",
              f"--rdzv-endpoint=127.0.0.1:{port}", "-m", "schedir"]  # fmt: skip
-    command = [*agent, *arguments(config, tmp_path / "out", *sets)]
+    command = [*agent, *make_arguments(config, tmp_path / "out", *sets)]
     trains = str(tmp_path / "out" / "loss.csv")
     nodes = [Run(command, tmp_path / "first", TRAINS=trains)]
 
@@ -162,10 +169,10 @@ def test_process_that_dies_before_it_joins_is_reported(
     monkeypatch.setenv("BEGUN", str(tmp_path / "out" / BLACK_BOX_DIRECTORY / "0"))
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"] if launcher == "torchrun" else []
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b"]
-    process = start(
-        [sys.executable, *agent, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)]
+    process = start_process(
+        [sys.executable, *agent, "-m", "schedir", *make_arguments(config, tmp_path / "out", *sets)]
     )
-    code, _, err = finish(process)
+    code, _, err = wait_for_exit(process)
     error_lines = [line for line in err.splitlines() if line.startswith("process ")]
     assert code == 1 and error_lines[0].startswith(said), err
     assert "During handling" not in err  # there is no other error

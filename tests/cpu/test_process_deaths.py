@@ -14,7 +14,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import one_f_one_b
 from tests.cases import cases
-from tests.cpu.train_command import TORCHRUN, arguments, launched
+from tests.cpu.train_command import TORCHRUN, make_arguments, run_launched
 
 FAULTY_SCHEDULE = """\
 import os
@@ -47,7 +47,7 @@ def make_death_arguments(
     sets = [f"pipeline.ranks={ranks}", "pipeline.tp=1", "pipeline.stages_per_rank=1",
             f"model.layers={ranks}", f"train.transport={transport}",
             f"pipeline.schedule={schedule}:mine"]  # fmt: skip
-    return arguments(config, tmp_path / "out", *sets)
+    return make_arguments(config, tmp_path / "out", *sets)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_launcher_reports_dead_process_and_cause(
     config: str, tmp_path: Path, how: str, transport: str, said: str
 ) -> None:
     words = make_death_arguments(config, tmp_path, how, transport, ranks=3 if how == KILL else 2)
-    code, _, err = launched(words, tmp_path / "out")
+    code, _, err = run_launched(words, tmp_path / "out")
     assert code == 1 and err.count("\n") == 1
     assert err.startswith(f"process 1 (pipeline rank 1){said}")
     # Another thread reads the batch of a step, during the step or before it.
@@ -90,7 +90,7 @@ def test_warnings_do_not_hide_cause_of_death(
     words = make_death_arguments(config, tmp_path, how, "gloo", ranks=2)
     schedule = tmp_path / "mine.py"
     schedule.write_text(f"import warnings\n{schedule.read_text()}\nwarnings.warn('odd')\n")
-    code, _, err = launched(words, tmp_path / "out")
+    code, _, err = run_launched(words, tmp_path / "out")
     assert code == 1 and "\n[1] " in err and "UserWarning: odd" in err
     assert err.splitlines()[-1].startswith(said)
     assert not (tmp_path / "out" / "summary.json").exists()
@@ -129,7 +129,7 @@ def test_neighbour_reports_dead_process_under_torchrun(
 ) -> None:
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "-m", "schedir"]
     words = [*agent, *make_death_arguments(config, tmp_path, KILL, transport)]
-    code, _, err = launched(words, tmp_path / "out")
+    code, _, err = run_launched(words, tmp_path / "out")
     error_lines = [line for line in err.splitlines() if line.startswith("process ")]
     assert code == 1 and "pair.cc" not in err
     # torchrun ends the other processes immediately, and one of them reports the dead process.
@@ -173,7 +173,7 @@ Prefetch.take = forking
 def test_forked_child_of_user_code_is_not_part_of_run(config: str, tmp_path: Path) -> None:
     words = make_death_arguments(config, tmp_path, KILL, "gloo", ranks=2)
     (tmp_path / "mine.py").write_text(FORKING_SCHEDULE)
-    code, _, err = launched(words, tmp_path / "out")
+    code, _, err = run_launched(words, tmp_path / "out")
     assert code == 0, err
     assert (
         "a child of process 1 (pipeline rank 1): Traceback" in err and "ValueError: a child" in err

@@ -41,7 +41,7 @@ from schedir.testing import random_compute_program, shapes
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
 from tests.cpu.test_built_in_schedules import M
-from tests.cpu.tiny_stages import gradients, same_bits, zb
+from tests.cpu.tiny_stages import copy_gradients, have_same_bits, split_1f1b
 
 WIDTH = 6
 BOUNDARY = Boundary((2, WIDTH))
@@ -96,7 +96,7 @@ def make_executor(program: Any, stages: list[nn.Module], **options: Any) -> InPr
 
 def run_reference(stages: list[nn.Module], m: int = M, **options: Any) -> tuple[Tensor, Any]:
     loss = run_sequential(stages, *make_batch(m), loss=squared_error_with_dropout, **options)
-    return loss, gradients(stages)
+    return loss, copy_gradients(stages)
 
 
 @settings(max_examples=25)
@@ -120,7 +120,7 @@ def test_random_programs_match_sequential_reference(
     )
     ranks = make_executor(program, list(numbered), seed=seed)
     assert torch.equal(ranks.step(*make_batch(shape.microbatches), order_seed=order), loss)
-    assert same_bits(gradients(numbered), expected_gradients)
+    assert have_same_bits(copy_gradients(numbered), expected_gradients)
 
 
 def collect_masks(**options: Any) -> list[Tensor]:
@@ -241,7 +241,7 @@ def test_failed_step_restores_generator_state() -> None:
 
 
 @pytest.mark.parametrize("number", [None, 5])
-@pytest.mark.parametrize("schedule", [one_f_one_b, zb, dualpipe])
+@pytest.mark.parametrize("schedule", [one_f_one_b, split_1f1b, dualpipe])
 def test_recompute_draws_same_random_numbers(schedule: Any, number: int | None) -> None:
     shape = PipelineShape(2, 4, placement="mirror" if schedule is dualpipe else "loop")
     program = compile(schedule, shape, progress_model="per_edge")
@@ -252,7 +252,7 @@ def test_recompute_draws_same_random_numbers(schedule: Any, number: int | None) 
         for rank in ranks.executors:
             rank.random_streams.step = 0
         ranks.step(*make_batch(4), order_seed=order)
-        assert same_bits(gradients(recomputed_stages), expected_gradients)
+        assert have_same_bits(copy_gradients(recomputed_stages), expected_gradients)
 
 
 def test_numbered_layers_draw_same_numbers_in_any_stage() -> None:
@@ -368,7 +368,7 @@ def test_compiled_stages_match_compiled_reference(backend: str, recompute: bool)
     for step, order in enumerate((None, 1)):
         loss, expected_gradients = run_reference(reference_stages, 4, seed=3, step=step)
         assert torch.equal(ranks.step(*make_batch(4), order_seed=order), loss)
-        assert same_bits(gradients(compiled_stages), expected_gradients)
+        assert have_same_bits(copy_gradients(compiled_stages), expected_gradients)
         eager, _ = run_reference(
             [CompiledLayer(k, recompute) for k in range(2)], 4, seed=3, step=step
         )
@@ -390,7 +390,7 @@ def run_replica(rank: int) -> Any:
     local_batch = slice(2 * transport.dp_rank, 2 * transport.dp_rank + 2)
     x, target = make_batch(4)
     executor.step(x[local_batch], target[local_batch])
-    return [stage.masks for stage in stages], gradients(stages)
+    return [stage.masks for stage in stages], copy_gradients(stages)
 
 
 def test_replicas_draw_same_masks_as_one_process() -> None:

@@ -36,9 +36,14 @@ from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.in_process import mailbox
 from schedir.transports.in_process.mailbox import Mailbox, MailboxHub
 from schedir.transports.transport import Work
-from tests.cpu.virtual_gpu import VirtualGPU, charge, copies, install
-from tests.laws import ZOO, least, shape_of
-from tests.timeline_legality import too_early
+from tests.cpu.virtual_gpu import (
+    VirtualGPU,
+    charge_instructions,
+    charge_messages,
+    install_virtual_gpu,
+)
+from tests.laws import ZOO, find_min_microbatches, make_shape
+from tests.timeline_legality import find_early_instructions
 
 BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
 PAIRED = (dualpipe, dualpipe_v)
@@ -50,7 +55,7 @@ def make_executor(program: Program) -> InProcessExecutor:
 
 
 def make_min_shape(schedule: Schedule) -> PipelineShape:
-    return shape_of(schedule, 4, max(5, least(schedule, 4)))
+    return make_shape(schedule, 4, max(5, find_min_microbatches(schedule, 4)))
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
@@ -72,17 +77,17 @@ def test_recorded_cpu_timeline_is_legal(seed: int | None) -> None:
         compute = timeline.spans["lane"] == Lane.COMPUTE
         assert (timeline.spans["end"] > timeline.spans["start"])[compute].all()
         if schedule not in PAIRED:  # a pair may begin before all its inputs exist
-            assert not too_early(timeline), name
+            assert not find_early_instructions(timeline), name
         assert not timeline.causality_warning, name
 
 
 def test_too_early_detects_violated_dependency() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     timeline = schedir.simulate(program, Costs(send=1.0), progress_model="per_edge")
-    assert not too_early(timeline)
+    assert not find_early_instructions(timeline)
     spans = timeline.spans.copy()
     spans["start"][spans["start"].argmax()] -= 1e-3
-    assert too_early(replace(timeline, spans=spans))
+    assert find_early_instructions(replace(timeline, spans=spans))
 
 
 def run_on_virtual_gpu(
@@ -93,12 +98,12 @@ def run_on_virtual_gpu(
     `host` is the time of the host per instruction.
     """
     with pytest.MonkeyPatch.context() as patch:
-        gpu = install(patch)
+        gpu = install_virtual_gpu(patch)
         ranks = make_executor(program)
-        charge(ranks, gpu, costs, host)
+        charge_instructions(ranks, gpu, costs, host)
         for _ in range(2):
             gpu.host = gpu.over
-            with copies(gpu, costs):
+            with charge_messages(gpu, costs):
                 ranks.step(*tiny_model.make_batch(program.shape.microbatches))
             assert not gpu.forked
         return ranks.timeline(), ranks, gpu
@@ -130,7 +135,7 @@ def test_gpu_streams_run_no_earlier_than_predicted(case: tuple[Program, Costs]) 
     program, costs = case
     timeline, _, _ = run_on_virtual_gpu(program, costs)
     predicted = schedir.simulate(program, costs, progress_model="per_edge")
-    assert not too_early(timeline, 1e-9)
+    assert not find_early_instructions(timeline, 1e-9)
     assert (timeline.spans["end"] >= predicted.spans["end"] - 1e-9).all()
     compute = timeline.spans["lane"] == Lane.COMPUTE
     durations = (timeline.spans["end"] - timeline.spans["start"])[compute]
@@ -243,7 +248,7 @@ class LibraryMailbox(Mailbox):
 def test_library_work_is_timed_on_separate_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu = install(monkeypatch)
+    gpu = install_virtual_gpu(monkeypatch)
     program = schedir.compile(gpipe, PipelineShape(2, 4), progress_model="per_edge")
     sender, receiver = program.streams
     words = receiver.words[np.argsort(receiver.op != Opcode.RecvAct, kind="stable")].copy()
@@ -299,7 +304,7 @@ def test_all_reduce_sum_is_independent_of_arrival_order(
     sums = set()
     for order in permutations(range(4)):
         if on_gpu:
-            install(monkeypatch)
+            install_virtual_gpu(monkeypatch)
         ranks = mailbox.make_mailboxes(
             schedir.compile(gpipe, PipelineShape(4, 1)), "per_edge", False, []
         )

@@ -18,7 +18,7 @@ from schedir.training.run_results import claim_directories
 from schedir.training.step_queue import StepQueue
 from schedir.training.train import run
 from tests.cpu import train_command
-from tests.cpu.train_command import ROOT, TORCHRUN, Run, forked, launched, wait_until
+from tests.cpu.train_command import ROOT, TORCHRUN, Run, run_forked, run_launched, wait_until
 
 ALONE = [*train_command.ALONE, "output.record=false"]  # a picture would take as long as the steps
 TWO_RANKS = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "output.record=false"]
@@ -326,7 +326,7 @@ def test_sigterm_saves_same_step_on_all_processes(config: str, tmp_path: Path) -
     assert read_losses(tmp_path).splitlines()[-1].startswith(f"{last},".encode())
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN_FILE}
     sets = [*TWO_RANKS, *make_options(tmp_path), f"train.steps={last + 2}"]
-    code, out, err = forked(config, tmp_path / "out", *sets)
+    code, out, err = run_forked(config, tmp_path / "out", *sets)
     assert code == 0, err
     assert f"resumed at step {last} from " in out
     assert read_losses(tmp_path).count(b"\n") == last + 3
@@ -389,11 +389,11 @@ def test_torchrun_restart_resumes_from_checkpoint(config: str, tmp_path: Path) -
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3", "-m", "schedir"]
     sets = [*settings, *make_options(tmp_path, every=3)]
     command = [*agent, "train", config, *(f"--set={s}" for s in sets)]
-    code, out, err = launched(command, tmp_path / "died")
+    code, out, err = run_launched(command, tmp_path / "died")
     assert code == 0, err
     assert out.count("resumed at step 3 from ") == 1
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN_FILE, "summary.json"}
     plain_settings = [*TWO_RANKS, "pipeline.schedule=one_f_one_b", *make_options(tmp_path)[:3]]
-    code, _, err = forked(config, tmp_path / "plain" / "out", *plain_settings)
+    code, _, err = run_forked(config, tmp_path / "plain" / "out", *plain_settings)
     assert code == 0, err
     assert read_losses(tmp_path) == read_losses(tmp_path / "plain")

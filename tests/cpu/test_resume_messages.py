@@ -12,12 +12,12 @@ from schedir.training.config.config_file import read_config
 from schedir.training.resume_checks import RunIdentity, require_resumable
 from schedir.training.train import run
 from tests import tokens
-from tests.cpu.train_command import ALONE
+from tests.cpu.train_command import ONE_PROCESS
 
 
 def make_options(folder: Path, steps: int, *settings: str) -> list[str]:
     """Return the options of a run of some steps that saves each second one."""
-    return [*ALONE, f"train.steps={steps}", "output.record=false", "train.checkpoint_every=2",
+    return [*ONE_PROCESS, f"train.steps={steps}", "output.record=false", "train.checkpoint_every=2",
             f'output.dir="{folder / "out"}"', f'train.checkpoint_dir="{folder / "saved"}"',
             *settings]  # fmt: skip
 

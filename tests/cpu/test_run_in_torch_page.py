@@ -9,7 +9,7 @@ import pytest
 
 from schedir.errors import UsageError
 from schedir.io.source_loader import load_source
-from tests.cpu.train_command import ROOT, script
+from tests.cpu.train_command import ROOT, run_script
 
 PAGE = (ROOT / "docs" / "how-to" / "run-in-torch.md").read_text()
 
@@ -70,7 +70,7 @@ def test_page_script_prints_documented_output(tmp_path: Path) -> None:
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert script(tmp_path / "train.py", 2, tmp_path / "run") == refusal + "done\n"
+    assert run_script(tmp_path / "train.py", 2, tmp_path / "run") == refusal + "done\n"
 
 
 def test_torch_schedule_name_has_hint() -> None:

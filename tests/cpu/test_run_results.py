@@ -25,7 +25,15 @@ from schedir.training.run_results import (
     claim_directories,
 )
 from schedir.training.train import run
-from tests.cpu.train_command import ALONE, ROOT, Run, arguments, forked, launched, wait_until
+from tests.cpu.train_command import (
+    ONE_PROCESS,
+    ROOT,
+    Run,
+    make_arguments,
+    run_forked,
+    run_launched,
+    wait_until,
+)
 
 TWO_RANKS = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "train.log_every=1"]
 OVERWRITE = "output.overwrite=true"
@@ -37,7 +45,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 def get_refusal(config: str, *sets: str) -> UsageError:
     with pytest.raises(UsageError) as error:
-        run(config, [*ALONE, *sets])
+        run(config, [*ONE_PROCESS, *sets])
     return error.value
 
 
@@ -46,7 +54,7 @@ def get_refusal(config: str, *sets: str) -> UsageError:
 
 def test_existing_results_need_overwrite_option(config: str, tmp_path: Path) -> None:
     sets = [f'output.dir="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
-    assert run(config, [*ALONE, *sets]) == 0
+    assert run(config, [*ONE_PROCESS, *sets]) == 0
     contents = read_files(tmp_path / "out") | read_files(tmp_path / "traces")
     assert {*contents} == {*RESULT_FILES, TRACE_FILE}  # and no file of a lock
 
@@ -67,14 +75,14 @@ def test_existing_results_need_overwrite_option(config: str, tmp_path: Path) -> 
         (
             tmp_path / "out" / f".{name}.json.123"
         ).touch()  # left by a run that was killed while it wrote
-    assert run(config, [*ALONE, *second_run]) == 0
+    assert run(config, [*ONE_PROCESS, *second_run]) == 0
     assert {*read_files(tmp_path / "out")} == {"loss.csv", "summary.json"}
     assert read_files(tmp_path / "out")["loss.csv"].count(b"\n") == 3
 
 
 def test_results_without_step_are_replaced(config: str, tmp_path: Path) -> None:
     (tmp_path / "loss.csv").write_text(LOSSES_HEADER)
-    assert run(config, [*ALONE, f'output.dir="{tmp_path}"', "train.steps=1"]) == 0
+    assert run(config, [*ONE_PROCESS, f'output.dir="{tmp_path}"', "train.steps=1"]) == 0
     assert read_files(tmp_path)["loss.csv"].count(b"\n") == 2
 
 
@@ -109,7 +117,7 @@ def test_results_are_not_replaced_before_agreement(
         trainer._Trainer, "_predict_memory", raise_difference
     )  # the last point where the processes agree
     with pytest.raises(ModelError):
-        run(config, [*ALONE, f'output.dir="{tmp_path}"', OVERWRITE])
+        run(config, [*ONE_PROCESS, f'output.dir="{tmp_path}"', OVERWRITE])
     assert {name: (tmp_path / name).read_bytes() for name in RESULT_FILES} == contents
 
 
@@ -127,7 +135,7 @@ def test_interrupted_run_keeps_losses_without_summary(
         return report(self, step)
 
     monkeypatch.setattr(trainer._Trainer, "_report", report_or_interrupt)
-    sets = [*ALONE, f'output.dir="{tmp_path}"', "train.log_every=1"]
+    sets = [*ONE_PROCESS, f'output.dir="{tmp_path}"', "train.log_every=1"]
     assert run(config, [*sets, OVERWRITE]) == 130
     remaining = read_files(tmp_path)
     assert remaining["loss.csv"].count(b"\n") == 3 and not {*RESULT_FILES[1:]} & {*remaining}
@@ -142,18 +150,18 @@ ENDLESS_RUN = ["train.steps=1000000", "train.timeout=20", "output.record=false"]
 
 def test_folder_in_use_is_refused_until_run_ends(config: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    first = Run(arguments(config, folder, *TWO_RANKS, *ENDLESS_RUN), folder)
+    first = Run(make_arguments(config, folder, *TWO_RANKS, *ENDLESS_RUN), folder)
     first.wait_for("\nstep ")
     inode = (folder / "loss.csv").stat().st_ino
-    second_run = arguments(config, folder, *ALONE, OVERWRITE)
-    code, _, err = launched(second_run, tmp_path / "again")
+    second_run = make_arguments(config, folder, *ONE_PROCESS, OVERWRITE)
+    code, _, err = run_launched(second_run, tmp_path / "again")
     assert code == 2 and err.count("\n") == 2 and "in use by another run, process " in err
     assert (folder / "loss.csv").stat().st_ino == inode and (folder / "boxes").is_dir()
     os.kill(first.pid, signal.SIGKILL)
     first.finish()
     wait_until(lambda: not is_locked(folder))
     assert "loss.csv" in get_refusal(config, f'output.dir="{folder}"').fact
-    last_run = [*ALONE, OVERWRITE, "train.steps=1", f'output.dir="{folder}"']
+    last_run = [*ONE_PROCESS, OVERWRITE, "train.steps=1", f'output.dir="{folder}"']
     assert run(config, last_run) == 0
     assert not (folder / LOCK_FILE).exists()
 
@@ -235,7 +243,7 @@ def test_writing_results_may_exceed_timeout(config: str, tmp_path: Path) -> None
     schedule = tmp_path / "mine.py"
     schedule.write_text(SLOW_RESULTS)
     sets = [*TWO_RANKS, "train.timeout=5", "train.steps=2", f"pipeline.schedule={schedule}:mine"]
-    code, out, err = forked(config, tmp_path / "out", *sets)
+    code, out, err = run_forked(config, tmp_path / "out", *sets)
     assert code == 0, err
     assert out.endswith(f"timeline.png to {tmp_path / 'out'}\n")
     assert {*read_files(tmp_path / "out")} == {*RESULT_FILES} and not (
@@ -267,7 +275,7 @@ def test_summary_is_strict_json_with_nan_and_infinity(
         write(replace(result, loss=math.nan, tokens_per_second=math.inf), output)
 
     monkeypatch.setattr("schedir.training.train.save_results", save_nonfinite_results)
-    assert run(config, [*ALONE, f'output.dir="{tmp_path}"', "train.steps=1"]) == 0
+    assert run(config, [*ONE_PROCESS, f'output.dir="{tmp_path}"', "train.steps=1"]) == 0
     facts = parse_strict_json((tmp_path / "summary.json").read_text())
     assert isinstance(facts, dict) and facts["loss"] is facts["tokens_per_second"] is None
 
@@ -311,8 +319,8 @@ Prefetch.take = removing
 def test_removed_output_folder_is_named_in_error(config: str, tmp_path: Path) -> None:
     schedule, folder = tmp_path / "mine.py", tmp_path / "out"
     schedule.write_text(REMOVED_FOLDER.format(folder=str(folder)))
-    command = arguments(config, folder, *TWO_RANKS, f"pipeline.schedule={schedule}:mine")
-    code, _, err = launched(command, folder)
+    command = make_arguments(config, folder, *TWO_RANKS, f"pipeline.schedule={schedule}:mine")
+    code, _, err = run_launched(command, folder)
     assert code and "Traceback" not in err and "before it joined the run" not in err, err
     first, last = err.splitlines()
     assert first.startswith("[0] process 0 (pipeline rank 0): ") and str(folder) in first

@@ -33,16 +33,16 @@ from tests.cpu.torch_pipelines import (
     VEE,
     WIDTH,
     Layer,
+    SharedWeightLayer,
     Step,
-    Tied,
-    Twice,
-    batch,
-    model,
-    plain,
-    replicated,
-    run,
-    squares,
-    stage_of,
+    TiedModel,
+    make_batch,
+    make_model,
+    make_replicated_step,
+    make_stage,
+    make_torch_step,
+    run_step,
+    squared_error,
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "compare-gradients.md"
@@ -53,7 +53,7 @@ def collect_differences(
     step: Step, model: Any, given: Any = None, **options: Any
 ) -> list[GradientDifference]:
     with pytest.raises(WrongGradients) as caught:
-        assert_same(step, model, batch() if given is None else given, **options)
+        assert_same(step, model, make_batch() if given is None else given, **options)
     return [*caught.value.differences]
 
 
@@ -62,18 +62,18 @@ def collect_differences(
 
 @pytest.mark.parametrize("name", [*SINGLE, *LOOP, *VEE])
 def test_torch_schedules_pass(name: str) -> None:
-    error = assert_same(plain(name), model(2 if name in SINGLE else 4), batch())
+    error = assert_same(make_torch_step(name), make_model(2 if name in SINGLE else 4), make_batch())
     assert error < 1e-6
 
 
 def test_summed_loss_without_scaling_passes() -> None:
-    step = plain("Schedule1F1B", loss_fn=squares, scale_grads=False)
-    assert_same(step, model(2), batch(), loss_fn=squares, reduction="sum")
+    step = make_torch_step("Schedule1F1B", loss_fn=squared_error, scale_grads=False)
+    assert_same(step, make_model(2), make_batch(), loss_fn=squared_error, reduction="sum")
 
 
 def test_accumulated_steps_pass() -> None:
-    step = plain("ScheduleGPipe", steps=2, microbatches=2, scale_grads=False)
-    assert_same(step, model(2), batch(), reduction="sum")
+    step = make_torch_step("ScheduleGPipe", steps=2, microbatches=2, scale_grads=False)
+    assert_same(step, make_model(2), make_batch(), reduction="sum")
 
 
 def wrap_in_ddp(part: nn.Module, mesh: Any) -> nn.Module:
@@ -87,8 +87,8 @@ def wrap_in_fsdp(part: nn.Module, mesh: Any) -> nn.Module:
 
 @pytest.mark.parametrize("wrap", [wrap_in_ddp, wrap_in_fsdp])
 def test_ddp_and_fsdp_replicas_pass(wrap: Any) -> None:
-    step = replicated("ScheduleInterleaved1F1B", wrap)
-    assert_same(step, model(4), batch(16), ranks=4, replicas=2, microbatches=8)
+    step = make_replicated_step("ScheduleInterleaved1F1B", wrap)
+    assert_same(step, make_model(4), make_batch(16), ranks=4, replicas=2, microbatches=8)
 
 
 def test_executor_passes() -> None:
@@ -101,15 +101,18 @@ def test_executor_passes() -> None:
             rank,
             {rank: stages[rank]},
             GlooTransport(program),
-            loss=squares,
+            loss=squared_error,
             boundary=Boundary((2, WIDTH)),
         )
         x, y = (tensor.unflatten(0, (4, 2)) for tensor in batch)
         executor.step(x, y)
 
     layers = [Layer(), Layer()]
-    assert assert_same(step, layers, batch(), loss_fn=squares, reduction="sum", tolerance=0) == 0
-    (difference,) = collect_differences(step, layers, loss_fn=squares)
+    assert (
+        assert_same(step, layers, make_batch(), loss_fn=squared_error, reduction="sum", tolerance=0)
+        == 0
+    )
+    (difference,) = collect_differences(step, layers, loss_fn=squared_error)
     assert difference.stages == (0, 1) and difference.has_all_parameters
     assert difference.error == pytest.approx(3)
 
@@ -118,11 +121,11 @@ def test_extra_forward_for_shape_inference_passes() -> None:
     """torch 2.13 runs a stage once more to learn shapes, which does not change the gradients."""
 
     def step(rank: int, ranks: int, model: Any, batch: Any) -> None:
-        plain("Schedule1F1B")(rank, ranks, model, batch)
+        make_torch_step("Schedule1F1B")(rank, ranks, model, batch)
         if torch.__version__.startswith("2.13"):
             assert int(model[rank].num_batches_tracked) == 5
 
-    assert_same(step, model(2, partial(nn.BatchNorm1d, WIDTH)), batch())
+    assert_same(step, make_model(2, partial(nn.BatchNorm1d, WIDTH)), make_batch())
 
 
 class ModelWithLoss(Layer):
@@ -136,9 +139,9 @@ class ModelWithLoss(Layer):
 def test_model_that_returns_its_loss_passes() -> None:
     def step(rank: int, ranks: int, model: Any, batch: dict[str, Tensor]) -> None:
         assert os.environ["RANK"] == str(rank) and os.environ["WORLD_SIZE"] == str(ranks)
-        run("Schedule1F1B", {rank: model}, 1, [(batch["x"], batch["labels"])])
+        run_step("Schedule1F1B", {rank: model}, 1, [(batch["x"], batch["labels"])])
 
-    x, y = batch()
+    x, y = make_batch()
     assert_same(step, ModelWithLoss(), {"x": x, "labels": y}, ranks=1, loss_fn=None)
 
 
@@ -146,16 +149,16 @@ def test_step_on_copies_must_return_gradients() -> None:
     def step(rank: int, ranks: int, model: nn.Module, batch: Any) -> dict[str, Tensor | None]:
         layer = Layer()
         layer.load_state_dict(model[rank].state_dict())  # type: ignore[index]
-        run("Schedule1F1B", {rank: layer}, 2, [batch])
+        run_step("Schedule1F1B", {rank: layer}, 2, [batch])
         return {f"{rank}.{name}": p.grad for name, p in layer.named_parameters()}
 
-    assert_same(step, model(2), batch())
+    assert_same(step, make_model(2), make_batch())
 
     def return_nothing(*args: Any) -> None:
         step(*args)
 
     with pytest.raises(UsageError, match="parameters that `model` does not have"):
-        assert_same(return_nothing, model(2), batch())
+        assert_same(return_nothing, make_model(2), make_batch())
 
 
 # ---------------------------------------------------------------- known mistakes of users
@@ -163,23 +166,27 @@ def test_step_on_copies_must_return_gradients() -> None:
 
 def test_wrong_loss_scaling_is_detected() -> None:
     """This is the fault of pytorch/torchtitan#2972 and of inclusionAI/AReaL PR 1273."""
-    (not_divided,) = collect_differences(plain("Schedule1F1B", scale_grads=False), model(2))
+    (not_divided,) = collect_differences(
+        make_torch_step("Schedule1F1B", scale_grads=False), make_model(2)
+    )
     assert not_divided.has_all_parameters and not_divided.locations == (
         StageLocation(0, 0),
         StageLocation(1, 1),
     )
     assert not_divided.problem == "relative error 3, norm 4 times the expected norm"
-    (divided_once,) = collect_differences(plain("ScheduleGPipe"), model(2), reduction="sum")
+    (divided_once,) = collect_differences(
+        make_torch_step("ScheduleGPipe"), make_model(2), reduction="sum"
+    )
     assert divided_once.stages == (0, 1) and divided_once.error == pytest.approx(3 / 4)
-    step = plain("ScheduleInterleavedZeroBubble", loss_fn=lambda y, t: mse_loss(y, t) / 4)
-    (divided_twice,) = collect_differences(step, model(4))
+    step = make_torch_step("ScheduleInterleavedZeroBubble", loss_fn=lambda y, t: mse_loss(y, t) / 4)
+    (divided_twice,) = collect_differences(step, make_model(4))
     assert divided_twice.stages == (0, 1, 2, 3) and divided_twice.error == pytest.approx(3 / 4)
 
 
 def test_gradients_scaled_at_every_step_are_detected() -> None:
     """In pytorch/torchtitan#1733, scale_grads=True while several steps accumulate gradients."""
     differences = collect_differences(
-        plain("Schedule1F1B", steps=2, microbatches=2), model(2), reduction=2
+        make_torch_step("Schedule1F1B", steps=2, microbatches=2), make_model(2), reduction=2
     )
     assert [d.stages for d in differences] == [(0,), (1,)]
     assert all(d.has_all_parameters and 0.1 < d.error < 1 for d in differences)
@@ -213,9 +220,12 @@ def test_double_counted_weight_gradient_is_detected(monkeypatch: pytest.MonkeyPa
 
     PR 181365 fixed this.
     """
-    step, layers = plain("ScheduleInterleavedZeroBubble"), model(4, Twice)
+    step, layers = (
+        make_torch_step("ScheduleInterleavedZeroBubble"),
+        make_model(4, SharedWeightLayer),
+    )
     if torch.__version__ >= (2, 13):  # type: ignore[operator]  # mended there
-        assert_same(step, layers, batch())
+        assert_same(step, layers, make_batch())
     monkeypatch.setattr(their_stage, "stage_backward_weight", compute_old_weight_gradients)
     differences = collect_differences(step, layers)
     assert [d.stages for d in differences] == [(1,), (2,), (3,)]  # stage 0 splits nothing
@@ -224,7 +234,7 @@ def test_double_counted_weight_gradient_is_detected(monkeypatch: pytest.MonkeyPa
 
 def run_tied_step(rank: int, ranks: int, model: Any, batch: Any, *, summed: bool) -> None:
     part = [nn.Sequential(model.embed, model.middle), model.head][rank]
-    run("Schedule1F1B", {rank: part}, 2, [batch])
+    run_step("Schedule1F1B", {rank: part}, 2, [batch])
     if summed:
         dist.all_reduce(model.embed.weight.grad)
 
@@ -232,8 +242,8 @@ def run_tied_step(rank: int, ranks: int, model: Any, batch: Any, *, summed: bool
 def test_unsummed_tied_weight_gradient_is_detected() -> None:
     """This is the fault of uw-syfi/piper#13."""
     torch.manual_seed(0)
-    assert_same(partial(run_tied_step, summed=True), Tied(), batch())
-    first, last = collect_differences(partial(run_tied_step, summed=False), Tied())
+    assert_same(partial(run_tied_step, summed=True), TiedModel(), make_batch())
+    first, last = collect_differences(partial(run_tied_step, summed=False), TiedModel())
     assert (first.locations, first.names) == ((StageLocation(0, 0),), ("embed.weight",))
     assert (last.locations, last.names) == ((StageLocation(1, 1),), ("head.weight",))
 
@@ -255,10 +265,10 @@ def test_lost_gradients_between_steps_are_detected() -> None:
     def clear_gradients(schedule: Any, *_: Any) -> None:
         schedule._stage.submod.zero_grad(set_to_none=True)
 
-    step = plain(
+    step = make_torch_step(
         "Schedule1F1B", steps=2, microbatches=2, scale_grads=False, between=clear_gradients
     )
-    differences = collect_differences(step, model(2), reduction="sum")
+    differences = collect_differences(step, make_model(2), reduction="sum")
     assert [d.stages for d in differences] == [(0,), (1,)] and all(
         d.has_all_parameters for d in differences
     )
@@ -277,7 +287,7 @@ def test_lost_gradients_of_prepared_fsdp_stages_are_detected() -> None:
 
         mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
         halves = [*zip(*(tensor.chunk(2) for tensor in batch), strict=True)]
-        run(
+        run_step(
             "Schedule1F1B",
             {rank: wrap_in_fsdp(model[rank], mesh["dp"])},
             ranks,
@@ -288,9 +298,9 @@ def test_lost_gradients_of_prepared_fsdp_stages_are_detected() -> None:
             scale_grads=False,
         )
 
-    assert_same(partial(run_sharded_step, False), model(2), batch(), reduction="sum")
+    assert_same(partial(run_sharded_step, False), make_model(2), make_batch(), reduction="sum")
     differences = collect_torch_2_13_differences(
-        partial(run_sharded_step, True), model(2), batch(), reduction="sum"
+        partial(run_sharded_step, True), make_model(2), make_batch(), reduction="sum"
     )
     assert [d.stages for d in differences] == [(0,), (1,)] and all(
         d.has_all_parameters for d in differences
@@ -300,9 +310,9 @@ def test_lost_gradients_of_prepared_fsdp_stages_are_detected() -> None:
 def test_missing_ddp_reduction_of_split_backward_is_detected() -> None:
     """Split backwards call no hooks, so DDP reduces nothing: pytorch/pytorch#144530."""
     torch.manual_seed(0)
-    step = replicated("ScheduleInterleavedZeroBubble", wrap_in_ddp)
+    step = make_replicated_step("ScheduleInterleavedZeroBubble", wrap_in_ddp)
     differences = collect_torch_2_13_differences(
-        step, model(4), batch(16), ranks=4, replicas=2, microbatches=8
+        step, make_model(4), make_batch(16), ranks=4, replicas=2, microbatches=8
     )
     places = {place for difference in differences for place in difference.locations}
     assert places == {
@@ -366,7 +376,7 @@ def make_chunked_loss_step(make: Any) -> Step:
         if 3 in own_stages:
             fully_shard([last.norm, last.head], mesh=mesh["dp"])
         stages = [
-            stage_of(fully_shard(layers[s], mesh=mesh["dp"]), s, 4, mesh["pp"].get_group())
+            make_stage(fully_shard(layers[s], mesh=mesh["dp"]), s, 4, mesh["pp"].get_group())
             for s in own_stages
         ]
         schedule = make(stages, n_microbatches=4, loss_fn=loss_fn)
@@ -387,7 +397,7 @@ def test_norm_resharded_by_chunked_loss_is_detected() -> None:
     assert difference.names == ("3.norm.weight", "3.norm.bias")
     for runtime in ("torch", "schedir"):
         schedir_schedule = Schedule.with_options(schedule="zb_v", runtime=runtime)
-        assert_same(make_chunked_loss_step(schedir_schedule), layers, batch())
+        assert_same(make_chunked_loss_step(schedir_schedule), layers, make_batch())
 
 
 def test_gradients_scaled_by_every_stage_are_detected() -> None:
@@ -398,9 +408,9 @@ def test_gradients_scaled_by_every_stage_are_detected() -> None:
             output.register_hook(lambda dy: dy / 4)
 
         model[rank].register_forward_hook(divide)
-        run("Schedule1F1B", {rank: model[rank]}, ranks, [batch], scale_grads=False)
+        run_step("Schedule1F1B", {rank: model[rank]}, ranks, [batch], scale_grads=False)
 
-    first, second = collect_differences(step, model(3), ranks=3)
+    first, second = collect_differences(step, make_model(3), ranks=3)
     assert (first.stages, second.stages) == ((0,), (1,))
     assert first.error == pytest.approx(1 - 1 / 16) and second.error == pytest.approx(1 - 1 / 4)
 
@@ -409,9 +419,9 @@ def test_layer_without_stage_is_detected() -> None:
     """As in NVIDIA/Megatron-LM#1304, where 28 of 30 layers are built on 4 stages."""
 
     def step(rank: int, ranks: int, model: Any, batch: Any) -> None:
-        run("Schedule1F1B", {rank: model[rank]}, ranks, [batch])
+        run_step("Schedule1F1B", {rank: model[rank]}, ranks, [batch])
 
-    *_, missing = collect_differences(step, model(3))
+    *_, missing = collect_differences(step, make_model(3))
     assert missing.names == ("2.linear.weight", "2.linear.bias")
     assert str(missing) == "on no rank, all 2 parameters: no gradient"
 

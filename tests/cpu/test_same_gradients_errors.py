@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 
 from schedir.errors import ExecutionError, SchedirError
 from schedir.testing import assert_same_gradients
-from tests.cpu.torch_pipelines import WIDTH, batch, model
+from tests.cpu.torch_pipelines import WIDTH, make_batch, make_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gradients.txt"
 assert_same = partial(assert_same_gradients, ranks=2, microbatches=4, loss_fn=mse_loss, timeout=60)
@@ -29,7 +29,7 @@ def test_error_of_failed_rank_is_shown_once() -> None:
         dist.barrier()
 
     with pytest.raises(ExecutionError) as caught:
-        assert_same(fails, model(2), batch())
+        assert_same(fails, make_model(2), make_batch())
     text = str(caught.value)
     assert text.startswith("step failed on rank 1: ValueError: no such thing")
     assert text.count("in fails") == 1 and "rank 0" not in text
@@ -44,7 +44,7 @@ def test_dead_rank_is_named() -> None:
     with pytest.raises(
         ExecutionError, match="rank 1: died without an error report, with exit code 3"
     ):
-        assert_same(dies, model(2), batch())
+        assert_same(dies, make_model(2), make_batch())
 
 
 def test_hang_error_has_location_of_rank() -> None:
@@ -53,7 +53,7 @@ def test_hang_error_has_location_of_rank() -> None:
             time.sleep(1000)
 
     with pytest.raises(ExecutionError) as caught:
-        assert_same(hangs, model(2), batch(), timeout=8)
+        assert_same(hangs, make_model(2), make_batch(), timeout=8)
     first, location = str(caught.value).splitlines()
     assert first == "rank 1 did not finish the step in 8 s"
     assert "rank 1 is at" in location and "in hangs" in location
@@ -67,7 +67,7 @@ def test_process_group_of_caller_is_unchanged(tmp_path: Path) -> None:
     """Forked processes would share the connections of the group, so processes are spawned."""
     dist.init_process_group("gloo", init_method=(tmp_path / "s").as_uri(), rank=0, world_size=1)
     try:
-        assert_same(plain_step, model(1), batch(), ranks=1)
+        assert_same(plain_step, make_model(1), make_batch(), ranks=1)
     finally:
         dist.destroy_process_group()
 
@@ -78,9 +78,9 @@ WRONG_ARGUMENTS: dict[str, dict[str, Any]] = {
     "no model": {"model": "gpt2"},
     "a model that is elsewhere": {"model": nn.Linear(6, 6, device="meta")},
     "a batch of one tensor": {"batch": torch.zeros(8, WIDTH)},
-    "a batch too short": {"batch": batch(2)},
+    "a batch too short": {"batch": make_batch(2)},
     "no number of microbatches": {"microbatches": None},
-    "a list that is cut already": {"batch": [batch(2), batch(2)]},
+    "a list that is cut already": {"batch": [make_batch(2), make_batch(2)]},
     "another reduction": {"reduction": "median"},
     "no ranks": {"ranks": 0},
     "replicas of unequal shares": {"replicas": 3},
@@ -89,7 +89,7 @@ WRONG_ARGUMENTS: dict[str, dict[str, Any]] = {
     "another start": {"start_method": "forkserver"},
     "dropout": {"model": nn.Sequential(LINEAR, nn.Dropout())},
     "a loss of many numbers": {"loss_fn": lambda y, t: y - t},
-    "no loss": {"loss_fn": None, "batch": batch()[0]},
+    "no loss": {"loss_fn": None, "batch": make_batch()[0]},
     "frozen": {"model": nn.Linear(WIDTH, WIDTH).requires_grad_(False)},
     "a step that does nothing": {},
     "a step that steps": {"step": lambda r, P, model, b: (nn.init.zeros_(model.bias), None)[1]},
@@ -106,7 +106,7 @@ def test_wrong_arguments_are_refused_with_golden_errors() -> None:
         all_arguments = {
             "step": lambda *_: None,
             "model": LINEAR,
-            "batch": batch(),
+            "batch": make_batch(),
             "ranks": 1,
             **arguments,
         }

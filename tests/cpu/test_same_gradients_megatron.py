@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 from schedir.testing import assert_same_gradients
 from schedir.testing.gradient_comparison import WrongGradients
-from tests.cpu.megatron_on_cpu import WIDTH, chunks_of, on_cpu
+from tests.cpu.megatron_on_cpu import WIDTH, initialize_megatron, make_chunks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -32,8 +32,8 @@ def run_megatron_step(
         x, y = next(batches)
         return chunk(x), lambda output: (mse_loss(output, y), {})
 
-    with on_cpu(ranks):
-        chunks = chunks_of(ranks, [model[s] for s in range(rank, len(model), ranks)], **settings)
+    with initialize_megatron(ranks):
+        chunks = make_chunks(ranks, [model[s] for s in range(rank, len(model), ranks)], **settings)
         num_chunks = len(chunks) if len(chunks) > 1 else None
         get_forward_backward_func(ranks, num_chunks)(
             forward_step_func=forward,

@@ -19,7 +19,7 @@ from schedir.errors import UsageError
 from schedir.testing import assert_same_gradients
 from schedir.testing.gradient_comparison import WrongGradients
 from schedir.testing.unpipelined_model import compute_loss, split_batch
-from tests.cpu.torch_pipelines import WIDTH, Layer, batch, model, plain
+from tests.cpu.torch_pipelines import WIDTH, Layer, make_batch, make_model, make_torch_step
 
 assert_same = partial(assert_same_gradients, ranks=1, microbatches=4, loss_fn=mse_loss, timeout=60)
 Loss = Callable[..., Tensor] | None
@@ -62,38 +62,40 @@ class ChangingBuffers(Layer):
 
 
 def test_new_and_growing_buffers_pass() -> None:
-    assert_same(run_step, ChangingBuffers(), batch())
+    assert_same(run_step, ChangingBuffers(), make_batch())
     with pytest.raises(WrongGradients) as caught:
-        assert_same(lambda r, P, m, b: run_plain_loop(m, b, divisor=1), ChangingBuffers(), batch())
+        assert_same(
+            lambda r, P, m, b: run_plain_loop(m, b, divisor=1), ChangingBuffers(), make_batch()
+        )
     (difference,) = caught.value.differences
     assert difference.has_all_parameters and difference.error == pytest.approx(3)
 
 
 def test_sparse_gradients_pass() -> None:
     layers = nn.Sequential(nn.Embedding(9, WIDTH, sparse=True), Layer())
-    assert_same(run_step, layers, (torch.arange(8), batch()[1]))
+    assert_same(run_step, layers, (torch.arange(8), make_batch()[1]))
 
 
 def test_gradient_hooks_pass_and_accumulate_hooks_are_refused() -> None:
     layer = Layer()
     layer.linear.weight.register_hook(lambda gradient: gradient * torch.eye(WIDTH))
-    assert_same(run_step, layer, batch())
+    assert_same(run_step, layer, make_batch())
     layer.linear.weight.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(UsageError, match=r"linear\.weight has a post-accumulate-grad hook"):
-        assert_same(run_step, layer, batch())
+        assert_same(run_step, layer, make_batch())
 
 
 def test_gradient_of_frozen_weight_is_detected() -> None:
     layers = nn.Sequential(Layer(), Layer())
     layers[0].requires_grad_(False)
-    assert_same(run_step, layers, batch())
+    assert_same(run_step, layers, make_batch())
 
     def step_with_frozen_gradient(rank: int, ranks: int, model: Any, batch: Any) -> None:
         run_plain_loop(model, batch)
         model[0].linear.weight.grad = torch.ones(WIDTH, WIDTH)
 
     with pytest.raises(WrongGradients, match="1 of 3 gradients") as caught:
-        assert_same(step_with_frozen_gradient, layers, batch())
+        assert_same(step_with_frozen_gradient, layers, make_batch())
     (difference,) = caught.value.differences
     assert difference.names == ("0.linear.weight",)
     assert difference.problem == "a gradient, but none is expected"
@@ -134,7 +136,7 @@ def test_step_that_wraps_modules_passes(wrap: Any) -> None:
         model.extra = nn.Parameter(torch.ones(1))
         run_plain_loop(model, batch)
 
-    assert_same(wrapping_step, model(2), batch())
+    assert_same(wrapping_step, make_model(2), make_batch())
 
 
 def test_zero_gradients_of_other_stages_are_ignored() -> None:
@@ -143,9 +145,9 @@ def test_zero_gradients_of_other_stages_are_ignored() -> None:
     def step_with_zero_gradients(rank: int, ranks: int, model: Any, batch: Any) -> None:
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
-        plain("Schedule1F1B")(rank, ranks, model, batch)
+        make_torch_step("Schedule1F1B")(rank, ranks, model, batch)
 
-    assert_same(step_with_zero_gradients, model(2), batch(), ranks=2)
+    assert_same(step_with_zero_gradients, make_model(2), make_batch(), ranks=2)
 
 
 def test_missing_gradient_of_replica_is_detected() -> None:
@@ -162,10 +164,10 @@ def test_missing_gradient_of_replica_is_detected() -> None:
         return {name: p.grad for name, p in model.named_parameters()}
 
     with pytest.raises(WrongGradients, match="on only 1 rank, for 2 replicas") as caught:
-        assert_same(train_on_first_replica, Layer(), batch(), ranks=2, replicas=2)
+        assert_same(train_on_first_replica, Layer(), make_batch(), ranks=2, replicas=2)
     (difference,) = caught.value.differences
     assert difference.names == ("linear.weight", "linear.bias")
-    assert_same(return_all_gradients, Layer(), batch(), ranks=2, replicas=2)
+    assert_same(return_all_gradients, Layer(), make_batch(), ranks=2, replicas=2)
 
 
 def test_step_with_data_loader_and_group_destruction_passes() -> None:
@@ -173,11 +175,11 @@ def test_step_with_data_loader_and_group_destruction_passes() -> None:
 
     def train(rank: int, ranks: int, model: Any, batch: Any) -> None:
         for x, y in DataLoader(TensorDataset(*batch), batch_size=8, num_workers=1):
-            plain("Schedule1F1B")(rank, ranks, model, (x, y))
+            make_torch_step("Schedule1F1B")(rank, ranks, model, (x, y))
         dist.barrier()
         dist.destroy_process_group()
 
-    assert_same(train, model(2), batch(), ranks=2)
+    assert_same(train, make_model(2), make_batch(), ranks=2)
 
 
 class OptionalKeyword(Layer):
@@ -187,7 +189,7 @@ class OptionalKeyword(Layer):
 
 def test_batch_may_be_any_mapping() -> None:
     """An example is the BatchEncoding of transformers. Each microbatch gets its part."""
-    x, y = batch(10)
+    x, y = make_batch(10)
 
     def step_on_mapping(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
         inputs, targets = batch
@@ -197,7 +199,7 @@ def test_batch_may_be_any_mapping() -> None:
 
 
 def test_inputs_of_caller_get_no_gradient() -> None:
-    x, y = batch()
+    x, y = make_batch()
     leaf = x.requires_grad_()
     with torch.no_grad():  # applies to the caller, and not to the step
         assert_same(run_step, Layer(), (leaf, y))
@@ -206,7 +208,11 @@ def test_inputs_of_caller_get_no_gradient() -> None:
 
 
 def test_generator_state_of_caller_is_unchanged() -> None:
-    layers, inputs, before = nn.Sequential(Layer(), nn.Dropout()), batch(), torch.get_rng_state()
+    layers, inputs, before = (
+        nn.Sequential(Layer(), nn.Dropout()),
+        make_batch(),
+        torch.get_rng_state(),
+    )
     with pytest.raises(Exception, match="model uses random numbers"):
         assert_same(run_step, layers, inputs)
     assert torch.equal(before, torch.get_rng_state())

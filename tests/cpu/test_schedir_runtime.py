@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 from schedir.errors import ExecutionError, UsageError
 from schedir.torch_pipelining.schedule import Schedule
 from tests.cpu.gloo_processes import run
-from tests.cpu.torch_pipelines import WIDTH, Layer, owned, stage_of
+from tests.cpu.torch_pipelines import WIDTH, Layer, list_rank_stages, make_stage
 
 N = 8
 ROWS = 16
@@ -59,8 +59,8 @@ def make_schedule(
 ) -> tuple[Schedule, list[nn.Module]]:
     """Return a schedule of this process's stages, and their modules."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    own_stages = owned("ScheduleZBVZeroBubble" if vee else "", rank, ranks, len(modules))
-    stages = [stage_of(modules[s], s, len(modules), group) for s in own_stages]
+    own_stages = list_rank_stages("ScheduleZBVZeroBubble" if vee else "", rank, ranks, len(modules))
+    stages = [make_stage(modules[s], s, len(modules), group) for s in own_stages]
     schedule = Schedule(
         stages, N, loss_fn=loss_fn, scale_grads=scale_grads, schedule=name, runtime=runtime,
         allow_identical_stages=True,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from schedir.torch_pipelining.executor_factory import collect_shapes
 from schedir.torch_pipelining.schedule import Runtime, Schedule
 from tests.cpu.gloo_processes import run
-from tests.cpu.torch_pipelines import stage_of
+from tests.cpu.torch_pipelines import make_stage
 
 N, ROWS, LENGTH = 4, 8, 5
 WIDTHS = (6, 4, 8, 3, 6)  # the width of each stage's input, and of the last output
@@ -59,7 +59,7 @@ def run_steps(rank: int, name: str, runtime: Runtime, longs: list[int]) -> list[
     modules = [MaskedLayer(s) for s in range(4)]
     vee, ranks = name == "zb_v", dist.get_world_size()
     own_stages = [s for s in range(4) if (min(s, 3 - s) if vee else s % ranks) == rank]
-    stages = [stage_of(modules[s], s, 4) for s in own_stages]
+    stages = [make_stage(modules[s], s, 4) for s in own_stages]
     schedule = Schedule(
         stages,
         N,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from schedir.errors import UsageError
 from schedir.torch_pipelining.schedule import Schedule
 from tests.cpu.gloo_processes import run
-from tests.cpu.torch_pipelines import stage_of
+from tests.cpu.torch_pipelines import make_stage
 
 N, ROWS = 4, 8
 
@@ -30,7 +30,7 @@ def compare_kept_losses(rank: int) -> bool:
     torch.manual_seed(0)
     modules = [nn.Linear(4, 4), nn.Identity()]
     schedule = Schedule(
-        [stage_of(modules[rank], rank, 2)], N, schedule="one_f_one_b", runtime="schedir",
+        [make_stage(modules[rank], rank, 2)], N, schedule="one_f_one_b", runtime="schedir",
         allow_identical_stages=True,
         loss_fn=lambda y, _: y.flatten()[0],
     )  # fmt: skip
@@ -54,7 +54,7 @@ def collect_split_warnings(rank: int) -> list[str]:
     torch.manual_seed(0)
     plain = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
     module = deepcopy(plain[rank])
-    stage = stage_of(cast(nn.Module, torch.compile(module, backend="aot_eager")), rank, 2)
+    stage = make_stage(cast(nn.Module, torch.compile(module, backend="aot_eager")), rank, 2)
     schedule = Schedule(
         [stage],
         N,
@@ -95,7 +95,7 @@ WRONG_INPUTS: list[dict[str, Any]] = [
 def collect_errors(rank: int) -> list[str]:
     """Return the errors of wrong inputs of the last rank."""
     torch.manual_seed(rank)
-    stage = stage_of(nn.Linear(4, 4), rank, 2)
+    stage = make_stage(nn.Linear(4, 4), rank, 2)
     schedule = Schedule(
         [stage], N, loss_fn=mean_squared_error, schedule="one_f_one_b", runtime="schedir"
     )

@@ -27,15 +27,15 @@ from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
 from tests.cpu.tiny_stages import (
     BOUNDARY,
-    batch,
-    expected,
+    copy_gradients,
     gpt_executor,
     gpt_stages,
-    gradients,
     gradients_by_stage,
-    same_bits,
+    have_same_bits,
+    make_batch,
+    run_reference,
 )
-from tests.cpu.train_command import alone, train
+from tests.cpu.train_command import train, train_in_this_process
 
 M = 6
 
@@ -76,12 +76,12 @@ def test_searched_schedule_has_reference_bits_in_process(
     assert program.reduces_in_microbatch_order
     if tied:
         program = compile(extract_compute(program), costs=make_costs(shape), tied_weights=True)
-    loss, expected_gradients = expected(shape, tied)
+    loss, expected_gradients = run_reference(shape, tied)
     stages = gpt_stages(shape.stages, tied)
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     for seed in range(2):
-        assert torch.equal(ranks.step(*batch(M), order_seed=seed), loss)
-        assert same_bits(gradients(stages), expected_gradients)
+        assert torch.equal(ranks.step(*make_batch(M), order_seed=seed), loss)
+        assert have_same_bits(copy_gradients(stages), expected_gradients)
 
 
 def test_searched_schedule_differs_from_built_in_schedules() -> None:
@@ -97,16 +97,16 @@ def run_rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]
     for shape, in_flight, split in CASES[:2]:
         program = search_program(shape, in_flight, split)
         executor = gpt_executor(program, GlooTransport(program))
-        results.append((executor.step(*batch(M)), gradients_by_stage(executor)))
+        results.append((executor.step(*make_batch(M)), gradients_by_stage(executor)))
     return results
 
 
 def test_searched_schedule_has_reference_bits_over_gloo() -> None:
     for case, results in zip(CASES, zip(*run(run_rank, 4), strict=True), strict=False):
-        loss, expected_gradients = expected(case[0], tied=False)
+        loss, expected_gradients = run_reference(case[0], tied=False)
         assert [torch.equal(got, loss) for got, _ in results if got is not None] == [True]
         got = {s: grads for _, stages in results for s, grads in stages.items()}
-        assert same_bits([got[s] for s in range(len(expected_gradients))], expected_gradients)
+        assert have_same_bits([got[s] for s in range(len(expected_gradients))], expected_gradients)
 
 
 def test_trainer_runs_searched_program_file(config: str, tmp_path: Path) -> None:
@@ -142,5 +142,7 @@ def test_trainer_runs_searched_program_file(config: str, tmp_path: Path) -> None
     )
     assert extract_compute(untied.request.program).streams == extract_compute(programs[0]).streams
     pipeline_losses = train(config, tmp_path / "many", *shape, f'pipeline.schedule="{tied}"')
-    plain_losses = alone(config, tmp_path / "one", *shape, 'pipeline.schedule="one_f_one_b"')
+    plain_losses = train_in_this_process(
+        config, tmp_path / "one", *shape, 'pipeline.schedule="one_f_one_b"'
+    )
     assert pipeline_losses == pytest.approx(plain_losses, rel=1e-5)

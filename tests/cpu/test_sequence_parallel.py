@@ -37,7 +37,7 @@ from schedir.tensor_parallel.vocab_parallel import (
 )
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
-from tests.cpu.train_command import losses, train
+from tests.cpu.train_command import read_losses, train
 
 SHAPES = 40  # the number of random shapes for each number of ranks
 CONFIG = gpt.GPTConfig(vocab=13, layers=2, hidden=16, heads=2, context=8)
@@ -375,7 +375,7 @@ def test_training_losses_equal_plain_tensor_parallelism(config: str, tmp_path: P
             config, folder, f"pipeline.sequence_parallel={sequence}", "train.steps=3",
             "train.evaluate_every=3", "train.evaluate_batches=1", "data.validation=0.2",
         )  # fmt: skip
-        losses_by_option.append(losses(folder))
+        losses_by_option.append(read_losses(folder))
     assert losses_by_option[0][0] > 3 and losses_by_option[0] == pytest.approx(
         losses_by_option[1], rel=1e-5
     )

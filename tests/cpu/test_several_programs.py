@@ -27,7 +27,7 @@ from schedir.schedules.schedule_algebra import get_placement_mark
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
+from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "run-several-programs.md"
 GOLDEN = Path(__file__).parents[1] / "golden" / "programs"
@@ -125,11 +125,11 @@ def test_evaluations_do_not_change_training(name: str, zero: int) -> None:
             if evaluates:
                 before = ranks.executors[0].random_streams.step
                 n = evaluation.shape.microbatches
-                inputs, targets, _ = batch(n, 99)
+                inputs, targets, _ = make_batch(n, 99)
                 losses += [ranks.evaluate(inputs, targets, order_seed=s) for s in (None, 5)]
                 assert ranks.executors[0].random_streams.step == before
                 assert all(module.training for module in stages)
-            inputs, targets, scale = batch(shape.microbatches, k)
+            inputs, targets, scale = make_batch(shape.microbatches, k)
             steps += collect_results(ranks, stages, ranks.step(inputs, targets, scale))
         results.append(steps)
     assert is_same(*results) and is_bidirectional == (name == "dualpipe")
@@ -184,7 +184,7 @@ def run_with_and_without_evaluations(
         tensors: list[Tensor] = []
         for k, program in enumerate([large, small, small, large]):
             m = program.shape.microbatches
-            inputs, targets, scale = batch(m * dp, k)
+            inputs, targets, scale = make_batch(m * dp, k)
             local_batch = [t[transport.dp_rank * m :][:m] for t in (inputs, targets)]
             if evaluates:
                 executor.evaluate(local_batch[0][:2, :1], local_batch[1][:2, :1])
@@ -217,7 +217,7 @@ def run_out_of_order(rank: int) -> str:
         boundary=BOUNDARY,
         extra_programs=[evaluation],
     )
-    inputs, targets, scale = batch(3)
+    inputs, targets, scale = make_batch(3)
     with pytest.raises(ProgramSequenceError) as error:
         for evaluations in (1, 1 if rank else 2):
             for _ in range(evaluations):
@@ -301,7 +301,7 @@ def collect_refusals() -> list[Exception]:
     ranks = make_executor(
         program, stages, extra_programs=[evaluation, partial_batch], optimizer=None
     )
-    inputs, targets, _ = batch(4)
+    inputs, targets, _ = make_batch(4)
     record_refusal(lambda: ranks.step(inputs, targets, program=evaluation))
     single_program = make_executor(program, stages, optimizer=None)
     record_refusal(lambda: single_program.evaluate(inputs, targets))

@@ -24,7 +24,14 @@ from schedir.schedules.schedule_algebra import F, RankSchedule, Schedule
 from schedir.transports import shared_memory
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.gloo_processes import RankError, run
-from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits
+from tests.cpu.tiny_stages import (
+    BOUNDARY,
+    copy_gradients,
+    gpt_stages,
+    have_same_bits,
+    make_batch,
+    run_reference,
+)
 
 
 def schedule_forwards(r: int, P: int, m: int) -> RankSchedule:
@@ -65,18 +72,18 @@ def run_gpt(rank: int, schedule: Schedule, shape: PipelineShape) -> Any:
     executor = Executor(
         program, rank, own_stages, SharedMemoryTransport(program), loss=gpt.loss, boundary=BOUNDARY
     )
-    executor.step(*batch(shape.microbatches))
-    return {s: gradients([m])[0] for s, m in own_stages.items()}
+    executor.step(*make_batch(shape.microbatches))
+    return {s: copy_gradients([m])[0] for s, m in own_stages.items()}
 
 
 @pytest.mark.parametrize(("schedule", "placement"), [(chimera, "mirror"), (bitpipe, "mirror-vee")])
 def test_stage_replicas_have_reference_bits(schedule: Schedule, placement: str) -> None:
     shape = PipelineShape(4, 6, placement=placement)
-    _, expected_gradients = expected(
+    _, expected_gradients = run_reference(
         shape, program=compile(schedule, shape, tied_weights=True, progress_model="per_edge")
     )
     for gradients_of_rank in run(run_gpt, shape.ranks, schedule, shape):
-        assert same_bits(
+        assert have_same_bits(
             list(gradients_of_rank.values()), [expected_gradients[s] for s in gradients_of_rank]
         )
 

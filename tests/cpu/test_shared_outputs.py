@@ -32,13 +32,13 @@ from tests.cpu.stage_chains import (
     PROGRAMS,
     WIDTH,
     Layer,
-    batch,
-    instruction_of,
-    made,
-    squares,
-    world,
+    get_failed_instruction,
+    make_batch,
+    make_executor,
+    make_stages,
+    squared_error,
 )
-from tests.cpu.tiny_stages import gradients, same_bits
+from tests.cpu.tiny_stages import copy_gradients, have_same_bits
 
 # ------------------------------------------------------------ outputs that are overwritten
 
@@ -72,15 +72,17 @@ class NewTensor(nn.Module):
 def test_reused_output_buffer_has_same_bits_or_is_refused(name: str, others: list[Any]) -> None:
     """The reference returns new tensors. Several execution orders are tested."""
     program, refused = PROGRAMS[name](), 0
-    reference_stages = made(NewTensor, *others)
-    total = run_sequential(reference_stages, *batch(), loss=squares)
+    reference_stages = make_stages(NewTensor, *others)
+    total = run_sequential(reference_stages, *make_batch(), loss=squared_error)
     for seed in (None, 0, 1, 2):
-        stages = made(ReusedBuffer, *others)
+        stages = make_stages(ReusedBuffer, *others)
         try:
-            assert torch.equal(world(program, stages).step(*batch(), order_seed=seed), total)
-            assert same_bits(gradients(stages), gradients(reference_stages))
+            assert torch.equal(
+                make_executor(program, stages).step(*make_batch(), order_seed=seed), total
+            )
+            assert have_same_bits(copy_gradients(stages), copy_gradients(reference_stages))
         except ExecutionError as error:
-            assert instruction_of(error).op is not Opcode.OptimizerStep
+            assert get_failed_instruction(error).op is not Opcode.OptimizerStep
             refused += 1
     if not program.shares_slots and not (name == "interleaved" and others):
         assert refused  # a value that is still being sent is overwritten
@@ -90,23 +92,25 @@ def test_reused_output_buffer_has_same_bits_or_is_refused(name: str, others: lis
 @given(seed=st.integers(0, 1000), kind=st.sampled_from([ReusedBuffer, ReusedBufferThroughData]))
 def test_reused_output_in_random_order_is_right_or_refused(seed: int, kind: Any) -> None:
     program = PROGRAMS["zb_h1"]()
-    stages, reference_stages = made(kind), made(NewTensor)
-    total = run_sequential(reference_stages, *batch(), loss=squares)
+    stages, reference_stages = make_stages(kind), make_stages(NewTensor)
+    total = run_sequential(reference_stages, *make_batch(), loss=squared_error)
     try:
-        assert torch.equal(world(program, stages).step(*batch(), order_seed=seed), total)
+        assert torch.equal(
+            make_executor(program, stages).step(*make_batch(), order_seed=seed), total
+        )
     except ExecutionError as error:
-        assert instruction_of(error).stage in (0, 1)
+        assert get_failed_instruction(error).stage in (0, 1)
         return
-    assert same_bits(gradients(stages), gradients(reference_stages))
+    assert have_same_bits(copy_gradients(stages), copy_gradients(reference_stages))
 
 
 def run_reused_buffer(rank: int, kind: Any) -> None:
     program = compile(one_f_one_b, PipelineShape(2, MICROBATCHES), progress_model="per_edge")
-    stages = made(ReusedBuffer)[:1] if rank == 0 else [Layer()]
+    stages = make_stages(ReusedBuffer)[:1] if rank == 0 else [Layer()]
     executor = Executor(
-        program, rank, {rank: stages[0]}, kind(program), loss=squares, boundary=BOUNDARY
+        program, rank, {rank: stages[0]}, kind(program), loss=squared_error, boundary=BOUNDARY
     )
-    executor.step(*batch())
+    executor.step(*make_batch())
 
 
 @pytest.mark.parametrize("kind", [GlooTransport, SharedMemoryTransport])
@@ -130,12 +134,14 @@ class ReusedLoss(nn.Module):
 def test_reused_loss_tensor_is_refused() -> None:
     program = compile(forward_only, PipelineShape(4, MICROBATCHES))
     with pytest.raises(ModelError):
-        world(program, made(Layer), loss=ReusedLoss()).step(*batch())
+        make_executor(program, make_stages(Layer), loss=ReusedLoss()).step(*make_batch())
     one_microbatch = compile(forward_only, PipelineShape(4, 1))
-    stages = made(Layer)
-    x, target = batch(1)
-    expected = run_sequential(deepcopy(stages), x, target, loss=squares)
-    assert torch.equal(world(one_microbatch, stages, loss=ReusedLoss()).step(x, target), expected)
+    stages = make_stages(Layer)
+    x, target = make_batch(1)
+    expected = run_sequential(deepcopy(stages), x, target, loss=squared_error)
+    assert torch.equal(
+        make_executor(one_microbatch, stages, loss=ReusedLoss()).step(x, target), expected
+    )
 
 
 # ------------------------------------------------------------ outputs that share memory
@@ -181,17 +187,17 @@ def test_overlapping_outputs_have_gradients_of_plain_loop(
 ) -> None:
     """The gradients are those of a loop over the stages without changes in place."""
     stages, plain = (
-        made(lambda: TwoOutputs(second), lambda: InPlaceInput(None, is_declared=True))
+        make_stages(lambda: TwoOutputs(second), lambda: InPlaceInput(None, is_declared=True))
         for _ in range(2)
     )
     edges = {0: (BOUNDARY, boundary), 1: BOUNDARY, 2: BOUNDARY}
-    ranks = world(PROGRAMS[name](), stages, boundary=edges)
-    for x, target in zip(*batch(), strict=True):
+    ranks = make_executor(PROGRAMS[name](), stages, boundary=edges)
+    for x, target in zip(*make_batch(), strict=True):
         y = plain[3](plain[2](plain[1](*plain[0](x))))
-        squares(y, target).backward()
+        squared_error(y, target).backward()
     for _ in range(2):
-        ranks.step(*batch())
-        for one, other in zip(gradients(stages), gradients(plain), strict=True):
+        ranks.step(*make_batch())
+        for one, other in zip(copy_gradients(stages), copy_gradients(plain), strict=True):
             for parameter_name, gradient in one.items():
                 torch.testing.assert_close(gradient, other[parameter_name])
 
@@ -203,13 +209,13 @@ def test_overlapping_outputs_have_gradients_of_plain_loop(
 def test_in_place_change_of_overlapping_output_is_refused(
     name: str, second: Any, boundary: Boundary, input_index: int, is_declared: bool
 ) -> None:
-    stages = made(lambda: TwoOutputs(second), lambda: InPlaceInput(input_index, is_declared))
+    stages = make_stages(lambda: TwoOutputs(second), lambda: InPlaceInput(input_index, is_declared))
     edges = {0: (BOUNDARY, boundary), 1: BOUNDARY, 2: BOUNDARY}
     with pytest.raises(ExecutionError) as error:
-        world(PROGRAMS[name](), stages, boundary=edges).step(*batch())
-    assert instruction_of(error.value)[:2] == (Opcode.Forward, 1)
+        make_executor(PROGRAMS[name](), stages, boundary=edges).step(*make_batch())
+    assert get_failed_instruction(error.value)[:2] == (Opcode.Forward, 1)
     with pytest.raises(ModelError, match="in place"):
-        run_sequential(stages, *batch(), loss=squares)
+        run_sequential(stages, *make_batch(), loss=squared_error)
 
 
 class TwoHalves(Layer):
@@ -221,15 +227,16 @@ class TwoHalves(Layer):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_disjoint_outputs_in_one_storage_have_same_bits(name: str) -> None:
     reference_stages, stages = (
-        made(TwoHalves, lambda: InPlaceInput(0, is_declared=True)) for _ in range(2)
+        make_stages(TwoHalves, lambda: InPlaceInput(0, is_declared=True)) for _ in range(2)
     )
     edges = {0: (BOUNDARY, BOUNDARY), 1: BOUNDARY, 2: BOUNDARY}
-    ranks = world(PROGRAMS[name](), stages, boundary=edges)
+    ranks = make_executor(PROGRAMS[name](), stages, boundary=edges)
     for _ in range(2):
         assert torch.equal(
-            ranks.step(*batch()), run_sequential(reference_stages, *batch(), loss=squares)
+            ranks.step(*make_batch()),
+            run_sequential(reference_stages, *make_batch(), loss=squared_error),
         )
-        assert same_bits(gradients(stages), gradients(reference_stages))
+        assert have_same_bits(copy_gradients(stages), copy_gradients(reference_stages))
 
 
 class AliasedOutput(Layer):
@@ -275,17 +282,20 @@ def test_in_place_stage_changes_no_other_tensor(name: str, kind: str, is_declare
     returns = lambda: AliasedOutput(kind)  # noqa: E731
     before = [] if "weight" in kind else [Layer]  # a weight does not depend on an input
     makers = [*before, returns, lambda: InPlaceStage(is_declared)]
-    reference_stages, own_stages = made(*makers), made(*makers)
-    x, target = batch()
+    reference_stages, own_stages = make_stages(*makers), make_stages(*makers)
+    x, target = make_batch()
     input_copy, initial_states = x.clone(), deepcopy([stage.state_dict() for stage in own_stages])
-    ranks = world(PROGRAMS[name](), own_stages)
+    ranks = make_executor(PROGRAMS[name](), own_stages)
     try:
         for step in range(2):
-            total = run_sequential(reference_stages, x, target, loss=squares, step=step)
+            total = run_sequential(reference_stages, x, target, loss=squared_error, step=step)
             assert torch.equal(ranks.step(x, target), total)
-            assert same_bits(gradients(own_stages), gradients(reference_stages))
+            assert have_same_bits(copy_gradients(own_stages), copy_gradients(reference_stages))
     except ExecutionError as error:
-        assert not is_declared and instruction_of(error)[:2] == (Opcode.Forward, len(before) + 1)
+        assert not is_declared and get_failed_instruction(error)[:2] == (
+            Opcode.Forward,
+            len(before) + 1,
+        )
         return
     assert torch.equal(x, input_copy)
     for stage, initial_state in zip(own_stages, initial_states, strict=True):

@@ -23,7 +23,7 @@ from schedir.runtime import (
 from schedir.runtime.autograd import split_backward
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
-from tests.cpu.tiny_layers import LAYERS, N, Square
+from tests.cpu.tiny_layers import LAYERS, WIDTH, Square
 
 
 class RepeatedLayer(nn.Module):
@@ -94,7 +94,7 @@ def test_split_layer_has_bits_of_full_backward(
     layer = LAYERS[kind](bias).to(dtype)
     if getattr(layer, frozen, None) is not None and frozen:
         getattr(layer, frozen).requires_grad_(False)
-    x = torch.randn(*shape, N).to(dtype)
+    x = torch.randn(*shape, WIDTH).to(dtype)
     plain = RepeatedLayer(layer, uses)
     full, split = (make_backward_splittable(copy.deepcopy(plain), nn.LayerNorm) for _ in range(2))
     wide = wide and dtype is torch.bfloat16
@@ -112,8 +112,8 @@ def test_split_layer_has_bits_of_full_backward(
 
 def test_huggingface_conv1d_is_split() -> None:
     pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
-    layer = pytorch_utils.Conv1D(12, N)
-    names, x = [*layer.state_dict()], torch.randn(2, 3, N)
+    layer = pytorch_utils.Conv1D(12, WIDTH)
+    names, x = [*layer.state_dict()], torch.randn(2, 3, WIDTH)
     plain, split = copy.deepcopy(layer), make_backward_splittable(layer)
     assert split is layer and type(split) is not type(plain) and [*split.state_dict()] == names
     _assert_equal(
@@ -125,7 +125,7 @@ def test_huggingface_conv1d_is_split() -> None:
 @pytest.mark.parametrize("kind", LAYERS)
 def test_split_layer_can_be_copied_and_pickled(kind: str) -> None:
     layer = LAYERS[kind](True)
-    x = torch.randn(3, N)
+    x = torch.randn(3, WIDTH)
     make_backward_splittable(layer, nn.LayerNorm)
     assert isinstance(layer, type(LAYERS[kind](True)))
     for other in (copy.deepcopy(layer), copy.copy(layer)):
@@ -135,22 +135,26 @@ def test_split_layer_can_be_copied_and_pickled(kind: str) -> None:
 
 
 def test_layer_norm_is_split_only_on_request() -> None:
-    net = nn.Sequential(nn.Linear(N, N), nn.LayerNorm(N), nn.LayerNorm(N, elementwise_affine=False))
+    net = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH, elementwise_affine=False)
+    )
     assert type(make_backward_splittable(net)[1]) is nn.LayerNorm  # type: ignore[index]
     make_backward_splittable(net, nn.LayerNorm)
     with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
-        net(torch.randn(2, N)).square().sum().backward()
+        net(torch.randn(2, WIDTH)).square().sum().backward()
     weight = net[1].weight
     assert len(tape) == 3 and isinstance(weight, nn.Parameter) and weight.grad is None
     # By default norms are not split, since their deferred gradients keep more memory than it gains.
-    net = nn.Sequential(nn.LayerNorm(N), nn.Linear(N, 4 * N), nn.GELU(), nn.Linear(4 * N, N))
-    x = torch.randn(8, N)
+    net = nn.Sequential(
+        nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+    )
+    x = torch.randn(8, WIDTH)
     deferred_bytes = []
     for types in ((), (nn.LayerNorm,)):
         stages = [nn.Identity(), make_backward_splittable(copy.deepcopy(net), *types)]
-        sizes = measure_sizes(stages, x, x, loss=mse_loss, boundary=Boundary((8, N)))
+        sizes = measure_sizes(stages, x, x, loss=mse_loss, boundary=Boundary((8, WIDTH)))
         deferred_bytes.append(sizes.for_stages("deferred_wgrad", 2)[1])
-    added_bytes = 4 * (8 * N + 8 * N + 2 * 8)  # x, dy, means and deviations
+    added_bytes = 4 * (8 * WIDTH + 8 * WIDTH + 2 * 8)  # x, dy, means and deviations
     assert deferred_bytes[1] - deferred_bytes[0] == added_bytes
 
 
@@ -159,13 +163,13 @@ def test_wrong_split_rules_are_refused() -> None:
         pass
 
     def wrong_weight_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
-        return (x * dy).sum_to_size(N)
+        return (x * dy).sum_to_size(WIDTH)
 
     def input_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
         dx: Tensor = dy * layer.weight.square()
         return dx
 
-    layer, x = Odd(N), torch.randn(2, 3, N)
+    layer, x = Odd(WIDTH), torch.randn(2, 3, WIDTH)
     with pytest.raises(UsageError, match=r"layer_type must be a subclass of nn\.Module, not Odd"):
         register_splittable_layer(
             layer,  # type: ignore[arg-type]
@@ -207,10 +211,10 @@ def test_registered_layer_with_other_arguments_is_not_split() -> None:
         Scaled,
         input_grad=lambda layer, x, dy: dy * layer.weight.square(),
         deferred_grads={
-            "weight": lambda layer, x, dy: (x * dy).sum_to_size(N) * (2 * layer.weight)
+            "weight": lambda layer, x, dy: (x * dy).sum_to_size(WIDTH) * (2 * layer.weight)
         },
     )
-    layer, x = make_backward_splittable(Scaled(N)), torch.randn(2, N)
+    layer, x = make_backward_splittable(Scaled(WIDTH)), torch.randn(2, WIDTH)
     for y, factor, num_deferred in [
         (layer(x=x), 1, 1),
         (layer(x, by=2.0), 2, 0),
@@ -233,15 +237,15 @@ def test_second_registration_replaces_split_rule() -> None:
         return dx
 
     def weight_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
-        dw: Tensor = (x * dy).sum_to_size(N) * (2 * layer.weight)
+        dw: Tensor = (x * dy).sum_to_size(WIDTH) * (2 * layer.weight)
         return dw
 
-    x = torch.randn(2, 3, N)
+    x = torch.randn(2, 3, WIDTH)
     register_splittable_layer(
         Twice, input_grad=lambda layer, x, dy: dy, deferred_grads={"weight": weight_grad}
     )
-    layer = Twice(N)
-    net = make_backward_splittable(nn.Sequential(layer, nn.Linear(N, N)))
+    layer = Twice(WIDTH)
+    net = make_backward_splittable(nn.Sequential(layer, nn.Linear(WIDTH, WIDTH)))
     with pytest.raises(ModelError, match="autograd differ in the gradient of the input"):
         check_splittable_layer(layer, x)
     register_splittable_layer(Twice, input_grad=input_grad, deferred_grads={"weight": weight_grad})
@@ -254,7 +258,7 @@ def test_second_registration_replaces_split_rule() -> None:
 
 
 def _prune(layer: nn.Module) -> nn.Module:
-    pruned: nn.Module = prune.custom_from_mask(layer, "weight", torch.arange(N) % 2)
+    pruned: nn.Module = prune.custom_from_mask(layer, "weight", torch.arange(WIDTH) % 2)
     return pruned
 
 
@@ -266,7 +270,7 @@ def _parametrize(layer: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("compute", [_prune, _parametrize])
 @pytest.mark.parametrize("first", [False, True])
 def test_registered_layer_with_computed_weight_is_not_split(compute: Any, first: bool) -> None:
-    x, plain = torch.randn(3, N), Square(N)
+    x, plain = torch.randn(3, WIDTH), Square(WIDTH)
     split: nn.Module = copy.deepcopy(plain)
     split = (
         compute(make_backward_splittable(split))
@@ -281,12 +285,12 @@ def test_registered_layer_with_computed_weight_is_not_split(compute: Any, first:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_built_in_split_rules_equal_autograd(kind: str) -> None:
-    check_splittable_layer(LAYERS[kind](True), torch.randn(2, 3, N))
+    check_splittable_layer(LAYERS[kind](True), torch.randn(2, 3, WIDTH))
 
 
 def test_registered_layer_under_autocast_is_not_split() -> None:
-    x = torch.randn(3, N)
-    plain, split = Square(N), make_backward_splittable(Square(N))
+    x = torch.randn(3, WIDTH)
+    plain, split = Square(WIDTH), make_backward_splittable(Square(WIDTH))
     split.load_state_dict(plain.state_dict())
     gradients = []
     for net in (plain, split):

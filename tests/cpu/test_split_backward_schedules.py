@@ -23,8 +23,8 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules.schedule_algebra import F, I, W
-from tests.cpu.tiny_layers import Conv1D, N, Square
-from tests.cpu.tiny_stages import gradients, same_bits, zb
+from tests.cpu.tiny_layers import WIDTH, Conv1D, Square
+from tests.cpu.tiny_stages import copy_gradients, have_same_bits, split_1f1b
 
 
 class Twice(nn.Module):
@@ -42,7 +42,7 @@ class RepeatedMatmul(nn.Module):
 
     def __init__(self, one: Any, other: Any) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.randn(N, N) / N**0.5)
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
         self.one, self.other = one, other
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,18 +55,18 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(N, N), nn.Linear(N, N, bias=False)
+        self.embed, self.head = nn.Embedding(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = (x.abs() * 10).long() % N
+        tokens = (x.abs() * 10).long() % WIDTH
         y: Tensor = self.head(self.embed(tokens[..., 0])) + x
         return y
 
 
 REPEATED: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: Twice(nn.Linear(N, N)),
-    "conv1d": lambda: Twice(Conv1D(N, N)),
+    "linear": lambda: Twice(nn.Linear(WIDTH, WIDTH)),
+    "conv1d": lambda: Twice(Conv1D(WIDTH, WIDTH)),
     "tied": Tied,
     "plain": lambda: RepeatedMatmul(torch.matmul, torch.matmul),
     "split": lambda: RepeatedMatmul(split_backward.matmul, split_backward.matmul),
@@ -81,15 +81,15 @@ def test_weight_used_twice_gets_both_gradients(kind: str) -> None:
     torch.manual_seed(0)
     plain = [REPEATED[kind]() for _ in range(2)]
     split = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
-    x = torch.randn(4, 3, N)
+    x = torch.randn(4, 3, WIDTH)
     for mb in x:  # plain autograd, without schedir
         y = plain[1](plain[0](mb))
         (y - 1).square().sum().backward()
-    program = compile(zb, PipelineShape(2, 4))
+    program = compile(split_1f1b, PipelineShape(2, 4))
     ranks = InProcessExecutor(program, split, loss=lambda y, _: (y - 1).square().sum(),
-                              boundary=Boundary((3, N)))  # fmt: skip
+                              boundary=Boundary((3, WIDTH)))  # fmt: skip
     ranks.step(x, x)
-    for got, want in zip(gradients(split), gradients(plain), strict=True):
+    for got, want in zip(copy_gradients(split), copy_gradients(plain), strict=True):
         assert got.keys() == want.keys() and got
         for name, expected in want.items():
             torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-5)
@@ -105,17 +105,20 @@ def test_split_rule_reads_weight_version_of_microbatch() -> None:
         lambda r, P, m: 8 * F + input_and_weight + 4 * I + 4 * F + 4 * W + input_and_weight,
         PipelineShape(2, 12, optimizer_steps=3, weight_delay=1),
     )
-    x = torch.randn(12, 3, N)
+    x = torch.randn(12, 3, WIDTH)
     states = []
     for is_split in (False, True):
         torch.manual_seed(1)
-        stages: list[nn.Module] = [Square(N), Square(N)]
+        stages: list[nn.Module] = [Square(WIDTH), Square(WIDTH)]
         if is_split:
             stages = [make_backward_splittable(stage) for stage in stages]
         ranks = InProcessExecutor(
-            program, stages, loss=lambda y, t: (y - t).square().sum(), boundary=Boundary((3, N)),
+            program,
+            stages,
+            loss=lambda y, t: (y - t).square().sum(),
+            boundary=Boundary((3, WIDTH)),
             optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01),
-        )  # fmt: skip
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("error" if is_split else "ignore")
             for _ in range(2):
@@ -130,9 +133,11 @@ class MixedLayers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.positions = nn.Parameter(torch.zeros(3, N))
-        self.attn = nn.ModuleDict({"c_attn": Conv1D(N, N), "norm": nn.LayerNorm(N)})
-        self.own = nn.Sequential(nn.Bilinear(N, N, N), make_backward_splittable(nn.Linear(N, N)))
+        self.positions = nn.Parameter(torch.zeros(3, WIDTH))
+        self.attn = nn.ModuleDict({"c_attn": Conv1D(WIDTH, WIDTH), "norm": nn.LayerNorm(WIDTH)})
+        self.own = nn.Sequential(
+            nn.Bilinear(WIDTH, WIDTH, WIDTH), make_backward_splittable(nn.Linear(WIDTH, WIDTH))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.attn["norm"](self.attn["c_attn"](x + self.positions))
@@ -141,10 +146,10 @@ class MixedLayers(nn.Module):
 
 
 def test_warning_names_unsplit_layers() -> None:
-    x = torch.randn(4, 3, N)
+    x = torch.randn(4, 3, WIDTH)
 
     def collect_warnings(stages: Sequence[nn.Module]) -> list[str]:
-        program, boundary = compile(zb, PipelineShape(2, 4)), Boundary((3, N))
+        program, boundary = compile(split_1f1b, PipelineShape(2, 4)), Boundary((3, WIDTH))
         ranks = InProcessExecutor(program, stages, loss=mse_loss, boundary=boundary)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -169,7 +174,9 @@ def test_warning_names_unsplit_layers() -> None:
         False,
         False,
     ]
-    norms: list[nn.Module] = [nn.Sequential(*(nn.LayerNorm(N) for _ in range(9))) for _ in range(2)]
+    norms: list[nn.Module] = [
+        nn.Sequential(*(nn.LayerNorm(WIDTH) for _ in range(9))) for _ in range(2)
+    ]
     messages = collect_warnings(norms)
     assert "0 (LayerNorm), 1 (LayerNorm)" in messages[0] and "and 3 more" in messages[0]
     assert (
@@ -182,7 +189,11 @@ class SkippedLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.layer, self.unused = nn.LayerNorm(N), nn.Linear(N, N), nn.Linear(N, N)
+        self.norm, self.layer, self.unused = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         self.unused(x)
@@ -196,7 +207,7 @@ class AutocastLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = Square(N)
+        self.layer = Square(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -210,10 +221,14 @@ def test_unused_layers_and_full_backwards_have_same_bits(kind: Any, num_warnings
     torch.manual_seed(0)
     plain: list[nn.Module] = [kind(), kind()]
     split = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
-    x = torch.randn(8, 3, N)
+    x = torch.randn(8, 3, WIDTH)
     run_sequential(plain, x, x, loss=mse_loss, seed=1)
     ranks = InProcessExecutor(
-        compile(zb, PipelineShape(2, 8)), split, loss=mse_loss, boundary=Boundary((3, N)), seed=1
+        compile(split_1f1b, PipelineShape(2, 8)),
+        split,
+        loss=mse_loss,
+        boundary=Boundary((3, WIDTH)),
+        seed=1,
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -221,7 +236,7 @@ def test_unused_layers_and_full_backwards_have_same_bits(kind: Any, num_warnings
     for stage in plain:  # unused weights have gradients of 0 in a buffer
         for p in stage.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    assert same_bits(gradients(plain), gradients(split))
+    assert have_same_bits(copy_gradients(plain), copy_gradients(split))
     assert len(caught) == num_warnings
 
 
@@ -229,16 +244,16 @@ def test_bypassed_split_layer_is_refused() -> None:
     class BypassedLayer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = make_backward_splittable(Square(N))
+            self.layer = make_backward_splittable(Square(WIDTH))
 
         def forward(self, x: Tensor) -> Tensor:
             (weight,) = self.parameters()
             return x * weight
 
-    program, stages = compile(zb, PipelineShape(2, 4)), [BypassedLayer(), BypassedLayer()]
-    ranks = InProcessExecutor(program, stages, loss=mse_loss, boundary=Boundary((3, N)))
+    program, stages = compile(split_1f1b, PipelineShape(2, 4)), [BypassedLayer(), BypassedLayer()]
+    ranks = InProcessExecutor(program, stages, loss=mse_loss, boundary=Boundary((3, WIDTH)))
     with pytest.raises(ExecutionError, match="has splittable layers"):
-        ranks.step(torch.randn(4, 3, N), torch.randn(4, 3, N))
+        ranks.step(torch.randn(4, 3, WIDTH), torch.randn(4, 3, WIDTH))
 
 
 def test_page_examples_run_without_warning() -> None:

@@ -26,8 +26,8 @@ from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import tiny_model
 from tests.cpu.test_gloo_executor import step_on_gloo
-from tests.cpu.tiny_stages import expected, gradients, same_bits, zb
-from tests.laws import ZOO, least, shape_of
+from tests.cpu.tiny_stages import copy_gradients, have_same_bits, run_reference, split_1f1b
+from tests.laws import ZOO, find_min_microbatches, make_shape
 
 BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
 
@@ -55,7 +55,7 @@ def record_used_slots(rank: Executor, used: dict[Value, set[int]]) -> None:
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 def test_used_slots_match_predicted_slots(schedule: Schedule) -> None:
     """The numbers are equal for each rank and kind, in random legal orders."""
-    shape = shape_of(schedule, 4, max(6, least(schedule, 4)))
+    shape = make_shape(schedule, 4, max(6, find_min_microbatches(schedule, 4)))
     stages = tiny_model.make_tiny_stages(shape.stages)
     inputs, targets = tiny_model.make_batch(shape.microbatches)
     choices: list[BufferSharing | None] = [None, "minimal", "latency_preserving"]
@@ -80,7 +80,7 @@ def test_used_slots_match_predicted_slots(schedule: Schedule) -> None:
             ]
             for seed in range(2):
                 loss = ranks.step(inputs, targets, order_seed=seed)
-                results.append((loss, gradients(stages)))
+                results.append((loss, copy_gradients(stages)))
             for r, rank in enumerate(ranks.executors):
                 num_used = {kind: len(used[r][kind]) for kind in SLOT_KINDS}
                 assert num_used == dict(zip(SLOT_KINDS, predicted[r].tolist(), strict=True))
@@ -95,7 +95,7 @@ def test_used_slots_match_predicted_slots(schedule: Schedule) -> None:
                 assert received == buffers[r]
                 assert len(received) == num_used[Value.ACT_IN] + num_used[Value.GRAD_IN]
         for loss, grads in results[1:]:
-            assert torch.equal(loss, results[0][0]) and same_bits(grads, results[0][1])
+            assert torch.equal(loss, results[0][0]) and have_same_bits(grads, results[0][1])
 
 
 class ReturnsInput(nn.Module):
@@ -139,7 +139,7 @@ def storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, zb])
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, split_1f1b])
 def test_unchanged_inputs_and_gradients_are_not_overwritten(schedule: Any) -> None:
     """Some stages return their input, and several steps run."""
     shape = PipelineShape(4, 6)
@@ -163,7 +163,7 @@ def test_unchanged_inputs_and_gradients_are_not_overwritten(schedule: Any) -> No
             check_separate_memory(rank)
         for seed in range(4):
             assert torch.equal(ranks.step(inputs, targets, order_seed=seed), expected_loss)
-            assert same_bits(gradients(reference_stages), gradients(stages))
+            assert have_same_bits(copy_gradients(reference_stages), copy_gradients(stages))
 
 
 def test_outputs_are_freed_after_send() -> None:
@@ -195,10 +195,10 @@ def test_outputs_are_freed_after_send() -> None:
 def test_minimal_slots_on_gloo_have_reference_bits(
     schedule: Any, shape: PipelineShape, options: Any
 ) -> None:
-    loss, expected_gradients = expected(shape)
+    loss, expected_gradients = run_reference(shape)
     results = step_on_gloo(schedule, shape, buffer_sharing="minimal", **options)
     got = {s: g for grads, _, _ in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], expected_gradients)
+    assert have_same_bits([got[s] for s in range(shape.stages)], expected_gradients)
     assert [torch.equal(l, loss) for _, l, _ in results if l is not None] == [True]
 
 
@@ -206,10 +206,10 @@ def test_minimal_slots_with_tensor_parallelism_have_same_bits() -> None:
     """Slices are received into their position in the whole tensor."""
     shape = PipelineShape(2, 4)
     default_results, minimal_results = (
-        step_on_gloo(zb, shape, tp=2, buffer_sharing=slots) for slots in (None, "minimal")
+        step_on_gloo(split_1f1b, shape, tp=2, buffer_sharing=slots) for slots in (None, "minimal")
     )
     for (grads, _, _), (minimal_grads, _, _) in zip(default_results, minimal_results, strict=True):
-        assert same_bits(list(grads.values()), list(minimal_grads.values()))
+        assert have_same_bits(list(grads.values()), list(minimal_grads.values()))
 
 
 class FailsOnce(nn.Linear):

@@ -27,7 +27,7 @@ from schedir.schedules import one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import compute_programs
 from schedir.transports.in_process.mailbox import Mailbox, MailboxHub, list_group_members
-from tests.laws import ZOO, least, shape_of
+from tests.laws import ZOO, find_min_microbatches, make_shape
 from tests.strategies import with_slots
 
 WIDTH = 8  # elements of a boundary, a multiple of every tp here
@@ -76,7 +76,7 @@ def assert_matches_prediction(program: Program) -> None:
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 @pytest.mark.parametrize("tp", [1, 8])
 def test_static_memory_of_schedules_matches_prediction(schedule: Schedule, tp: int) -> None:
-    shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
+    shape = make_shape(schedule, 4, max(8, find_min_microbatches(schedule, 4)))
     choices: list[BufferSharing | None] = [None, "latency_preserving", "minimal"]
     for slots in choices:
         assert_matches_prediction(

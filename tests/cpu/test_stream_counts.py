@@ -20,7 +20,7 @@ from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b
 from schedir.transports.gloo import LaneWork
 from schedir.transports.gpu_selection import QUEUES_VARIABLE
 from schedir.transports.nccl import count_streams, require_enough_queues
-from tests.cpu.virtual_gpu import Stream, install
+from tests.cpu.virtual_gpu import Stream, install_virtual_gpu
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -77,7 +77,7 @@ def test_more_streams_than_queues_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_lane_work_keeps_tensor_until_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute may free the memory earlier, and the allocator would reuse it."""
-    lane: Any = Stream(install(monkeypatch))
+    lane: Any = Stream(install_virtual_gpu(monkeypatch))
     tensor = torch.zeros(4)
     reference = weakref.ref(tensor)
     work = LaneWork(lane, (tensor,))

@@ -17,21 +17,29 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import chimera, interleaved, one_f_one_b
 from schedir.transports.in_process import cuda_streams
 from tests.cases import pairs
-from tests.cpu.race_detector import Races
-from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits, zb
-from tests.cpu.virtual_gpu import install
+from tests.cpu.race_detector import RaceDetector
+from tests.cpu.tiny_stages import (
+    BOUNDARY,
+    copy_gradients,
+    gpt_stages,
+    have_same_bits,
+    make_batch,
+    run_reference,
+    split_1f1b,
+)
+from tests.cpu.virtual_gpu import install_virtual_gpu
 
 CASES = [
     (one_f_one_b, PipelineShape(3, 4)),
-    (zb, PipelineShape(2, 4)),
+    (split_1f1b, PipelineShape(2, 4)),
     (interleaved, PipelineShape(2, 4, 2)),
     (chimera, PipelineShape(2, 4, placement="mirror")),
 ]
 
 
 @pytest.fixture
-def races(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
-    with Races(install(monkeypatch)) as races:
+def races(monkeypatch: pytest.MonkeyPatch) -> Iterator[RaceDetector]:
+    with RaceDetector(install_virtual_gpu(monkeypatch)) as races:
         yield races
 
 
@@ -58,8 +66,8 @@ def run_steps(
         gradients=GradientOptions(max_norm=1e9),
     )  # fmt: skip
     for seed in (None, 0, 1):
-        world.step(*batch(shape.microbatches), order_seed=seed)
-    return gradients(stages)
+        world.step(*make_batch(shape.microbatches), order_seed=seed)
+    return copy_gradients(stages)
 
 
 @pytest.mark.parametrize(
@@ -71,14 +79,14 @@ def test_programs_have_no_races(
     shape: PipelineShape,
     buffer_sharing: BufferSharing | None,
     static: bool,
-    races: Races,
+    races: RaceDetector,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Static send memory, as NCCL needs it, is tested together with time stamps."""
     monkeypatch.setattr(cuda_streams.StreamMailbox, "uses_static_buffers", static)
     got = run_steps(schedule, shape, buffer_sharing, record=static)
     assert not races.found
-    assert same_bits(got, expected(shape)[1]) or shape.placement_rows > 1
+    assert have_same_bits(got, run_reference(shape)[1]) or shape.placement_rows > 1
 
 
 class _NoWait(cuda_streams.StreamPoint):
@@ -91,7 +99,7 @@ class _NoWait(cuda_streams.StreamPoint):
 
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_missing_wait_before_copy_is_detected(
-    side: str, races: Races, monkeypatch: pytest.MonkeyPatch
+    side: str, races: RaceDetector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = cuda_streams._copy_message
 
@@ -105,7 +113,9 @@ def test_missing_wait_before_copy_is_detected(
     assert any("copy_" in race for race in races.found)
 
 
-def test_missing_wait_for_caller_is_detected(races: Races, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wait_for_caller_is_detected(
+    races: RaceDetector, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda_streams.StreamMailbox, "wait_for_caller", lambda self: None)
     run_steps(one_f_one_b, PipelineShape(3, 4))
     assert races.found

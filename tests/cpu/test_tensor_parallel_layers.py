@@ -22,7 +22,7 @@ from schedir.tensor_parallel.vocab_parallel import (
     vocab_parallel_cross_entropy,
 )
 from tests.cpu.gloo_processes import run
-from tests.cpu.largest_tensor import Largest
+from tests.cpu.largest_tensor import TensorSizeRecorder
 
 torch.set_num_threads(1)
 
@@ -157,7 +157,7 @@ def count_output_sized_tensors(rank: int) -> list[int]:
         (RowParallelLinear(draw_normal(5, 6), draw_normal(5), group), draw_normal(70, 3)),
     ]
     for layer, x in layers:
-        with Largest() as largest:
+        with TensorSizeRecorder() as largest:
             y = layer(x)
         counts.append(largest.sizes.count(y.numel()))
     return counts

@@ -9,7 +9,14 @@ import torch
 
 from tests.cases import ALL
 from tests.cpu import gloo_processes
-from tests.cpu.three_d_parallelism import WORLD, Case, cases, judged, merged, run
+from tests.cpu.three_d_parallelism import (
+    WORLD,
+    Case,
+    judge_cases,
+    list_cases,
+    merge_results,
+    run_cases,
+)
 
 SHAPE = (2, 2, 2)
 PLAIN_CASE = Case(*SHAPE, tied=True, clip=True)
@@ -28,7 +35,9 @@ FEW_CASES = [
 
 @pytest.fixture(scope="module")
 def results() -> Any:
-    return gloo_processes.run(run, WORLD, cases() if ALL else FEW_CASES, limit=1800 if ALL else 300)
+    return gloo_processes.run(
+        run_cases, WORLD, list_cases() if ALL else FEW_CASES, limit=1800 if ALL else 300
+    )
 
 
 def test_eight_processes_equal_one_process(results: Any) -> None:
@@ -36,7 +45,7 @@ def test_eight_processes_equal_one_process(results: Any) -> None:
 
     Runs with ZeRO have the bits of runs without it.
     """
-    comparisons = [*judged(results)]
+    comparisons = [*judge_cases(results)]
     assert {comparison.case for comparison in comparisons} >= {*FEW_CASES}
     assert not [comparison for comparison in comparisons if not comparison.right]
     assert all({"loss", "weight"} <= comparison.off.keys() for comparison in comparisons)
@@ -48,7 +57,7 @@ def test_two_sequence_parallel_ranks_have_bits_of_plain_tp(results: Any) -> None
     Sums over tokens have other orders.
     """
     plain, sequence_parallel = (
-        merged([result[case] for result in results], case)[0]
+        merge_results([result[case] for result in results], case)[0]
         for case in (
             PLAIN_CASE._replace(clip=False, sequence=sequence) for sequence in (False, True)
         )

@@ -23,7 +23,7 @@ from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import dualpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import gpt_executor, gradients, own_batch
+from tests.cpu.tiny_stages import copy_gradients, gpt_executor, make_replica_batch
 
 VOCAB, WIDTH, LENGTH = 11, 6, 5
 SCALE = 0.25
@@ -166,7 +166,7 @@ def test_tied_weights_in_process_train_like_plain_loop(
         norm = float(ranks.executors[0].grad_norm)
         assert norm == pytest.approx(norms[step], rel=1e-9)
         shrink = min(1.0, 0.5 / (norm + 1e-6))
-        for got, want in zip(gradients(stages), gradients(reference_stages), strict=True):
+        for got, want in zip(copy_gradients(stages), copy_gradients(reference_stages), strict=True):
             assert all(torch.allclose(got[n], want[n] * shrink, rtol=1e-12) for n in want)
     assert is_near(model, plain_model)
     assert stages[0].words.weight is stages[-1].head.weight is model.wte.weight
@@ -294,7 +294,7 @@ def train_sharded_gpt(process: int, ties_from: str) -> dict[int, dict[str, Tenso
     )
     executor = gpt_executor(program, transport, lr=0.01, tied_weights=ties)
     for step in range(2):
-        executor.step(*own_batch(program, transport, step))
+        executor.step(*make_replica_batch(program, transport, step))
     return {s: stage.module.state_dict() for s, stage in executor.stages.items()}
 
 

@@ -28,7 +28,7 @@ from schedir.runtime.sequential_reference import run_sequential
 from schedir.testing.tiny_model import WIDTH, make_batch, squared_error
 from schedir.verify.check import check, check_draft
 from tests.cpu.gloo_processes import run
-from tests.cpu.torch_schedules import LOOP, SINGLE, VEE, built
+from tests.cpu.torch_schedules import LOOP, SINGLE, VEE, build_torch_schedule
 
 # ---------------------------------------------------------------- torch's programs in schedir
 
@@ -69,7 +69,7 @@ def test_torch_loop_schedules_import(name: str, shape: PipelineShape, tmp_path: 
 
 def check_import(name: str, shape: PipelineShape, path: Path) -> None:
     """Check that both CSV forms are legal under every model, and have the same compute."""
-    schedule = built(name, shape)
+    schedule = build_torch_schedule(name, shape)
     orders = []
     for form in ("compute_only", "compute_comms"):
         schedule._dump_csv(str(path), format=form)
@@ -101,7 +101,7 @@ def test_predicted_spans_with_other_transfers_match_documentation(
 ) -> None:
     """The spans that `explain` predicts are right, and torch loads the suggested program."""
     shape = PipelineShape(4, 8, 2, "vee" if name in VEE else "loop")
-    schedule, path = built(name, shape), str(tmp_path / "x.csv")
+    schedule, path = build_torch_schedule(name, shape), str(tmp_path / "x.csv")
     schedule._dump_csv(path, format="compute_comms")
     program, costs = (
         finish_lowering(torch_csv.from_csv(Path(path).read_text())),
@@ -139,7 +139,9 @@ def test_predicted_spans_with_other_transfers_match_documentation(
 
 @pytest.mark.parametrize("shape", [PipelineShape(1, 3), PipelineShape(2, 4), PipelineShape(4, 9)])
 def test_torch_gpipe_equals_built_in_gpipe(shape: PipelineShape) -> None:
-    program = read_program(format_rows(built("ScheduleGPipe", shape)._get_pipeline_order()))
+    program = read_program(
+        format_rows(build_torch_schedule("ScheduleGPipe", shape)._get_pipeline_order())
+    )
     assert program.streams == compile(schedules.gpipe, shape).streams
 
 
@@ -149,7 +151,7 @@ def test_torch_1f1b_list_equals_built_in_or_is_refused() -> None:
     torch does not use this list when it runs the schedule.
     """
     shape = PipelineShape(2, 4)
-    text = format_rows(built("Schedule1F1B", shape)._get_pipeline_order())
+    text = format_rows(build_torch_schedule("Schedule1F1B", shape)._get_pipeline_order())
     if "1F4" in text:
         with pytest.raises(CsvCellError) as caught:
             read_program(text)

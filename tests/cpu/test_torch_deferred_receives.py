@@ -14,7 +14,7 @@ from schedir.io import torch_csv
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.verify.check import check
-from tests.cpu.torch_schedules import LOOP, VEE, lowered
+from tests.cpu.torch_schedules import LOOP, VEE, lower_torch_schedule
 from tests.museum.cases import cases
 
 pytestmark = pytest.mark.skipif(
@@ -26,7 +26,9 @@ pytestmark = pytest.mark.skipif(
 def read_torch_program(name: str, defer: bool) -> Program:
     """Return torch's program of a schedule on 2 ranks, with 2 microbatches, or 4 in a vee."""
     shape = PipelineShape(2, 4, 2, "vee") if name in VEE else PipelineShape(2, 2, 2)
-    return finish_lowering(torch_csv.from_csv(lowered(name, shape, defer_pp_recv=defer)))
+    return finish_lowering(
+        torch_csv.from_csv(lower_torch_schedule(name, shape, defer_pp_recv=defer))
+    )
 
 
 def test_museum_case_equals_torch_program() -> None:

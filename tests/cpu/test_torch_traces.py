@@ -26,8 +26,8 @@ from schedir.transports.gloo import GlooTransport
 from tests.commands import run_command
 from tests.cpu import torch_profiler_traces
 from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import gpt_executor, own_batch, paired
-from tests.tutorial import blocks
+from tests.cpu.tiny_stages import gpt_executor, make_replica_batch, paired_1f1b
+from tests.tutorial import read_blocks
 
 _COMPUTE = re.compile(r"PP:\d+[FBIW]\d+|PP:\(.*\)OVERLAP_F_B|(Forward|Backward) \d+")
 
@@ -201,7 +201,7 @@ def test_unmarked_wait_counts_as_compute_with_note(
 
 EXECUTOR_PROGRAMS = {
     "grouped": compile(one_f_one_b, PipelineShape(2, 3), overlap=True),
-    "paired": compile(paired, PipelineShape(2, 4), progress_model="per_edge"),
+    "paired": compile(paired_1f1b, PipelineShape(2, 4), progress_model="per_edge"),
     "tied_weights": compile(
         one_f_one_b, PipelineShape(2, 3), tied_weights=True, clip_grad_norm=True
     ),
@@ -212,7 +212,7 @@ def _profile_executor(rank: int, folder: str) -> None:
     """Profile a step of our own executor, with grouped messages and joined pairs."""
     for name, program in EXECUTOR_PROGRAMS.items():
         transport = GlooTransport(program)
-        executor, inputs = gpt_executor(program, transport), own_batch(program, transport)
+        executor, inputs = gpt_executor(program, transport), make_replica_batch(program, transport)
         executor.step(*inputs)
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             executor.step(*inputs)
@@ -224,7 +224,7 @@ def test_page_code_writes_trace_of_one_step(
 ) -> None:
     """The code writes one file of one step, and creates the folder."""
     page = Path(__file__).parents[2] / "docs" / "how-to" / "import-traces.md"
-    code = next(body for language, body in blocks(page.read_text()) if language == "python")
+    code = next(body for language, body in read_blocks(page.read_text()) if language == "python")
     monkeypatch.chdir(tmp_path)
     names = {"rank": 3, "batches": range(16), "train_step": lambda batch: torch.ones(2) + batch}
     exec(builtins.compile(code, page.name, "exec"), names)

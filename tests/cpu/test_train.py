@@ -13,23 +13,23 @@ import pytest
 from schedir.io.timeline_file import load_timeline
 from schedir.training.learning_rate import compute_learning_rate
 from schedir.training.train import run
-from tests.check_calls import proofs
+from tests.check_calls import record_checks
 from tests.cpu.train_command import (
-    ALONE,
+    ONE_PROCESS,
     TORCHRUN,
     Run,
-    alone,
-    arguments,
-    launched,
-    losses,
+    make_arguments,
+    read_losses,
+    run_launched,
     train,
+    train_in_this_process,
 )
 
 
 def test_four_processes_and_torchrun_equal_one_process(config: str, tmp_path: Path) -> None:
     traces = tmp_path / "traces"
     many_losses = train(config, tmp_path / "many", "output.record=true", f'output.trace="{traces}"')
-    one_losses = alone(config, tmp_path / "one")
+    one_losses = train_in_this_process(config, tmp_path / "one")
     assert len(many_losses) == 6 and many_losses[-1] < many_losses[0]
     assert many_losses == pytest.approx(one_losses, rel=1e-5)
 
@@ -56,7 +56,9 @@ def test_four_processes_and_torchrun_equal_one_process(config: str, tmp_path: Pa
     assert not (tmp_path / "one" / "timeline.png").exists()
 
     torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", "4", "-m", "schedir"]
-    code, _, err = launched([*torchrun, *arguments(config, tmp_path / "again")], tmp_path / "again")
+    code, _, err = run_launched(
+        [*torchrun, *make_arguments(config, tmp_path / "again")], tmp_path / "again"
+    )
     assert code == 0, err
     loss_files = [(tmp_path / name / "loss.csv").read_bytes() for name in ("many", "again")]
     assert loss_files[0] == loss_files[1]
@@ -66,8 +68,8 @@ def test_program_is_checked_once(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run checks it, and its executor and each prediction use the proof."""
-    checks = proofs(monkeypatch)
-    alone(config, tmp_path, "output.record=true")
+    checks = record_checks(monkeypatch)
+    train_in_this_process(config, tmp_path, "output.record=true")
     assert checks == [("complete", "interleaved"), ("proof", "interleaved")]
 
 
@@ -75,7 +77,7 @@ def test_two_nodes_equal_one_process(config: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     nodes = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
-    command = ["-m", "schedir", *arguments(config, tmp_path / "two", "pipeline.tp=1")]
+    command = ["-m", "schedir", *make_arguments(config, tmp_path / "two", "pipeline.tp=1")]
     agents = [
         Run(
             [*TORCHRUN, *nodes, "--nproc-per-node", "1", "--node-rank", node, *command],
@@ -86,7 +88,9 @@ def test_two_nodes_equal_one_process(config: str, tmp_path: Path) -> None:
     for agent in agents:
         code, _, err = agent.finish()
         assert code == 0, err
-    assert losses(tmp_path / "two") == pytest.approx(alone(config, tmp_path / "one"), rel=1e-5)
+    assert read_losses(tmp_path / "two") == pytest.approx(
+        train_in_this_process(config, tmp_path / "one"), rel=1e-5
+    )
 
 
 def test_replicas_with_uneven_stages_and_token_file(config: str, tmp_path: Path) -> None:
@@ -107,7 +111,9 @@ def test_replicas_with_uneven_stages_and_token_file(config: str, tmp_path: Path)
         "pipeline.layers_per_stage=[3, 1]",
     ]
     many_losses = train(config, tmp_path / "many", *two_replicas, *uneven, "output.record=true")
-    assert many_losses == pytest.approx(alone(config, tmp_path / "one", *one_replica), rel=1e-5)
+    assert many_losses == pytest.approx(
+        train_in_this_process(config, tmp_path / "one", *one_replica), rel=1e-5
+    )
 
 
 def test_pipedream_2bw_losses_are_independent_of_ranks(config: str, tmp_path: Path) -> None:
@@ -115,21 +121,25 @@ def test_pipedream_2bw_losses_are_independent_of_ranks(config: str, tmp_path: Pa
     settings = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=pipedream_2bw",
                 "pipeline.microbatches=6"]  # fmt: skip
     three_updates = [*settings, "pipeline.optimizer_steps=3"]
-    one = alone(config, tmp_path / "one", *three_updates)
+    one = train_in_this_process(config, tmp_path / "one", *three_updates)
     assert train(config, tmp_path / "many", *three_updates) == pytest.approx(one, rel=1e-5)
-    assert alone(config, tmp_path / "flushed", *settings)[-1] != pytest.approx(one[-1], rel=1e-2)
+    assert train_in_this_process(config, tmp_path / "flushed", *settings)[-1] != pytest.approx(
+        one[-1], rel=1e-2
+    )
 
 
 def test_dropout_is_independent_of_layout(config: str, tmp_path: Path) -> None:
     """Two replicas of two stages are compared with one process and one stage."""
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b",
             "model.dropout=0.2"]  # fmt: skip
-    one_losses = alone(config, tmp_path / "one", *sets, "pipeline.microbatches=4")
+    one_losses = train_in_this_process(config, tmp_path / "one", *sets, "pipeline.microbatches=4")
     many_losses = train(
         config, tmp_path / "many", *sets, "pipeline.microbatches=2", "pipeline.dp=2"
     )
     assert many_losses == pytest.approx(one_losses, rel=1e-5)
-    no_dropout = alone(config, tmp_path / "none", *sets[:-1], "pipeline.microbatches=4")
+    no_dropout = train_in_this_process(
+        config, tmp_path / "none", *sets[:-1], "pipeline.microbatches=4"
+    )
     assert no_dropout[0] != pytest.approx(one_losses[0], rel=1e-5)
 
 
@@ -137,7 +147,7 @@ def test_gradients_of_wrong_update_are_refused(config: str, tmp_path: Path) -> N
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=zb_h1",
             "pipeline.microbatches=8", "pipeline.optimizer_steps=4",
             "pipeline.weight_delay=1"]  # fmt: skip
-    code, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
+    code, _, err = run_launched(make_arguments(config, tmp_path / "out", *sets), tmp_path / "out")
     assert (
         code == 2
         and err.count("would add its gradients to update 0") == 1
@@ -149,7 +159,7 @@ def test_gradients_of_wrong_update_are_refused(config: str, tmp_path: Path) -> N
 def test_tokens_per_second_excludes_first_step(
     config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    alone(config, tmp_path, "train.log_every=1", "train.steps=4")
+    train_in_this_process(config, tmp_path, "train.log_every=1", "train.steps=4")
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
     speeds = [float(line.split(" tokens/s")[0].split()[-1].replace(",", "")) for line in lines]
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -161,7 +171,9 @@ def test_tokens_per_second_excludes_first_step(
 
 def test_wrong_number_of_processes_is_one_error(config: str, tmp_path: Path) -> None:
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "schedir"]
-    code, _, err = launched([*agent, *arguments(config, tmp_path / "out")], tmp_path / "out")
+    code, _, err = run_launched(
+        [*agent, *make_arguments(config, tmp_path / "out")], tmp_path / "out"
+    )
     assert code != 0
     assert err.count("there are 2 processes, but pp 2 x tp 2 x dp 1 needs 4") == 1
 
@@ -174,8 +186,14 @@ def test_training_equals_plain_loop(config: str, tmp_path: Path) -> None:
     from schedir.training.batches.text_batches import Corpus
     from schedir.training.config.config_file import read_config
 
-    sets = [*ALONE, "train.betas=[0.5, 0.7]", "train.clip_grad_norm=0.3", "train.weight_decay=0.4",
-            "train.lr=0.01", f'output.dir="{tmp_path}/out"']  # fmt: skip
+    sets = [
+        *ONE_PROCESS,
+        "train.betas=[0.5, 0.7]",
+        "train.clip_grad_norm=0.3",
+        "train.weight_decay=0.4",
+        "train.lr=0.01",
+        f'output.dir="{tmp_path}/out"',
+    ]
     assert run(config, sets) == 0
     parsed = read_config(config, sets)
     assert isinstance(parsed.model, gpt.GPTConfig)

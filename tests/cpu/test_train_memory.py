@@ -8,34 +8,42 @@ from pathlib import Path
 import pytest
 
 from schedir.training.train import run
-from tests.cpu.train_command import ALONE, ROOT, arguments, forked, launched, losses, small
+from tests.cpu.train_command import (
+    ONE_PROCESS,
+    ROOT,
+    make_arguments,
+    read_losses,
+    run_forked,
+    run_launched,
+    write_small_config,
+)
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    return small(tmp_path)
+    return write_small_config(tmp_path)
 
 
 def test_recompute_fit_meets_limit_with_same_losses(tmp_path: Path, config: Path) -> None:
     """There are two processes, with dropout and messages in shared memory."""
     plain_folder = tmp_path / "own"
-    assert forked(str(config), plain_folder)[0] == 0
+    assert run_forked(str(config), plain_folder)[0] == 0
     plain_memory = json.loads((plain_folder / "summary.json").read_text())["memory"]["predicted"]
     limit, refused = f"memory.memory_limit={int(0.9 * max(plain_memory))}B", tmp_path / "refused"
-    code, out, err = launched(arguments(str(config), refused, limit), refused)
+    code, out, err = run_launched(make_arguments(str(config), refused, limit), refused)
     assert code == 2 and "MemoryLimitError" in err and "\nstep" not in out
     assert not (tmp_path / "refused" / "boxes").exists()
-    code, out, err = forked(str(config), tmp_path / "fits", limit, "memory.recompute=fit")
+    code, out, err = run_forked(str(config), tmp_path / "fits", limit, "memory.recompute=fit")
     assert code == 0, err
     assert out.startswith("recomputed, to use at most ") and " forwards: mb " in out
     predicted = json.loads((tmp_path / "fits" / "summary.json").read_text())["memory"]["predicted"]
     assert max(predicted) <= 0.9 * max(plain_memory)
-    assert losses(tmp_path / "fits") == losses(plain_folder)
+    assert read_losses(tmp_path / "fits") == read_losses(plain_folder)
 
 
 def test_impossible_memory_limit_is_refused(tmp_path: Path, config: Path) -> None:
     limits = ["memory.memory_limit=1kB", "memory.recompute=fit"]
-    code, _, err = forked(str(config), tmp_path / "o", *limits)
+    code, _, err = run_forked(str(config), tmp_path / "o", *limits)
     assert code == 2 and "MemoryLimitError" in err
 
 
@@ -47,7 +55,7 @@ def test_counted_memory_is_near_prediction(
 ) -> None:
     """Counted memory may be lower by one activation, which an instruction hands over."""
     settings = [
-        *ALONE,
+        *ONE_PROCESS,
         "pipeline.stages_per_rank=4",
         *settings_of_case,
         f"output.dir={tmp_path / 'o'}",
@@ -63,6 +71,6 @@ def test_counted_memory_is_near_prediction(
 
 def test_recompute_example_runs(tmp_path: Path) -> None:
     command = [str(ROOT / "examples" / "recompute.py"), str(tmp_path / "out")]
-    code, out, err = launched(command, tmp_path / "out")
+    code, out, err = run_launched(command, tmp_path / "out")
     assert code == 0, err
     assert "rank 0 needs" in err and ": 7 of 16 forwards: mb 1-7 of stage 0" in out

@@ -13,7 +13,7 @@ from schedir.training.config.config_file import read_config
 from schedir.training.config.model_kinds import MODEL_KINDS, get_model_kind
 from schedir.training.model_factory import MODELS
 from schedir.training.train import run as train_run
-from tests.cpu.train_command import CONFIG, alone, losses, train
+from tests.cpu.train_command import CONFIG, read_losses, train, train_in_this_process
 
 LLAMA_SETTINGS = ["model.kind=llama", "model.layers=4", "model.heads=4", "model.kv_heads=2",
                   "model.window=[0, 6, 6, 5]"]  # fmt: skip
@@ -39,7 +39,10 @@ def test_llama_on_processes_trains_and_resumes_like_one(
             "train.evaluate_batches=2", "pipeline.tp=1",
             "train.lr=0.001", "train.min_lr=0.001", "train.warmup=0"]  # fmt: skip
     two_losses = train(config, tmp_path / "two", *sets)
-    assert two_losses == alone(config, tmp_path / "one", *sets) and len(two_losses) == 6
+    assert (
+        two_losses == train_in_this_process(config, tmp_path / "one", *sets)
+        and len(two_losses) == 6
+    )
     assert two_losses[-1] < two_losses[0]
     assert read_evaluations(tmp_path / "two") == read_evaluations(tmp_path / "one")
     checkpointed = [
@@ -47,9 +50,9 @@ def test_llama_on_processes_trains_and_resumes_like_one(
         f'train.checkpoint_dir="{tmp_path / "saved"}"',
         "train.checkpoint_every=3",
     ]
-    alone(config, tmp_path / "three", *checkpointed, "train.steps=3")
-    alone(config, tmp_path / "on", *checkpointed)
-    assert losses(tmp_path / "on")[-3:] == two_losses[-3:]
+    train_in_this_process(config, tmp_path / "three", *checkpointed, "train.steps=3")
+    train_in_this_process(config, tmp_path / "on", *checkpointed)
+    assert read_losses(tmp_path / "on")[-3:] == two_losses[-3:]
     export = ["checkpoint", "export", str(tmp_path / "saved"), "--as", "transformers"]
     capsys.readouterr()
     assert main([*export, "--to", str(tmp_path / "out")]) == 2
@@ -68,7 +71,7 @@ def test_expert_parallel_replicas_train_like_one_process(config: str, tmp_path: 
           f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=6"]  # fmt: skip
     one_settings = [*MOE_SETTINGS, "pipeline.microbatches=6", "train.steps=8"]
     parallel_losses = train(config, tmp_path / "four", *MOE_SETTINGS, *ep)
-    one_losses = alone(config, tmp_path / "one", *one_settings)
+    one_losses = train_in_this_process(config, tmp_path / "one", *one_settings)
     assert (
         parallel_losses == pytest.approx(one_losses[:6], rel=1e-5)
         and parallel_losses[-1] < parallel_losses[0]
@@ -77,7 +80,7 @@ def test_expert_parallel_replicas_train_like_one_process(config: str, tmp_path: 
         read_evaluations(tmp_path / run) for run in ("four", "one")
     )
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
-    resumed = alone(config, tmp_path / "on", *one_settings, *ep[-2:])
+    resumed = train_in_this_process(config, tmp_path / "on", *one_settings, *ep[-2:])
     assert resumed[-2:] == pytest.approx(one_losses[-2:], rel=1e-5)
 
 

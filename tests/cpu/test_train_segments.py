@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from schedir import Costs, PipelineShape, compile, schedules, to_text
-from tests.cpu.train_command import CONFIG, alone, losses, train
+from tests.cpu.train_command import CONFIG, read_losses, train, train_in_this_process
 
 CONSTANT_RATE = ["train.lr=0.001", "train.min_lr=0.001"]  # independent of the number of steps
 DROPOUT = ["model.dropout=0.1", *CONSTANT_RATE]
@@ -48,7 +48,7 @@ def test_segments_train_like_whole_stages(config: str, tmp_path: Path) -> None:
         "train.steps=2",
         "output.record=true",
     )
-    assert losses(tmp_path / "half") == stage_losses[:2]
+    assert read_losses(tmp_path / "half") == stage_losses[:2]
     assert read_evaluations(tmp_path / "whole").startswith(read_evaluations(tmp_path / "half"))
     options: dict[str, Any] = {
         "tied_weights": True,
@@ -64,16 +64,18 @@ def test_segments_train_like_whole_stages(config: str, tmp_path: Path) -> None:
     (file := tmp_path / "filled.sched").write_text(to_text(program))
     filled = f'pipeline.schedule="{file}"'
     train(config, tmp_path / "on", filled, *DROPOUT, *EVALUATION, *saved)
-    assert losses(tmp_path / "on") == stage_losses[2:]
+    assert read_losses(tmp_path / "on") == stage_losses[2:]
 
 
 def test_checkpoint_of_whole_stages_resumes_in_segments(config: str, tmp_path: Path) -> None:
     """A run with chunks is also compared with a run with smaller microbatches."""
     saved = [f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=2"]
-    stage_losses = alone(config, tmp_path / "whole", *UNTIED, *EVALUATION)
-    alone(config, tmp_path / "half", *UNTIED, *EVALUATION, *saved, "train.steps=2")
-    alone(config, tmp_path / "on", *UNTIED, *EVALUATION, *saved, "pipeline.stage_segments=9")
-    assert losses(tmp_path / "on") == stage_losses[2:]
+    stage_losses = train_in_this_process(config, tmp_path / "whole", *UNTIED, *EVALUATION)
+    train_in_this_process(config, tmp_path / "half", *UNTIED, *EVALUATION, *saved, "train.steps=2")
+    train_in_this_process(
+        config, tmp_path / "on", *UNTIED, *EVALUATION, *saved, "pipeline.stage_segments=9"
+    )
+    assert read_losses(tmp_path / "on") == stage_losses[2:]
     last_evaluations = (
         read_evaluations(tmp_path / name).splitlines()[-1] for name in ("on", "whole")
     )
@@ -92,8 +94,12 @@ def test_checkpoint_of_whole_stages_resumes_in_segments(config: str, tmp_path: P
         "pipeline.stage_segments=layers",
         "pipeline.microbatch_chunks=2",
     ]
-    chunk_losses = alone(config, tmp_path / "chunks", *chunk_settings)
-    assert chunk_losses == alone(config, tmp_path / "small", *small) != stage_losses[:2]
+    chunk_losses = train_in_this_process(config, tmp_path / "chunks", *chunk_settings)
+    assert (
+        chunk_losses
+        == train_in_this_process(config, tmp_path / "small", *small)
+        != stage_losses[:2]
+    )
     assert read_evaluations(tmp_path / "chunks") == read_evaluations(tmp_path / "small")
 
 
@@ -110,6 +116,8 @@ def test_segments_with_sequence_parallelism_train_like_stages(config: str, tmp_p
 
 def test_microbatch_chunks_train_like_microbatches(config: str, tmp_path: Path) -> None:
     settings = ["model.kind=llama", "train.steps=2"]
-    chunk_losses = alone(config, tmp_path / "chunks", *settings, "pipeline.microbatch_chunks=2")
+    chunk_losses = train_in_this_process(
+        config, tmp_path / "chunks", *settings, "pipeline.microbatch_chunks=2"
+    )
     small = ["pipeline.microbatches=6", "data.microbatch_size=1"]
-    assert chunk_losses == alone(config, tmp_path / "small", *settings, *small)
+    assert chunk_losses == train_in_this_process(config, tmp_path / "small", *settings, *small)

@@ -18,7 +18,7 @@ from schedir.io.black_box import read_process_state
 from schedir.models import gpt
 from schedir.training.train import run
 from tests.cases import cases
-from tests.cpu.train_command import ALONE, Run, arguments, launched, wait_until
+from tests.cpu.train_command import ONE_PROCESS, Run, make_arguments, run_launched, wait_until
 
 # How runs end
 
@@ -48,7 +48,7 @@ def endless_run(config: str, tmp_path: Path) -> Iterator[tuple[Run, list[int]]]:
     sets = ["train.steps=1000000", "train.log_every=1", "train.timeout=10", "pipeline.tp=1",
             "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]  # fmt: skip
     out = tmp_path / "out"
-    launcher = Run(arguments(config, out, *sets), out, TMPDIR=str(temporary))
+    launcher = Run(make_arguments(config, out, *sets), out, TMPDIR=str(temporary))
     launcher.wait_for("\nstep ")
     yield launcher, [int((folder / rank).read_text()) for rank in "01"]
     assert not [*temporary.glob("schedir*"), *temporary.glob("tmp*")]
@@ -147,7 +147,7 @@ def test_impossible_settings_are_refused_before_start(
 def test_unwritable_output_folder_is_refused(config: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    code, out, err = launched(arguments(config, file / "out"), tmp_path / "out")
+    code, out, err = run_launched(make_arguments(config, file / "out"), tmp_path / "out")
     assert (code, out) == (2, "") and str(file / "out") in err and "Traceback" not in err
 
 
@@ -155,7 +155,7 @@ def test_unwritable_output_folder_is_refused(config: str, tmp_path: Path) -> Non
 def test_result_paths_that_are_folders_are_refused(config: str, tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(UsageError) as error:
-        run(config, [*ALONE, f'output.dir="{tmp_path}"'])
+        run(config, [*ONE_PROCESS, f'output.dir="{tmp_path}"'])
     assert str(tmp_path / name) in error.value.fact
 
 
@@ -212,7 +212,7 @@ def test_invalid_environment_variable_is_refused(
 def test_missing_peer_is_one_error(config: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    command = arguments(config, tmp_path / "out", "train.timeout=1", "pipeline.tp=1")
+    command = make_arguments(config, tmp_path / "out", "train.timeout=1", "pipeline.tp=1")
     rank = Run(command, tmp_path / "out", **WORLD_VARIABLES | {"MASTER_PORT": port})
     code, _, err = rank.finish()
     assert code == 1 and err.count("the processes did not connect in 1 s") == 1
@@ -263,7 +263,9 @@ def test_failed_rank_is_reported_with_cause(
     schedule = tmp_path / "mine.py"
     schedule.write_text(FAILING_SCHEDULE.format(what=failure))
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
-    exit_code, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
+    exit_code, _, err = run_launched(
+        make_arguments(config, tmp_path / "out", *sets), tmp_path / "out"
+    )
     assert exit_code == code and err.count("\n") == 1 and message in err
     # A rank that fails at the very end does not keep the first rank from writing its results.
     assert (tmp_path / "out" / "summary.json").exists() == ("exit_cleanly" in failure)
@@ -278,7 +280,9 @@ def test_rank_stopped_outside_of_step_is_one_error(config: str, tmp_path: Path) 
     schedule.write_text(imports + FAILING_SCHEDULE.format(what=failure))
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine",
             "train.timeout=6", "train.log_every=1"]  # fmt: skip
-    exit_code, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
+    exit_code, _, err = run_launched(
+        make_arguments(config, tmp_path / "out", *sets), tmp_path / "out"
+    )
     assert exit_code == 1
     assert "process 1 (pipeline rank 1) is stopped, gathering the results of step 1" in err
     assert "Traceback" not in err and "unbound_buffer" not in err
@@ -293,7 +297,7 @@ def test_out_of_memory_before_first_step_is_one_error(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
 
     monkeypatch.setattr(gpt, "build_stage", raise_out_of_memory)
-    code = run(config, [*ALONE, f'output.dir="{tmp_path}"'])
+    code = run(config, [*ONE_PROCESS, f'output.dir="{tmp_path}"'])
     (error,) = capsys.readouterr().err.splitlines()
     assert code == 1 and error.endswith(
         "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB; this happened outside "

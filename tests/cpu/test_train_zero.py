@@ -10,7 +10,7 @@ import pytest
 
 from schedir.training.train import run
 from tests.cpu.test_nonfinite_training import BACKWARD, FORWARD, ONE, poison, rows
-from tests.cpu.train_command import ROOT, forked, launched
+from tests.cpu.train_command import ROOT, run_forked, run_launched
 
 __all__ = ["poison"]
 FSDP = ["pipeline.ranks=1", "pipeline.stages_per_rank=4", "pipeline.tp=1", "pipeline.dp=2",
@@ -19,7 +19,7 @@ FSDP = ["pipeline.ranks=1", "pipeline.stages_per_rank=4", "pipeline.tp=1", "pipe
 
 def run_training(config: str, folder: Path, *sets: str) -> bytes:
     """Return the file with the loss, learning rate and norm of each step."""
-    code, out, err = forked(config, folder, *sets)
+    code, out, err = run_forked(config, folder, *sets)
     assert (code, err) == (0, "")
     zero_lines = [line for line in out.splitlines() if line.startswith("zero ")]
     zero = next((s[-1] for s in sets if s.startswith("pipeline.zero=")), "0")
@@ -81,7 +81,7 @@ def test_zero_example_trains_within_memory_limit(tmp_path: Path) -> None:
     Counted memory may be lower by one activation, which an instruction hands over.
     """
     command = [str(ROOT / "examples" / "zero.py"), str(tmp_path / "out")]
-    code, out, err = launched(command, tmp_path / "out")
+    code, out, err = run_launched(command, tmp_path / "out")
     assert code == 0, err
     assert err.count("MemoryLimitError: looped_bfs: rank 0 needs") == 3
     assert "sharded" in err and "recomputed, to use at most 26MB: " in out

@@ -29,14 +29,21 @@ from schedir.transports.shared_memory import SharedMemoryTransport
 from schedir.transports.transport import Work
 from schedir.verify.check import check
 from tests.cpu.gloo_processes import RankError, run
-from tests.cpu.per_device_transport import Strict
-from tests.cpu.tiny_stages import batch, expected, gpt_executor, gradients_by_stage, same_bits, zb
+from tests.cpu.per_device_transport import PerDeviceTransport
+from tests.cpu.tiny_stages import (
+    gpt_executor,
+    gradients_by_stage,
+    have_same_bits,
+    make_batch,
+    run_reference,
+    split_1f1b,
+)
 from tests.pure.test_check import naive
 
 TRANSPORTS: dict[str, type[ProcessTransport]] = {
     "per_edge": EdgeGroups,
     "grouped": GroupedMessages,
-    "strict": Strict,
+    "strict": PerDeviceTransport,
     "shared": SharedMemoryTransport,
 }
 
@@ -44,7 +51,7 @@ TRANSPORTS: dict[str, type[ProcessTransport]] = {
 def _run_steps(transport: ProcessTransport, program: Program) -> Any:
     executor = gpt_executor(program, transport)
     for _ in range(2):
-        executor.step(*batch(program.shape.microbatches))
+        executor.step(*make_batch(program.shape.microbatches))
     return gradients_by_stage(executor)
 
 
@@ -63,15 +70,15 @@ def run_rank(rank: int, kind: str, schedule: Any, shape: PipelineShape, tp: int)
         ("grouped", interleaved, PipelineShape(2, 4, 2)),
         ("strict", one_f_one_b, PipelineShape(3, 4)),
         ("strict", gpipe, PipelineShape(2, 3)),
-        ("shared", zb, PipelineShape(3, 4)),
+        ("shared", split_1f1b, PipelineShape(3, 4)),
         ("shared", interleaved, PipelineShape(2, 4, 2)),
     ],
 )
 def test_transports_have_reference_bits(kind: str, schedule: Any, shape: PipelineShape) -> None:
-    _, expected_gradients = expected(shape)
+    _, expected_gradients = run_reference(shape)
     results = run(run_rank, shape.ranks, kind, schedule, shape, 1)
     got = {s: g for grads in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], expected_gradients)
+    assert have_same_bits([got[s] for s in range(shape.stages)], expected_gradients)
 
 
 def test_overlapped_programs_have_message_groups() -> None:
@@ -89,7 +96,7 @@ def test_transports_with_tensor_parallelism_have_same_bits() -> None:
     edge, *others = (run(run_rank, 4, kind, one_f_one_b, shape, 2) for kind in TRANSPORTS)
     for other in others:
         for one, same in zip(edge, other, strict=True):
-            assert same_bits(list(one.values()), list(same.values()))
+            assert have_same_bits(list(one.values()), list(same.values()))
 
 
 class StaticSends(EdgeGroups):
@@ -127,16 +134,17 @@ def record_send_addresses(
 
 @pytest.mark.parametrize("buffer_sharing", [None, "minimal"])
 @pytest.mark.parametrize(
-    ("schedule", "shape"), [(zb, PipelineShape(2, 4)), (interleaved, PipelineShape(2, 4, 2))]
+    ("schedule", "shape"),
+    [(split_1f1b, PipelineShape(2, 4)), (interleaved, PipelineShape(2, 4, 2))],
 )
 def test_sends_use_static_memory(
     schedule: Any, shape: PipelineShape, buffer_sharing: BufferSharing | None
 ) -> None:
-    _, expected_gradients = expected(shape)
+    _, expected_gradients = run_reference(shape)
     results = run(record_send_addresses, shape.ranks, schedule, shape, 1, buffer_sharing)
     program = compile(schedule, shape, tied_weights=True, buffer_sharing=buffer_sharing)
     got = {s: g for _, _, grads in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], expected_gradients)
+    assert have_same_bits([got[s] for s in range(shape.stages)], expected_gradients)
     for (is_same, num_addresses, _), stream in zip(results, program.streams, strict=True):
         sends = sum(op in SEND_OPS for op, _, _ in stream)
         assert (
@@ -154,14 +162,14 @@ def test_scattered_sends_use_static_memory() -> None:
         static_results, plain_results, strict=True
     ):
         assert is_same and num_addresses == 3
-        assert same_bits([*grads.values()], [*plain_grads.values()])
+        assert have_same_bits([*grads.values()], [*plain_grads.values()])
 
 
 def run_unchecked_program(rank: int, kind: str) -> Any:
     """Run a program that only `per_edge` accepts, on a transport that claims this model."""
     program = naive(expand_schedule(one_f_one_b, PipelineShape(2, 4)))
     transport: ProcessTransport = (
-        Strict(program, waits=2.0) if kind == "strict" else EdgeGroups(program)
+        PerDeviceTransport(program, waits=2.0) if kind == "strict" else EdgeGroups(program)
     )
     with pytest.raises(DeadlockError):
         check(program, "per_device")
@@ -243,9 +251,9 @@ def run_after_uneven_groups(rank: int) -> Any:
 
 def test_edge_groups_work_after_uneven_group_creation() -> None:
     shape = PipelineShape(3, 4)
-    _, expected_gradients = expected(shape)
+    _, expected_gradients = run_reference(shape)
     got = {s: g for grads in run(run_after_uneven_groups, 3, limit=30) for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], expected_gradients)
+    assert have_same_bits([got[s] for s in range(shape.stages)], expected_gradients)
 
 
 def run_after_destroyed_groups(rank: int) -> Any:
@@ -263,9 +271,9 @@ def run_after_destroyed_groups(rank: int) -> Any:
 
 def test_edge_groups_work_after_group_destruction() -> None:
     shape = PipelineShape(3, 4)
-    _, expected_gradients = expected(shape)
+    _, expected_gradients = run_reference(shape)
     got = {s: g for grads in run(run_after_destroyed_groups, 3, limit=30) for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], expected_gradients)
+    assert have_same_bits([got[s] for s in range(shape.stages)], expected_gradients)
 
 
 def test_rows_of_one_color_are_separated(monkeypatch: pytest.MonkeyPatch) -> None:

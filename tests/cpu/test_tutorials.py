@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from schedir.__main__ import main
-from tests.cpu.train_command import Run, script
-from tests.tutorial import READ_A_TRACE, ROOT, TRAIN_A_MODEL, Step, numbers_apart, steps
+from tests.cpu.train_command import Run, run_script
+from tests.tutorial import READ_A_TRACE, ROOT, TRAIN_A_MODEL, Step, read_steps, replace_numbers
 
 # The difference between a prediction and its run depends on the machine.
 PREDICTION = (
@@ -20,7 +20,7 @@ PREDICTION = (
 
 
 def remove_prediction(text: str) -> str:
-    return re.sub(PREDICTION, "bubble", numbers_apart(text))
+    return re.sub(PREDICTION, "bubble", replace_numbers(text))
 
 
 def test_comparison_ignores_prediction_of_bubble() -> None:
@@ -37,7 +37,7 @@ def run_command(step: Step, folder: Path, capsys: pytest.CaptureFixture[str]) ->
     command = shlex.split(step.text)
     if command[0] == "torchrun":
         assert command[1] == "--nproc-per-node"
-        return script(folder / command[3], int(command[2]), folder / "by torchrun")
+        return run_script(folder / command[3], int(command[2]), folder / "by torchrun")
     if command[:2] == ["python", "train.py"]:
         runpy.run_path(command[1], run_name="__main__")
         return capsys.readouterr().out
@@ -61,7 +61,7 @@ def test_train_a_model_page_runs(
     """The whole page runs in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    page = list(steps(TRAIN_A_MODEL.read_text()))
+    page = list(read_steps(TRAIN_A_MODEL.read_text()))
     assert {step.kind for step in page} == {"file", "command"}
     for step in page:
         if step.kind == "file":
@@ -88,7 +88,7 @@ def test_read_a_trace_page_runs(
     """The commands that record and read a run work in order."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    page = [step for step in steps(READ_A_TRACE.read_text()) if step.kind == "command"]
+    page = [step for step in read_steps(READ_A_TRACE.read_text()) if step.kind == "command"]
     commands = [step for step in page if "traced.timeline" not in step.text]
     assert len(commands) == 6
     for step in commands:
@@ -103,5 +103,5 @@ def test_read_a_trace_page_runs(
             out, shown = ("".join(re.findall(r"\w+", text)) for text in (out, shown))
             assert re.sub(r"\d", "", out) == re.sub(r"\d", "", shown)
         else:
-            assert numbers_apart(out) == numbers_apart(step.prints), step.text
+            assert replace_numbers(out) == replace_numbers(step.prints), step.text
     assert (tmp_path / "again.timeline").stat().st_size > 1000

@@ -21,7 +21,7 @@ from schedir.runtime.parameters.mixed_precision import (
 )
 from schedir.runtime.warm_up import undo_steps
 from schedir.schedules import one_f_one_b
-from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits
+from tests.cpu.tiny_stages import BOUNDARY, copy_gradients, gpt_stages, have_same_bits, make_batch
 
 
 def make_stages(dtype: torch.dtype, wide: bool) -> list[nn.Module]:
@@ -37,7 +37,7 @@ def make_stages(dtype: torch.dtype, wide: bool) -> list[nn.Module]:
     [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
 )
 def test_tensor_grad_scale_equals_float_scale(dtype: torch.dtype, wide: bool, scaled: bool) -> None:
-    inputs, targets, _ = batch(3)
+    inputs, targets, _ = make_batch(3)
     program = compile(one_f_one_b, PipelineShape(2, 3), tied_weights=True, clip_grad_norm=scaled)
     results = []
     for scale in (0.3, torch.tensor(0.3, dtype=torch.float64)):
@@ -50,8 +50,8 @@ def test_tensor_grad_scale_equals_float_scale(dtype: torch.dtype, wide: bool, sc
             gradients=GradientOptions(loss_scale=LossScale() if scaled else None),
         )
         world.step(inputs, targets, scale)
-        results.append(gradients(modules))
-    assert same_bits(*results)
+        results.append(copy_gradients(modules))
+    assert have_same_bits(*results)
 
 
 def make_trained_executor(adamw: bool, main: bool) -> Any:
@@ -72,7 +72,7 @@ def make_trained_executor(adamw: bool, main: bool) -> Any:
         gradients=GradientOptions(loss_scale=LossScale(8.0, growth_interval=1)),
     )
     if adamw:
-        world.step(*batch(2)[:2])
+        world.step(*make_batch(2)[:2])
     return world
 
 
@@ -85,11 +85,11 @@ def test_undone_steps_restore_weights_and_optimizer_state(adamw: bool, main: boo
     addresses = [p.data_ptr() for s in rank.stages.values() for p in s.module.parameters()]
     with undo_steps(rank.state):
         for _ in range(2):
-            rank.step(*batch(2, seed=1)[:2])
+            rank.step(*make_batch(2, seed=1)[:2])
     results = []
     for world in (plain, undone):
         for seed in (2, 3):
-            world.step(*batch(2, seed)[:2])
+            world.step(*make_batch(2, seed)[:2])
         executor = world.executors[0]
         parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
         inner = getattr(executor.resources.optimizer, "inner", executor.resources.optimizer)
@@ -116,8 +116,8 @@ def test_nested_undo_steps_restores_state() -> None:
     )
     with undo_steps(rank.state):
         with undo_steps(rank.state):
-            rank.step(*batch(2)[:2])
-        rank.step(*batch(2)[:2])
+            rank.step(*make_batch(2)[:2])
+        rank.step(*make_batch(2)[:2])
     after = [p for s in rank.stages.values() for p in s.module.parameters()]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 

@@ -31,14 +31,27 @@ from schedir.transports.gloo import GlooTransport
 from schedir.transports.in_process.cuda_streams import StreamHub, StreamMailbox, StreamPoint
 from schedir.transports.transport import Work
 from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import BOUNDARY, batch, config, gradients, paired, same_bits, zb
-from tests.cpu.virtual_gpu import VirtualGPU, charge, copies, install
-from tests.laws import shape_of
+from tests.cpu.tiny_stages import (
+    BOUNDARY,
+    copy_gradients,
+    gpt_config,
+    have_same_bits,
+    make_batch,
+    paired_1f1b,
+    split_1f1b,
+)
+from tests.cpu.virtual_gpu import (
+    VirtualGPU,
+    charge_instructions,
+    charge_messages,
+    install_virtual_gpu,
+)
+from tests.laws import make_shape
 
 CASES = [
-    (paired, PipelineShape(2, 4)),
+    (paired_1f1b, PipelineShape(2, 4)),
     (one_f_one_b, PipelineShape(2, 4)),
-    (zb, PipelineShape(2, 4)),
+    (split_1f1b, PipelineShape(2, 4)),
     (interleaved, PipelineShape(2, 4, 2)),
 ]
 SLOTS: list[BufferSharing | None] = [None, "minimal"]
@@ -102,7 +115,7 @@ def run_rank(
     rank: int, schedule: Any, shape: PipelineShape, forward_hook: Any = None
 ) -> list[tuple[bool, int]]:
     """Return whether bits equal the reference, and the number of collectives during gathers."""
-    inputs, targets, scale = batch(shape.microbatches)
+    inputs, targets, scale = make_batch(shape.microbatches)
     results = []
     for slots in SLOTS:
         program = compile(
@@ -119,7 +132,7 @@ def run_rank(
         loss = partial(gpt.loss, tp=group)
         own_stages, reference_stages = (
             [
-                gpt.build_stage(config(shape.stages), s, shape.stages, tp=group)
+                gpt.build_stage(gpt_config(shape.stages), s, shape.stages, tp=group)
                 for s in stage_numbers
             ]
             for stage_numbers in (shape.stages_on_rank[transport.rank], range(shape.stages))
@@ -136,8 +149,10 @@ def run_rank(
                 executor.step(inputs, targets, scale)
         assert not transport.gathers_in_flight
         run_sequential(reference_stages, inputs, targets, loss=loss, grad_scale=scale)
-        expected = [gradients(reference_stages)[s] for s in stages]
-        results.append((same_bits(gradients(own_stages), expected), transport.num_overlapping))
+        expected = [copy_gradients(reference_stages)[s] for s in stages]
+        results.append(
+            (have_same_bits(copy_gradients(own_stages), expected), transport.num_overlapping)
+        )
     return results
 
 
@@ -188,7 +203,7 @@ def test_gathers_overlap_computes_as_predicted(
     schedule: Schedule, buffer_sharing: BufferSharing | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25, tp_gather=0.75)
-    shape = shape_of(schedule, 4, 5)
+    shape = make_shape(schedule, 4, 5)
     program = compile(
         schedule,
         shape,
@@ -199,7 +214,11 @@ def test_gathers_overlap_computes_as_predicted(
         buffer_sharing=buffer_sharing,
     )
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
-    gpu, hub, stages = install(monkeypatch), StreamHub(), tiny_model.make_tiny_stages(shape.stages)
+    gpu, hub, stages = (
+        install_virtual_gpu(monkeypatch),
+        StreamHub(),
+        tiny_model.make_tiny_stages(shape.stages),
+    )
     ranks = InProcessExecutor.__new__(
         InProcessExecutor
     )  # its __init__ refuses tensor-parallel ranks
@@ -213,10 +232,10 @@ def test_gathers_overlap_computes_as_predicted(
             program, rank, own_stages, mailbox, loss=tiny_model.squared_error, boundary=boundary
         )
         ranks.executors.append(executor)
-    charge(ranks, gpu, replace(costs, tp_gather=0.0))
+    charge_instructions(ranks, gpu, replace(costs, tp_gather=0.0))
     for _ in range(2):
         gpu.host = gpu.over
-        with copies(gpu, costs):
+        with charge_messages(gpu, costs):
             ranks.step(*tiny_model.make_batch(shape.microbatches))
     timeline, predicted = ranks.timeline(), simulate(program, costs, progress_model="per_edge")
     for name in ("start", "end"):

@@ -26,8 +26,8 @@ from schedir.schedules import gpipe, one_f_one_b
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.gloo_processes import run
-from tests.cpu.multi_tensor_stages import gradients, loss, same_bits
-from tests.cpu.train_command import launched
+from tests.cpu.multi_tensor_stages import copy_gradients, have_same_bits, squared_error
+from tests.cpu.train_command import run_launched
 
 torch.set_num_threads(1)
 WIDTH = 4
@@ -80,7 +80,7 @@ def test_slot_size_is_that_of_its_largest_microbatch() -> None:
     ]
     for slots, expected in choices:
         program = compile(gpipe, PipelineShape(2, 4), buffer_sharing=slots)
-        ranks = InProcessExecutor(program, make_stages(2), loss=loss, boundary=boundary)
+        ranks = InProcessExecutor(program, make_stages(2), loss=squared_error, boundary=boundary)
         ranks.step(x, y)
         sizes = [
             buffer.nbytes
@@ -106,12 +106,12 @@ def run_cases(process: int) -> list[Any]:
         program = compile(one_f_one_b, shape, progress_model=make.progress_model, **options)
         transport, stages = make(program), make_stages(shape.stages)
         executor = Executor(
-            program, transport.rank, stages, transport, loss=loss, boundary=boundary
+            program, transport.rank, stages, transport, loss=squared_error, boundary=boundary
         )
         for _ in range(2):
             executor.step(x, y)
         gradients_by_case.append(
-            gradients([stages[s] for s in shape.stages_on_rank[transport.rank]])
+            copy_gradients([stages[s] for s in shape.stages_on_rank[transport.rank]])
         )
     return gradients_by_case
 
@@ -122,18 +122,18 @@ def test_processes_have_reference_bits() -> None:
     x, y, _ = make_batch(LENGTHS)
     for case, (_, shape, _) in enumerate(CASES):
         reference_stages = make_stages(shape.stages)
-        run_sequential(reference_stages, x, y, loss=loss)
+        run_sequential(reference_stages, x, y, loss=squared_error)
         for rank in range(2):
             own_stages = shape.stages_on_rank[rank if shape.ranks > 1 else 0]
-            assert same_bits(
-                results[rank][case], gradients([reference_stages[s] for s in own_stages])
+            assert have_same_bits(
+                results[rank][case], copy_gradients([reference_stages[s] for s in own_stages])
             )
 
 
 def test_seq1f1b_runs_on_real_processes(tmp_path: Path) -> None:
     """The example itself compares gradients with loops over chunks and over sequences."""
     example = Path(__file__).parents[2] / "examples/seq1f1b_run.py"
-    code, _, err = launched([str(example)], tmp_path / "run")
+    code, _, err = run_launched([str(example)], tmp_path / "run")
     assert code == 0, err
 
 
@@ -146,7 +146,7 @@ SHAPES = [(3, WIDTH), (2, WIDTH)]
 def run_step(boundary: Any, lengths: tuple[int, ...] = (3, 2)) -> object:
     stages = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     ranks = InProcessExecutor(
-        compile(gpipe, PipelineShape(2, 2)), stages, loss=loss, boundary=boundary
+        compile(gpipe, PipelineShape(2, 2)), stages, loss=squared_error, boundary=boundary
     )
     return ranks.step([torch.ones(n, WIDTH) for n in lengths], [torch.ones(WIDTH)] * 2)
 
@@ -157,7 +157,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "another shape": lambda: run_step(PerMicrobatchBoundary(SHAPES), (3, 3)),
     "an edge of one": lambda: run_step(PerMicrobatchBoundary([{0: SHAPES[0]}, {1: SHAPES[1]}])),
     "sizes of several": lambda: measure_sizes(
-        [nn.Identity(), nn.Identity()], torch.ones(WIDTH), torch.ones(WIDTH), loss=loss,
+        [nn.Identity(), nn.Identity()], torch.ones(WIDTH), torch.ones(WIDTH), loss=squared_error,
         boundary=PerMicrobatchBoundary(SHAPES),  # type: ignore[arg-type]
     ),
 }  # fmt: skip

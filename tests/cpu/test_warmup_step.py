@@ -26,10 +26,10 @@ from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 from schedir.transports.transport import CompletedWork, Work
 from tests.cpu.caching_allocator import CachingAllocator
 from tests.cpu.gloo_processes import run
-from tests.cpu.nccl_stand_in import NcclLike
-from tests.cpu.race_detector import Races
-from tests.cpu.tiny_stages import gpt_executor, gradients_by_stage, own_batch, zb
-from tests.cpu.virtual_gpu import install
+from tests.cpu.nccl_stand_in import NcclStandIn
+from tests.cpu.race_detector import RaceDetector
+from tests.cpu.tiny_stages import gpt_executor, gradients_by_stage, make_replica_batch, split_1f1b
+from tests.cpu.virtual_gpu import install_virtual_gpu
 
 
 class Case(NamedTuple):
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 CASES = {
     "1f1b": Case(one_f_one_b, PipelineShape(4, 8)),
     "1f1b, tp": Case(one_f_one_b, PipelineShape(2, 4), tp=2, slots="minimal"),
-    "split, dp": Case(zb, PipelineShape(2, 4), dp=2),
+    "split, dp": Case(split_1f1b, PipelineShape(2, 4), dp=2),
     "interleaved": Case(interleaved, PipelineShape(2, 4, 2), tp=2),
     "two holders": Case(dualpipe, PipelineShape(2, 4, 2, "mirror"), dp=2),
     "optimizer_steps": Case(
@@ -150,7 +150,7 @@ def compare_warm_and_cold(rank: int) -> dict[str, tuple[bool, set[GroupKey], set
             executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=fused)
             assert not executor.runner.is_warm
             executor.runner.is_warm = not warm
-            inputs, targets, scale = own_batch(program, transport)
+            inputs, targets, scale = make_replica_batch(program, transport)
             if warm:
                 before = _collect_state(executor)
                 executor.runner._warm_up(StepInputs(inputs, targets, scale))
@@ -166,7 +166,7 @@ def compare_warm_and_cold(rank: int) -> dict[str, tuple[bool, set[GroupKey], set
                 assert executor.runner.is_warm and _is_equal(before[1:], after[1:])
                 transport.used_groups.clear()
             for seed in range(2):
-                executor.step(*own_batch(program, transport, seed))
+                executor.step(*make_replica_batch(program, transport, seed))
             states.append(_collect_state(executor))
         results[name] = (_is_equal(*states), groups, {*transport.used_groups})
     return results
@@ -250,9 +250,9 @@ def count_memory_requests(rank: int, warm: bool) -> dict[str, list[int]]:
     for name, case in CASES.items() if warm else [*CASES.items()][:2]:
         program = case.compile()
         with pytest.MonkeyPatch.context() as patch:
-            gpu = install(patch)
+            gpu = install_virtual_gpu(patch)
             patch.setattr(dist, "all_reduce", _all_reduce_copy)
-            transport = NcclLike(program, gpu, Races(gpu))
+            transport = NcclStandIn(program, gpu, RaceDetector(gpu))
             norm = 1.0 if case.clip else None
             executor = gpt_executor(
                 program,
@@ -262,7 +262,7 @@ def count_memory_requests(rank: int, warm: bool) -> dict[str, list[int]]:
             )
             parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
             executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=True)
-            inputs = own_batch(program, transport)
+            inputs = make_replica_batch(program, transport)
             with CachingAllocator(gpu) as allocator:
                 if warm:
                     executor.runner._warm_up(StepInputs(*inputs))
@@ -300,7 +300,7 @@ def compare_serialized_step(rank: int, kind: str) -> bool:
         executor.runner.is_warm = True
         step = executor.runner.step_serialized if is_serialized else executor.step
         for seed in range(2):
-            step(*own_batch(program, transport, seed))
+            step(*make_replica_batch(program, transport, seed))
         states.append(_collect_state(executor))
     return _is_equal(*states)
 

@@ -15,7 +15,7 @@ from schedir.models.gpt import GPTConfig, build_stage
 from schedir.tensor_parallel import sliced_init
 from schedir.tensor_parallel.sliced_init import SlicedInit
 from tests.cpu.gloo_processes import run
-from tests.cpu.largest_tensor import Largest
+from tests.cpu.largest_tensor import TensorSizeRecorder
 
 torch.set_num_threads(1)
 
@@ -39,7 +39,7 @@ def test_slices_equal_slices_of_full_weight(
         full = weight.narrow(dim, 0, size)
         ends = sorted(min(cut, size) for cut in cuts)
         for start, end in zip([0, *ends], [*ends, size], strict=True):
-            with Largest() as largest:
+            with TensorSizeRecorder() as largest:
                 part = weight.narrow(dim, start, end - start)
             assert torch.equal(part, full.narrow(dim, start, end - start))
             line = rows * columns // size
@@ -80,7 +80,7 @@ BLOCK = 160  # elements
 
 def build_rank_stage(rank: int) -> tuple[dict[str, tuple[Tensor, int | None]], int]:
     """Return a rank's parameters with their shard dimensions, and its largest allocation."""
-    with pytest.MonkeyPatch.context() as patch, Largest() as largest:
+    with pytest.MonkeyPatch.context() as patch, TensorSizeRecorder() as largest:
         patch.setattr(sliced_init, "BLOCK_SIZE", BLOCK)
         stage = build_stage(CONFIG, 0, 1, tp=dist.group.WORLD)
     parameters = {

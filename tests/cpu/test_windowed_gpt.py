@@ -20,9 +20,9 @@ from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
-from tests.cpu.tiny_stages import gradients
+from tests.cpu.tiny_stages import copy_gradients
 from tests.cpu.train_command import CONFIG as TRAINED
-from tests.cpu.train_command import alone, train
+from tests.cpu.train_command import train, train_in_this_process
 
 torch.set_num_threads(1)
 
@@ -44,7 +44,7 @@ def run_step(config: gpt.GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and gradients of two microbatches in float64."""
     stage = gpt.build_stage(config, 0, 1, dtype=torch.float64)
     total = run_sequential([stage], *draw_tokens(2), loss=gpt.loss)
-    return total, gradients([stage])[0]
+    return total, copy_gradients([stage])[0]
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, window: Any, dropout: float) -> Tensor:
@@ -95,7 +95,7 @@ def test_pipelines_have_bits_of_one_process(
             reference_stages, *data, loss=gpt.loss, program=program, seed=2, step=k
         )
         assert torch.equal(world.step(*data, order_seed=5 + k), want)
-    for one, other in zip(gradients(stages), gradients(reference_stages), strict=True):
+    for one, other in zip(copy_gradients(stages), copy_gradients(reference_stages), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
 
 
@@ -132,8 +132,10 @@ def test_train_command_with_windows_equals_one_rank(tmp_path: Path) -> None:
     )
     settings = ("data.validation=0.2", "pipeline.stages_per_rank=1")
     two = train(str(path), tmp_path / "two", *settings, "pipeline.ranks=1", "pipeline.tp=2")
-    one = alone(str(path), tmp_path / "one", *settings)
-    without = alone(str(path), tmp_path / "without", *settings, "model.window=0", "model.stride=1")
+    one = train_in_this_process(str(path), tmp_path / "one", *settings)
+    without = train_in_this_process(
+        str(path), tmp_path / "without", *settings, "model.window=0", "model.stride=1"
+    )
     assert two == pytest.approx(one, rel=1e-5)
     assert without != pytest.approx(one, rel=1e-5)
     evaluations = [(tmp_path / name / "evaluation.csv").read_text() for name in ("two", "one")]

@@ -28,7 +28,7 @@ from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float3
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, looped_bfs, one_f_one_b
 from tests.cpu.test_zero_user_code import Keeps, WritesData
-from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients
+from tests.cpu.tiny_stages import BOUNDARY, copy_gradients, gpt_stages, make_batch
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "zero_refused.txt"
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
@@ -63,12 +63,12 @@ def test_reduce_scatters_add_in_program_order(schedule: Any, zero: int) -> None:
         schedule, shape, zero=zero, reduce_scatter_at="each_backward", clip_grad_norm=False
     )
     stages, plain = (gpt_stages(shape.stages, False) for _ in range(2))
-    inputs, targets, scale = batch(4)
+    inputs, targets, scale = make_batch(4)
     make_executor(program, stages, optimizer=None).step(inputs, targets, scale)
     gradients_by_mb: list[list[dict[str, Tensor]]] = []
     for mb in range(4):
         run_sequential(plain, inputs[[mb]], targets[[mb]], loss=gpt.loss)
-        gradients_by_mb.append(gradients(plain))
+        gradients_by_mb.append(copy_gradients(plain))
     num_repeated = 0
     for s, stage in enumerate(stages):
         reduced_microbatches = list_reduced_microbatches(program, s)
@@ -95,8 +95,8 @@ def test_weights_are_sharded_except_in_full_parameters(zero: int) -> None:
     ranks = make_executor(program, stages)
     make_executor(
         schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True), plain
-    ).step(*batch(4))
-    ranks.step(*batch(4))
+    ).step(*make_batch(4))
+    ranks.step(*make_batch(4))
     assert all(p.dim() == 1 and p.grad is not None for m in stages for p in m.parameters())
     with ExitStack() as stack:
         for rank in ranks.executors:
@@ -106,7 +106,7 @@ def test_weights_are_sharded_except_in_full_parameters(zero: int) -> None:
         for state, right in zip(states, plain, strict=True):
             assert all(torch.equal(state[n], p) for n, p in right.state_dict().items())
         with pytest.raises(ModelError, match="weights are unsharded within"):
-            ranks.step(*batch(4))
+            ranks.step(*make_batch(4))
         for stage in stages:
             for p in stage.parameters():
                 p.data = torch.zeros_like(p)
@@ -136,7 +136,7 @@ def test_optimizer_state_and_main_parameters_are_sharded() -> None:
             stages,
             optimizer=make_optimizer,
             boundary=Boundary(BOUNDARY.shape, torch.bfloat16),
-        ).step(*batch(3))
+        ).step(*make_batch(3))
         results.append(
             [
                 t.flatten()
@@ -155,7 +155,7 @@ def test_evaluation_with_sharded_weights_has_same_loss() -> None:
         program = schedir.compile(
             schedir.schedules.forward_only, PipelineShape(2, 4, 2), zero=zero, clip_grad_norm=False
         )
-        losses.append(make_executor(program, stages, optimizer=None).step(*batch(4)))
+        losses.append(make_executor(program, stages, optimizer=None).step(*make_batch(4)))
     assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
 
 

@@ -25,7 +25,7 @@ from schedir.ir.program import Program
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.torch_pipelining.fsdp_stages import insert_unshards, require_unsharded
-from tests.laws import LOOPED, ZOO, least, shape_of
+from tests.laws import LOOPED, ZOO, find_min_microbatches, make_shape
 
 
 def actions(program: Program, rank: int) -> list[Any]:
@@ -80,8 +80,8 @@ def test_schedules_gather_no_more_often_than_torch(name: str) -> None:
         if schedule not in LOOPED and v > 2:
             continue
         for microbatches in (4, 8):
-            if microbatches >= least(schedule, ranks):
-                shape = shape_of(schedule, ranks, microbatches, v)
+            if microbatches >= find_min_microbatches(schedule, ranks):
+                shape = make_shape(schedule, ranks, microbatches, v)
                 assert_no_more_than_torch(expand_schedule(schedule, shape), 4)
 
 

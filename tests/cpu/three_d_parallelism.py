@@ -28,8 +28,8 @@ from schedir.transports.gloo import GlooTransport
 NEAR, MAX_NORM = 1e-6, 0.05  # for gradients whose norm is about 1
 WORLD, STEPS, MICROBATCHES, BATCH, CONTEXT, VOCAB = 8, 3, 2, 2, 8, 29  # 29: padded
 MODEL = partial(gpt.GPTConfig, vocab=VOCAB, layers=2, hidden=16, heads=4, context=CONTEXT)
-Told = dict[str, Tensor]  # by name
-Whole = Mapping[str, Tensor]
+ProcessResults = dict[str, Tensor]  # by name
+MergedResults = Mapping[str, Tensor]
 
 
 class Case(NamedTuple):
@@ -64,7 +64,7 @@ class Case(NamedTuple):
         )  # fmt: skip
 
 
-def cases() -> list[Case]:
+def list_cases() -> list[Case]:
     """Return all cases, of which those come first that others are compared with."""
     both = (False, True)
     shapes = ((2, 2, 2), (2, 4, 1), (1, 4, 2), (1, 2, 4), (2, 1, 4))
@@ -90,7 +90,7 @@ def cases() -> list[Case]:
 # ---------------------------------------------------------------- several processes
 
 
-def data(step: int, replicas: int) -> tuple[Tensor, Tensor]:
+def make_data(step: int, replicas: int) -> tuple[Tensor, Tensor]:
     """Return the tokens of a step and their targets.
 
     Each has the shape (microbatches of all replicas, batch, context).
@@ -102,15 +102,15 @@ def data(step: int, replicas: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
+def make_sgd(parameters: Any) -> torch.optim.Optimizer:
     """Return an SGD optimizer, since Adam would turn gradients of nearly 0 into signs."""
     return torch.optim.SGD(parameters, 0.3, momentum=0.9)
 
 
-def run(rank: int, wanted: Sequence[Case]) -> dict[Case, Told]:
+def run_cases(rank: int, wanted: Sequence[Case]) -> dict[Case, ProcessResults]:
     """Return a process's results per case: losses, norms, its parts of weights and gradients."""
     torch.set_num_threads(1)
-    found: dict[Case, Told] = {}
+    found: dict[Case, ProcessResults] = {}
     for shape in dict.fromkeys(case[:3] for case in wanted):
         programs = {case: case.program for case in wanted if case[:3] == shape}
         first, *more = programs.values()
@@ -121,7 +121,7 @@ def run(rank: int, wanted: Sequence[Case]) -> dict[Case, Told]:
     return found
 
 
-def _trained(case: Case, program: Program, transport: Any) -> Told:
+def _trained(case: Case, program: Program, transport: Any) -> ProcessResults:
     tp, rank, replica = transport.tp_group, transport.rank, transport.dp_rank
     config = MODEL(tied=case.tied)
     stages = {
@@ -136,20 +136,22 @@ def _trained(case: Case, program: Program, transport: Any) -> Told:
         transport,
         loss=partial(gpt.loss, tp=tp),
         boundary=Boundary((BATCH, tokens, config.hidden)),
-        optimizer=sgd([p for stage in stages.values() for p in stage.parameters()]),
+        optimizer=make_sgd([p for stage in stages.values() for p in stage.parameters()]),
         gradients=GradientOptions(max_norm=MAX_NORM if case.clip else None),
     )
-    told: Told = {}
+    told: ProcessResults = {}
     own = slice(replica * MICROBATCHES, (replica + 1) * MICROBATCHES)
     for step in range(STEPS):
-        x, y = data(step, case.d)
+        x, y = make_data(step, case.d)
         loss = executor.step(x[own], y[own], 1 / gpt.count_tokens(y))
         if loss is not None:
             told[f"loss {step}.{replica}"] = loss.clone()
         if case.clip:
             told[f"norm {step}"] = executor.grad_norm.clone()
         if not (case.zero or step):  # after the first step the weights differ
-            told |= {f"gradient {name}": grad(p).clone() for name, p in _named(stages, transport)}
+            told |= {
+                f"gradient {name}": get_gradient(p).clone() for name, p in _named(stages, transport)
+            }
     with executor.full_parameters():
         told |= {f"weight {name}": p.detach().clone() for name, p in _named(stages, transport)}
     return told
@@ -166,13 +168,15 @@ def _named(stages: Mapping[int, Any], transport: Any) -> Iterator[tuple[str, Ten
             yield name if cut is None else f"{name} {cut} {transport.tp_rank}", p
 
 
-def grad(p: Tensor) -> Tensor:
+def get_gradient(p: Tensor) -> Tensor:
     """Return the gradient, which must exist."""
     assert p.grad is not None
     return p.grad
 
 
-def merged(told: Sequence[Told], case: Case) -> tuple[dict[str, Tensor], list[str]]:
+def merge_results(
+    told: Sequence[ProcessResults], case: Case
+) -> tuple[dict[str, Tensor], list[str]]:
     """Merge the results of all processes, and return names whose bits differ between processes."""
     each: dict[str, Tensor] = {}
     differ: list[str] = []
@@ -202,13 +206,13 @@ def merged(told: Sequence[Told], case: Case) -> tuple[dict[str, Tensor], list[st
 # ---------------------------------------------------------------- comparison with one process
 
 
-def plain(case: Case) -> Whole:
+def run_plain_torch(case: Case) -> MergedResults:
     """Return the results that `merged` has, from a loop of plain torch in one process."""
     model = gpt.build_stage(MODEL(tied=case.tied), 0, 1)
     parameters = dict(model.named_parameters())
-    optimizer, found = sgd(parameters.values()), {}
+    optimizer, found = make_sgd(parameters.values()), {}
     for step in range(STEPS):
-        x, y = data(step, case.d)
+        x, y = make_data(step, case.d)
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for tokens, targets in zip(x, y, strict=True):
@@ -219,12 +223,12 @@ def plain(case: Case) -> Whole:
         if case.clip:
             found[f"norm {step}"] = torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_NORM)
         if not step:
-            found |= {f"gradient {name}": grad(p).clone() for name, p in parameters.items()}
+            found |= {f"gradient {name}": get_gradient(p).clone() for name, p in parameters.items()}
         optimizer.step()
     return found | {f"weight {name}": p.detach() for name, p in parameters.items()}
 
 
-def far(found: Whole, want: Whole) -> dict[str, float]:
+def max_distances(found: MergedResults, want: MergedResults) -> dict[str, float]:
     """Return by kind the largest distance of results from those wanted, relative to their norm."""
     worst: dict[str, float] = {}
     for name, value in found.items():
@@ -234,18 +238,18 @@ def far(found: Whole, want: Whole) -> dict[str, float]:
     return worst
 
 
-def _of_head(name: str, want: Whole) -> str:
+def _of_head(name: str, want: MergedResults) -> str:
     """Return the name of a weight in the model of one stage, where a tied weight has one name."""
     return name if name in want else name.replace("head.weight", "embedding.weight")
 
 
-def like(case: Case) -> Case | None:
+def find_equal_case(case: Case) -> Case | None:
     """Return a case with the same order of sums: plain data parallelism, 1F1B, no offload."""
     other = case._replace(zero=0, schedule="one_f_one_b", options=())
     return None if other == case else other
 
 
-class Judged(NamedTuple):
+class Verdict(NamedTuple):
     """The judgement of a case."""
 
     case: Case
@@ -259,19 +263,19 @@ class Judged(NamedTuple):
         return not self.differ and not self.bits and all(off <= NEAR for off in self.off.values())
 
 
-def judged(told: Sequence[Mapping[Case, Told]]) -> Iterator[Judged]:
+def judge_cases(told: Sequence[Mapping[Case, ProcessResults]]) -> Iterator[Verdict]:
     """Judge each case that the processes ran, against one process and against its `like` case."""
-    known: dict[tuple[Any, ...], Whole] = {}
+    known: dict[tuple[Any, ...], MergedResults] = {}
     whole: dict[Case, dict[str, Tensor]] = {}
     for case in told[0]:
-        whole[case], differ = merged([own[case] for own in told], case)
+        whole[case], differ = merge_results([own[case] for own in told], case)
         key = (case.d, case.tied, case.clip)
         if key not in known:
-            known[key] = plain(case)
-        twin = whole.get(like(case) or case, {})
+            known[key] = run_plain_torch(case)
+        twin = whole.get(find_equal_case(case) or case, {})
         bits = [
             name
             for name, value in whole[case].items()
             if name in twin and not torch.equal(value, twin[name])
         ]
-        yield Judged(case, far(whole[case], known[key]), differ, bits)
+        yield Verdict(case, max_distances(whole[case], known[key]), differ, bits)

@@ -10,7 +10,7 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 
 from schedir.runtime import register_splittable_layer
 
-N = 6
+WIDTH = 6
 
 
 class Conv1D(nn.Module):
@@ -70,7 +70,9 @@ def _pixels(layer: Conv, x: Tensor) -> Tensor:
 register_splittable_layer(
     Square,
     input_grad=lambda layer, x, dy: dy * layer.weight.square(),
-    deferred_grads={"weight": lambda layer, x, dy: (x * dy).sum_to_size(N) * (2 * layer.weight)},
+    deferred_grads={
+        "weight": lambda layer, x, dy: (x * dy).sum_to_size(WIDTH) * (2 * layer.weight)
+    },
 )
 register_splittable_layer(
     Conv,
@@ -80,9 +82,9 @@ register_splittable_layer(
 )
 
 LAYERS: dict[str, Callable[[bool], nn.Module]] = {
-    "linear": lambda bias: nn.Linear(N, N, bias),
-    "conv1d": lambda bias: Conv1D(N, N),
-    "norm": lambda bias: nn.LayerNorm(N, bias=bias),
+    "linear": lambda bias: nn.Linear(WIDTH, WIDTH, bias),
+    "conv1d": lambda bias: Conv1D(WIDTH, WIDTH),
+    "norm": lambda bias: nn.LayerNorm(WIDTH, bias=bias),
     "conv2d": lambda bias: Conv(bias),
-    "square": lambda bias: Square(N),
+    "square": lambda bias: Square(WIDTH),
 }

@@ -18,7 +18,7 @@ from schedir.runtime.step_inputs import Keywords, Microbatches
 VOCAB, HIDDEN, LAYERS, CONTEXT, BATCH = 30, 16, 4, 8, 2
 
 
-class Given(NamedTuple):
+class Batch(NamedTuple):
     """The batch of a step, and the scale that turns its summed loss into a mean."""
 
     inputs: Microbatches
@@ -33,7 +33,7 @@ class Kind(NamedTuple):
     stage: Callable[..., nn.Module]
     loss: Callable[..., Tensor]
     boundary: Callable[[int], Any]
-    batch: Callable[[int, int], Given]
+    batch: Callable[[int, int], Batch]
     tied: Callable[[int], Any]
 
     def stages(self, count: int) -> list[nn.Module]:
@@ -41,16 +41,16 @@ class Kind(NamedTuple):
         return [self.stage(s, count) for s in range(count)]
 
 
-def sequences(microbatches: int, seed: int) -> Given:
+def make_sequences(microbatches: int, seed: int) -> Batch:
     """Return tokens and the following tokens."""
     numbers = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB, (microbatches, BATCH, CONTEXT + 1), generator=numbers)
     targets = tokens[..., 1:].clone()
     targets[:, 0, :2] = IGNORE_INDEX
-    return Given(tokens[..., :-1], targets, 1 / llama.count_tokens(targets))
+    return Batch(tokens[..., :-1], targets, 1 / llama.count_tokens(targets))
 
 
-def of_llama(tied: bool = False) -> Kind:
+def make_llama(tied: bool = False) -> Kind:
     config = llama.LlamaConfig(
         vocab=VOCAB, layers=LAYERS, hidden=HIDDEN, heads=4, kv_heads=2, feed_forward=20,
         context=CONTEXT, tied=tied, window=(0, 5, 3, 3), stride=(1, 2, 1, 3),
@@ -60,12 +60,12 @@ def of_llama(tied: bool = False) -> Kind:
         partial(llama.build_stage, config),
         llama.loss,
         lambda stages: boundary,
-        sequences,
+        make_sequences,
         lambda stages: tied and stages > 1,
     )
 
 
-def sentences(config: bert.BertConfig, microbatches: int, seed: int) -> Given:
+def make_sentence_pairs(config: bert.BertConfig, microbatches: int, seed: int) -> Batch:
     """Return pairs of sentences of various lengths with some masked tokens."""
     numbers = torch.Generator().manual_seed(seed)
     shape = (microbatches, BATCH, config.context)
@@ -82,10 +82,10 @@ def sentences(config: bert.BertConfig, microbatches: int, seed: int) -> Given:
             tokens[mb, row, masked], tokens[mb, row, end:] = config.mask, config.pad
             tokens[mb, row, 0] = config.cls
         keywords.append({"sentences": of, "mask": mask})
-    return Given(tokens, targets, 1 / bert.count_tokens(targets), keywords)
+    return Batch(tokens, targets, 1 / bert.count_tokens(targets), keywords)
 
 
-def of_bert() -> Kind:
+def make_bert() -> Kind:
     config = bert.BertConfig(
         vocab=VOCAB + 1, layers=LAYERS, hidden=HIDDEN, heads=4, context=CONTEXT
     )
@@ -94,7 +94,7 @@ def of_bert() -> Kind:
         partial(bert.build_stage, config),
         bert.loss,
         lambda stages: boundary,
-        partial(sentences, config),
+        partial(make_sentence_pairs, config),
         lambda stages: stages > 1,
     )
 
@@ -102,7 +102,7 @@ def of_bert() -> Kind:
 SOURCE = 6
 
 
-def translations(microbatches: int, seed: int) -> Given:
+def make_translations(microbatches: int, seed: int) -> Batch:
     """Return sources of various lengths, and targets, whose tokens except the first count."""
     numbers = torch.Generator().manual_seed(seed)
     source = torch.randint(VOCAB, (microbatches, BATCH, SOURCE), generator=numbers)
@@ -112,10 +112,10 @@ def translations(microbatches: int, seed: int) -> Given:
     after = target[..., 1:].clone()
     after[:, 1, -2:] = IGNORE_INDEX
     keywords = [{"target": t[:, :-1], "mask": m} for t, m in zip(target, mask, strict=True)]
-    return Given(source, after, 1 / count_tokens(after), keywords)
+    return Batch(source, after, 1 / count_tokens(after), keywords)
 
 
-def of_encoder_decoder(encoder: int, decoder: int) -> Kind:
+def make_encoder_decoder(encoder: int, decoder: int) -> Kind:
     config = encoder_decoder.EncoderDecoderConfig(
         vocab=VOCAB, encoder_layers=encoder, decoder_layers=decoder, hidden=HIDDEN, heads=4,
         context=CONTEXT,
@@ -124,16 +124,16 @@ def of_encoder_decoder(encoder: int, decoder: int) -> Kind:
         partial(encoder_decoder.build_stage, config),
         loss,
         lambda stages: encoder_decoder.boundaries(config, stages, BATCH, SOURCE, CONTEXT),
-        translations,
+        make_translations,
         partial(encoder_decoder.tied_stages, config),
     )
 
 
-KINDS = {"llama": of_llama(), "tied llama": of_llama(tied=True), "bert": of_bert()}
-KINDS |= {"encoder_decoder": of_encoder_decoder(2, 2), "uneven": of_encoder_decoder(1, 3)}
+KINDS = {"llama": make_llama(), "tied llama": make_llama(tied=True), "bert": make_bert()}
+KINDS |= {"encoder_decoder": make_encoder_decoder(2, 2), "uneven": make_encoder_decoder(1, 3)}
 
 
-def gradients(stages: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
+def copy_gradients(stages: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
     """Return the gradients of each stage."""
     return [
         {n: p.grad.clone() for n, p in s.named_parameters() if p.grad is not None} for s in stages

@@ -24,25 +24,25 @@ CONTEXT, HIDDEN, BATCH = 8, 16, 2
 BOUNDARY = Boundary((BATCH, CONTEXT, HIDDEN))
 
 
-def zb(r: int, P: int, m: int) -> RankSchedule:
+def split_1f1b(r: int, P: int, m: int) -> RankSchedule:
     """Return 1F1B with every backward split."""
     lead = min(P - 1 - r, m)
     return lead * F + (m - lead) * (F + I) + lead * I + m * W
 
 
-def paired(r: int, P: int, m: int) -> RankSchedule:
+def paired_1f1b(r: int, P: int, m: int) -> RankSchedule:
     """Return 1F1B whose steady state consists of joined pairs of backward and forward."""
     lead = min(P - r, m)
     return lead * F + overlapped_pair((m - lead) * B, (m - lead) * F) + lead * B
 
 
-def config(layers: int, tied: bool = True) -> gpt.GPTConfig:
+def gpt_config(layers: int, tied: bool = True) -> gpt.GPTConfig:
     return gpt.GPTConfig(
         vocab=32, layers=layers, hidden=HIDDEN, heads=2, context=CONTEXT, tied=tied
     )
 
 
-def batch(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor, float]:
+def make_batch(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor, float]:
     """Return inputs, targets (some of them not counted), and the scale from sum to mean."""
     numbers = torch.Generator().manual_seed(seed)
     shape = (microbatches, BATCH, CONTEXT)
@@ -52,16 +52,16 @@ def batch(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor, float]:
 
 
 def gpt_stages(stages: int, tied: bool = True) -> list[nn.Module]:
-    return [gpt.build_stage(config(stages, tied), s, stages) for s in range(stages)]
+    return [gpt.build_stage(gpt_config(stages, tied), s, stages) for s in range(stages)]
 
 
-def gradients(stages: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
+def copy_gradients(stages: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
     return [
         {n: p.grad.clone() for n, p in s.named_parameters() if p.grad is not None} for s in stages
     ]
 
 
-def same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
+def have_same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
     return all(
         a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
         for a, b in zip(one, other, strict=True)
@@ -81,7 +81,7 @@ def gpt_executor(
     With `lr` it uses AdamW. `options` are those of Executor.
     """
     shape, tp = program.shape, transport.tp_group
-    cfg = config(shape.stages, bool(program.tied_weights))
+    cfg = gpt_config(shape.stages, bool(program.tied_weights))
     own = shape.stages_on_rank[transport.rank]
     stages = {s: gpt.build_stage(cfg, s, shape.stages, tp=tp).to(device) for s in own}
     if lr is not None:
@@ -134,29 +134,29 @@ def moe_executor(
     return Executor(program, transport.rank, modules, transport, **options)
 
 
-def own_batch(
+def make_replica_batch(
     program: Program, transport: ProcessTransport, seed: int = 0
 ) -> tuple[Tensor, Tensor, float]:
     """Return a process's part of the `batch` of all replicas."""
     m = program.shape.microbatches
-    inputs, targets, scale = batch(m * program.dp, seed)
+    inputs, targets, scale = make_batch(m * program.dp, seed)
     own = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
     return inputs[own], targets[own], scale
 
 
 def gradients_by_stage(executor: Executor) -> dict[int, dict[str, Tensor]]:
     """Return the gradients of a process's stages."""
-    return {s: gradients([stage.module])[0] for s, stage in executor.stages.items()}
+    return {s: copy_gradients([stage.module])[0] for s, stage in executor.stages.items()}
 
 
-def expected(
+def run_reference(
     shape: PipelineShape, tied: bool = True, program: Program | None = None
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """Return loss and gradients of the reference, in the order of the program if there is one."""
     stages = gpt_stages(shape.stages, tied)
-    inputs, targets, scale = batch(shape.microbatches)
+    inputs, targets, scale = make_batch(shape.microbatches)
     loss = run_sequential(stages, inputs, targets, loss=gpt.loss, grad_scale=scale, program=program)
-    return loss, gradients(stages)
+    return loss, copy_gradients(stages)
 
 
 PLANS = [
@@ -164,13 +164,13 @@ PLANS = [
     (gpipe, PipelineShape(4, 4)),
     (one_f_one_b, PipelineShape(2, 4)),
     (one_f_one_b, PipelineShape(4, 6)),
-    (zb, PipelineShape(2, 4)),
-    (zb, PipelineShape(4, 4)),
+    (split_1f1b, PipelineShape(2, 4)),
+    (split_1f1b, PipelineShape(4, 4)),
     (interleaved, PipelineShape(2, 4, 2)),  # both neighbours are the same peer
     (interleaved, PipelineShape(2, 5, 3)),
     (interleaved, PipelineShape(4, 4, 2)),
     (interleaved, PipelineShape(1, 3, 2)),  # first and last stage share a rank
     (one_f_one_b, PipelineShape(1, 3)),
-    (paired, PipelineShape(2, 4)),
-    (paired, PipelineShape(4, 6)),
+    (paired_1f1b, PipelineShape(2, 4)),
+    (paired_1f1b, PipelineShape(4, 6)),
 ]

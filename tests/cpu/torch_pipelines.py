@@ -28,7 +28,7 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-class Twice(nn.Module):
+class SharedWeightLayer(nn.Module):
     """Uses a weight twice, the second time on the result of the first."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Twice(nn.Module):
         return torch.tanh(x @ self.weight @ self.weight)
 
 
-class Tied(nn.Module):
+class TiedModel(nn.Module):
     """A model whose first and last layer have the same weight."""
 
     def __init__(self) -> None:
@@ -54,29 +54,29 @@ class Tied(nn.Module):
         return out
 
 
-def model(stages: int, kind: Callable[[], nn.Module] = Layer) -> nn.Sequential:
+def make_model(stages: int, kind: Callable[[], nn.Module] = Layer) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(kind() for _ in range(stages)))
 
 
-def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
+def make_batch(rows: int = 8) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
 
 
-def squares(y: Tensor, target: Tensor) -> Tensor:
+def squared_error(y: Tensor, target: Tensor) -> Tensor:
     """Return a loss that is a sum."""
     return (y - target).square().sum()
 
 
-def owned(name: str, rank: int, ranks: int, stages: int) -> list[int]:
+def list_rank_stages(name: str, rank: int, ranks: int, stages: int) -> list[int]:
     """Return the stages of a rank in the placement of a schedule."""
     if name in VEE:
         return [s for s in range(stages) if min(s, stages - 1 - s) == rank]
     return [s for s in range(stages) if s % ranks == rank]
 
 
-def stage_of(part: nn.Module, number: int, stages: int, group: Any = None) -> PipelineStage:
+def make_stage(part: nn.Module, number: int, stages: int, group: Any = None) -> PipelineStage:
     stage = PipelineStage(part, number, stages, torch.device("cpu"), group=group)
     if hasattr(stage, "_get_init_p2p_neighbors_ops"):
         # These first messages are only for NCCL. torch 2.11 sends them to itself, which Gloo
@@ -85,7 +85,7 @@ def stage_of(part: nn.Module, number: int, stages: int, group: Any = None) -> Pi
     return stage
 
 
-def run(
+def run_step(
     name: str,
     parts: dict[int, nn.Module],
     stages: int,
@@ -98,7 +98,7 @@ def run(
     **options: Any,
 ) -> None:
     """Run a step of torch's schedule for each of `halves`, which accumulates gradients."""
-    held = [stage_of(part, s, stages, group) for s, part in parts.items()]
+    held = [make_stage(part, s, stages, group) for s, part in parts.items()]
     given = held[0] if name in SINGLE else held
     schedule = getattr(theirs, name)(given, n_microbatches=microbatches, loss_fn=loss_fn, **options)
     for k, (x, y) in enumerate(halves):
@@ -108,25 +108,29 @@ def run(
         schedule.step(*args, target=target)
 
 
-def plain(name: str, steps: int = 1, **options: Any) -> Step:
+def make_torch_step(name: str, steps: int = 1, **options: Any) -> Step:
     """Return a step as torch's users write it, over several parts of the batch."""
 
     def step(rank: int, ranks: int, model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
-        parts = {s: model[s] for s in owned(name, rank, ranks, len(model))}
+        parts = {s: model[s] for s in list_rank_stages(name, rank, ranks, len(model))}
         halves = [*zip(*(each.chunk(steps) for each in batch), strict=True)]
-        run(name, parts, len(model), halves, **options)
+        run_step(name, parts, len(model), halves, **options)
 
     return step
 
 
-def replicated(name: str, wrap: Callable[[nn.Module, Any], nn.Module], dp: int = 2) -> Step:
+def make_replicated_step(
+    name: str, wrap: Callable[[nn.Module, Any], nn.Module], dp: int = 2
+) -> Step:
     """Return a step of several replicas. `wrap` takes each stage and their mesh."""
 
     def step(rank: int, ranks: int, model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
         mesh = init_device_mesh("cpu", (ranks // dp, dp), mesh_dim_names=("pp", "dp"))
         pp, own = mesh["pp"].get_local_rank(), mesh["dp"]
         x, y = (each.chunk(dp)[own.get_local_rank()] for each in batch)
-        parts = {s: wrap(model[s], own) for s in owned(name, pp, ranks // dp, len(model))}
-        run(name, parts, len(model), [(x, y)], group=mesh["pp"].get_group())
+        parts = {
+            s: wrap(model[s], own) for s in list_rank_stages(name, pp, ranks // dp, len(model))
+        }
+        run_step(name, parts, len(model), [(x, y)], group=mesh["pp"].get_group())
 
     return step

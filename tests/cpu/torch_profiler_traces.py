@@ -14,19 +14,19 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 RANKS, MICROBATCHES, WIDTH, STEPS = 4, 8, 128, 2
 VEE = ("ZBVZeroBubble", "DualPipeV")
-SEVERAL = ("Interleaved1F1B", "InterleavedZeroBubble", *VEE)
-NAMES = (*SEVERAL, "GPipe")
-EVALUATED = "Interleaved1F1B"  # ends with a step and an evaluation
+MULTI_STAGE_NAMES = ("Interleaved1F1B", "InterleavedZeroBubble", *VEE)
+NAMES = (*MULTI_STAGE_NAMES, "GPipe")
+NAME_WITH_EVALUATION = "Interleaved1F1B"  # ends with a step and an evaluation
 
 
-def stages_of(name: str, rank: int) -> list[int]:
+def list_rank_stages(name: str, rank: int) -> list[int]:
     """Return the stages of a rank."""
-    if name not in SEVERAL:
+    if name not in MULTI_STAGE_NAMES:
         return [rank]
     return [rank, 2 * RANKS - 1 - rank] if name in VEE else [rank, rank + RANKS]
 
 
-def steps(rank: int, folder: str) -> dict[str, list[str]]:
+def run_profiled_steps(rank: int, folder: str) -> dict[str, list[str]]:
     """Run some steps of each schedule, and profile the last ones.
 
     Return this rank's order of computes for schedules whose torch class has one.
@@ -34,7 +34,7 @@ def steps(rank: int, folder: str) -> dict[str, list[str]]:
     torch.manual_seed(rank)
     said = {}
     for name in NAMES:
-        held = stages_of(name, rank)
+        held = list_rank_stages(name, rank)
         count = RANKS * len(held)
         stages = [
             PipelineStage(
@@ -43,7 +43,7 @@ def steps(rank: int, folder: str) -> dict[str, list[str]]:
             for s in held
         ]
         kind: Any = get_schedule_class(name)
-        given = stages if name in SEVERAL else stages[0]
+        given = stages if name in MULTI_STAGE_NAMES else stages[0]
         pipe = kind(given, n_microbatches=MICROBATCHES, loss_fn=nn.functional.mse_loss)
         x, target = torch.randn(2, 2 * MICROBATCHES, WIDTH).unbind()
 
@@ -60,7 +60,7 @@ def steps(rank: int, folder: str) -> dict[str, list[str]]:
                 kwargs = {"target": target} if count - 1 in held else {}
                 pipe.step(*mine, **kwargs)
                 profiler.step()
-        if name == EVALUATED:
+        if name == NAME_WITH_EVALUATION:
             when = schedule(wait=0, warmup=1, active=2)
             to = partial(save, name="evaluated")
             with profile(activities=[ProfilerActivity.CPU], schedule=when, on_trace_ready=to) as p:
@@ -72,7 +72,7 @@ def steps(rank: int, folder: str) -> dict[str, list[str]]:
     return said
 
 
-def ranges(path: Path) -> list[dict[str, Any]]:
+def read_ranges(path: Path) -> list[dict[str, Any]]:
     """Return all complete events of a trace, without the code under test."""
     import json
 

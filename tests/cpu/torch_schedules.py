@@ -17,7 +17,7 @@ LOOP = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoo
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 
 
-def built(name: str, shape: PipelineShape, **options: Any) -> Any:
+def build_torch_schedule(name: str, shape: PipelineShape, **options: Any) -> Any:
     """Return torch's schedule of rank 0, with stages that have only the needed attributes."""
     stages = []
     for index in shape.stages_on_rank[0]:
@@ -31,9 +31,9 @@ def built(name: str, shape: PipelineShape, **options: Any) -> Any:
     return kind(given, n_microbatches=shape.microbatches, loss_fn=lambda *_: None, **options)
 
 
-def lowered(name: str, shape: PipelineShape, **options: Any) -> str:
+def lower_torch_schedule(name: str, shape: PipelineShape, **options: Any) -> str:
     """Return the text of torch's CSV of a schedule with transfers."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "x.csv"
-        built(name, shape, **options)._dump_csv(str(path), format="compute_comms")
+        build_torch_schedule(name, shape, **options)._dump_csv(str(path), format="compute_comms")
         return path.read_text()

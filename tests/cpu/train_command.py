@@ -29,7 +29,7 @@ from tests.cpu.gloo_processes import CONTEXT
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 240  # seconds: enough on any machine, and the limit of a hang
 TORCHRUN = ["-m", "torch.distributed.run"]
-ALONE = ["pipeline.ranks=1", "pipeline.stages_per_rank=1", "pipeline.tp=1", "pipeline.dp=1"]
+ONE_PROCESS = ["pipeline.ranks=1", "pipeline.stages_per_rank=1", "pipeline.tp=1", "pipeline.dp=1"]
 
 CONFIG = """\
 [model]
@@ -64,7 +64,7 @@ def write_config(folder: Path) -> Path:
     return path
 
 
-def small(folder: Path) -> Path:
+def write_small_config(folder: Path) -> Path:
     """Write a configuration of two steps with dropout, without tensor parallelism, and its text."""
     text, path = folder / "text.txt", folder / "config.toml"
     text.write_text("to be or not to be " * 200)
@@ -73,14 +73,14 @@ def small(folder: Path) -> Path:
     return path
 
 
-def arguments(config: str, folder: Path, *sets: str) -> list[str]:
+def make_arguments(config: str, folder: Path, *sets: str) -> list[str]:
     return ["train", config, *(f"--set={s}" for s in (*sets, f'output.dir="{folder}"'))]
 
 
 _STARTED: list[subprocess.Popen[str]] = []
 
 
-def start(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
+def start_process(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
     """Start a process with pipes, which `end_all` kills and closes at the end of the test."""
     process = subprocess.Popen(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -90,7 +90,7 @@ def start(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
     return process
 
 
-def end_all() -> None:
+def kill_processes() -> None:
     """Kill the processes that a test has started, since an open pipe would fail another test."""
     while _STARTED:
         with _STARTED.pop() as process:
@@ -120,7 +120,7 @@ def wait_until(happens: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def wait_for_exit(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Return the exit code and the output of a process. If it hangs, kill it and fail the test."""
     with process:  # its pipes are closed, whatever happens
         try:
@@ -172,12 +172,12 @@ class Run:
 _RUNS: list[Run] = []
 
 
-def launched(words: list[str], folder: Path) -> tuple[int, str, str]:
+def run_launched(words: list[str], folder: Path) -> tuple[int, str, str]:
     """Return the exit code and the output of a command that starts its processes itself."""
     return Run(words, folder).finish()
 
 
-def forked(config: str, folder: Path, *sets: str) -> tuple[int, str, str]:
+def run_forked(config: str, folder: Path, *sets: str) -> tuple[int, str, str]:
     """Return the same for a run whose processes find each other as under torchrun.
 
     For tests of training it saves two seconds of a core per process.
@@ -186,16 +186,16 @@ def forked(config: str, folder: Path, *sets: str) -> tuple[int, str, str]:
     world = read_config(
         config, [one for one in sets if not one.startswith("pipeline.schedule=")]
     ).world_size
-    words = [arguments(config, folder, *sets)] * world
+    words = [make_arguments(config, folder, *sets)] * world
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = fork(
+    found = fork_processes(
         words, folder, store.port, TORCHELASTIC_USE_AGENT_STORE="True", LOCAL_WORLD_SIZE=str(world)
     )
     code = next((code for code, _, _ in found if code), 0)
     return code, found[0][1], "".join(err for _, _, err in found)
 
 
-def script(what: Path | str, processes: int, folder: Path, *argv: str) -> str:
+def run_script(what: Path | str, processes: int, folder: Path, *argv: str) -> str:
     """Return what several processes print, which find each other as under torchrun.
 
     Args:
@@ -206,12 +206,14 @@ def script(what: Path | str, processes: int, folder: Path, *argv: str) -> str:
     """
     words = [str(what), *argv] if isinstance(what, Path) else ["-m", what]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = fork([words] * processes, folder, store.port, TORCHELASTIC_USE_AGENT_STORE="True")
+    found = fork_processes(
+        [words] * processes, folder, store.port, TORCHELASTIC_USE_AGENT_STORE="True"
+    )
     assert all((code, err) == (0, "") for code, _, err in found), found
     return "".join(out for _, out, _ in found)
 
 
-def fork(
+def fork_processes(
     words: Sequence[list[str]], folder: Path, port: int, **more: str
 ) -> list[tuple[int, str, str]]:
     """Return the exit code and the output of each of several processes, given their arguments.
@@ -278,18 +280,18 @@ def _fork_rank(args: Sequence[str], env: dict[str, str], **how: Any) -> subproce
 
 def train(config: str, folder: Path, *sets: str) -> list[float]:
     """Return the losses of a run with as many processes as it needs, by default without picture."""
-    code, out, err = forked(config, folder, "output.record=false", *sets)
+    code, out, err = run_forked(config, folder, "output.record=false", *sets)
     assert code == 0, err
     assert err == "" and out.startswith(("predicted memory ", "zero ")) and "\nstep " in out
-    return losses(folder)
+    return read_losses(folder)
 
 
-def alone(config: str, folder: Path, *sets: str) -> list[float]:
+def train_in_this_process(config: str, folder: Path, *sets: str) -> list[float]:
     """Return the losses of the same run in this process."""
-    assert run(config, ["output.record=false", *sets, *ALONE, f'output.dir="{folder}"']) == 0
-    return losses(folder)
+    assert run(config, ["output.record=false", *sets, *ONE_PROCESS, f'output.dir="{folder}"']) == 0
+    return read_losses(folder)
 
 
-def losses(folder: Path) -> list[float]:
+def read_losses(folder: Path) -> list[float]:
     with (folder / "loss.csv").open() as file:
         return [float(row["loss"]) for row in csv.DictReader(file)]

@@ -17,10 +17,10 @@ from schedir.traces.trace_import import read_run
 
 # `torch_lazy` is the way in which torch's own schedules issue messages. A single message is in no
 # batch there, unlike in Megatron and DeepSpeed.
-ELSEWHERE = [model for model in MODELS if model != "torch_lazy"]
+OTHER_MODELS = [model for model in MODELS if model != "torch_lazy"]
 
 
-def profiled(step: Callable[[], Any], path: Path | str) -> list[str]:
+def profile_step(step: Callable[[], Any], path: Path | str) -> list[str]:
     """Return a step's ranges by their start, the outer before the inner, and save its trace."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
@@ -42,11 +42,11 @@ def profiled(step: Callable[[], Any], path: Path | str) -> list[str]:
     return found
 
 
-def imported(folder: str | Path, name: str) -> Program:
+def import_traces(folder: str | Path, name: str) -> Program:
     """Return the program that `schedir import` reads from a run's traces."""
     return read_run([f"{folder}/{name}-*.json"]).timeline.program
 
 
-def computes(program: Program) -> list[list[int]]:
+def list_computes(program: Program) -> list[list[int]]:
     """Return the forwards and backwards of each rank in order."""
     return [s.words[np.isin(s.op, COMPUTE_OPS)].tolist() for s in program.streams]

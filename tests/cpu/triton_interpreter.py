@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 
 @contextmanager
-def interpreting() -> Iterator[None]:
+def interpret_kernels() -> Iterator[None]:
     """Interpret the kernels that are defined while the context is active.
 
     TRITON_INTERPRET=1 applies to a whole process, which then cannot compile any kernel. Here both
@@ -52,7 +52,7 @@ def interpreting() -> Iterator[None]:
         yield
 
 
-def load(name: str, **constants: int) -> ModuleType:
+def load_kernels(name: str, **constants: int) -> ModuleType:
     """Return a separate copy of schedir.kernels.NAME with other constants. See `interpreting`."""
     spec = importlib.util.find_spec(f"schedir.kernels.{name}")
     assert spec is not None and spec.loader is not None

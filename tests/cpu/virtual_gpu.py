@@ -126,7 +126,7 @@ class _Copies(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
+def install_virtual_gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
     """Make torch.cuda use a virtual GPU, and give virtual ranks their streams on it."""
     gpu = VirtualGPU()
 
@@ -158,7 +158,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
     return gpu
 
 
-def charge(
+def charge_instructions(
     ranks: in_process.InProcessExecutor, gpu: VirtualGPU, costs: Costs, host: float = 0.0
 ) -> None:
     """Let every instruction except transfers take its cost on its stream.
@@ -193,7 +193,7 @@ def _charged(run: Callable[[], None], gpu: VirtualGPU, seconds: float) -> Callab
 
 
 @contextmanager
-def copies(gpu: VirtualGPU, costs: Costs) -> Iterator[None]:
+def charge_messages(gpu: VirtualGPU, costs: Costs) -> Iterator[None]:
     """Make every message take its cost, and let no host wait, while the context is active."""
     gpu.host_may_wait = False
     with _Copies(gpu, float(np.max(costs.send or 0.0))):

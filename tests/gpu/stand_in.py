@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cpu.virtual_gpu import VirtualGPU, install
+from tests.cpu.virtual_gpu import VirtualGPU, install_virtual_gpu
 
 MOMENT = 1e-5  # seconds of an operation
 CYCLE = 1e-9  # seconds per cycle of a kernel that only waits
@@ -59,7 +59,7 @@ class _Moments(TorchDispatchMode):
 @contextmanager
 def installed(patch: pytest.MonkeyPatch) -> Iterator[VirtualGPU]:
     """Make torch.cuda use the virtual GPU while the context is active."""
-    gpu = install(patch)
+    gpu = install_virtual_gpu(patch)
     patches: dict[str, Any] = {
         "_sleep": lambda cycles: gpu.work(cycles * CYCLE),
         "get_rng_state": lambda: torch.zeros(1),  # no one draws from it

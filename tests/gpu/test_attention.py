@@ -13,7 +13,7 @@ from torch import Tensor
 from schedir.models import gpt
 from schedir.models.attention import attention, build_block_mask, build_window_mask
 from schedir.runtime.sequential_reference import run_sequential
-from tests.cpu.tiny_stages import gradients
+from tests.cpu.tiny_stages import copy_gradients
 
 pytestmark = pytest.mark.usefixtures("real_gpu")
 
@@ -65,7 +65,7 @@ def test_gpt_gradients_match_cpu(dropout: float) -> None:
         stage = gpt.build_stage(config, 0, 1, device=device)
         data = inputs.to(device), targets.to(device)
         total = run_sequential([stage], *data, loss=gpt.loss)
-        results.append((total, gradients([stage])[0]))
+        results.append((total, copy_gradients([stage])[0]))
     (cpu_total, cpu_grads), (got, grads) = results
     assert_near(got.cpu(), cpu_total, 1e-2)
     for name, grad in grads.items():

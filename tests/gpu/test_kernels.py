@@ -19,7 +19,7 @@ from schedir.models import gpt
 from schedir.runtime.autograd.split_backward import DeferredGradients, defer_weight_gradients
 from schedir.runtime.parameters.mixed_precision import use_float32_gradients
 from schedir.tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy
-from tests.cpu.tiny_stages import batch, gpt_stages
+from tests.cpu.tiny_stages import gpt_stages, make_batch
 
 pytestmark = pytest.mark.usefixtures("real_gpu")
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -132,7 +132,7 @@ def test_weight_gradient_matches_float64(tokens: int, k: int, n: int, dtype: tor
 
 def test_stage_accumulates_weight_gradients_in_gemm() -> None:
     """Each GEMM accumulates into its weight gradient. No GEMM writes a 16-bit product first."""
-    stage, (inputs, targets, _) = gpt_stages(1)[0].to("cuda", torch.bfloat16), batch(1)
+    stage, (inputs, targets, _) = gpt_stages(1)[0].to("cuda", torch.bfloat16), make_batch(1)
     use_float32_gradients(stage)
     for p in stage.parameters():
         p.grad = torch.zeros_like(p, dtype=torch.float32)

@@ -26,8 +26,8 @@ from schedir.training.batches.samples import Batches
 from schedir.training.processes.watchdog import make_stall_error
 from schedir.training.step_queue import StepQueue
 from schedir.training.train import run
-from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
-from tests.cpu.train_command import ALONE, CONFIG, alone, losses
+from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch
+from tests.cpu.train_command import CONFIG, ONE_PROCESS, read_losses, train_in_this_process
 from tests.gpu.shared import no_wait
 
 LONG_CYCLES = 2_000_000_000  # cycles, about a second
@@ -78,7 +78,7 @@ def test_stall_error_names_hanging_instruction() -> None:
         execution=ExecutionOptions(record_timestamps=False),
     )
     progress = [GpuProgress(rank) for rank in world.executors]
-    inputs, targets, scale = batch(4)
+    inputs, targets, scale = make_batch(4)
     inputs, targets = inputs.cuda(), targets.cuda()
     world.step(inputs, targets, scale)
     torch.cuda.synchronize()
@@ -122,7 +122,7 @@ def test_unreported_step_has_no_host_wait(
 
     monkeypatch.setattr(StepQueue, "issue", issue_without_host_wait)
     sets = ["train.log_every=100", "output.record=false", f"train.precision={precision}"]
-    cuda = [*ALONE, *sets, "train.device=cuda", f'output.dir="{tmp_path / "gpu"}"']
+    cuda = [*ONE_PROCESS, *sets, "train.device=cuda", f'output.dir="{tmp_path / "gpu"}"']
     assert run(str(config), cuda) == 0
-    expected_losses = alone(str(config), tmp_path / "cpu", "train.log_every=100")
-    assert losses(tmp_path / "gpu") == pytest.approx(expected_losses, rel=2e-2)
+    expected_losses = train_in_this_process(str(config), tmp_path / "cpu", "train.log_every=100")
+    assert read_losses(tmp_path / "gpu") == pytest.approx(expected_losses, rel=2e-2)

@@ -23,13 +23,13 @@ from schedir.schedules import interleaved, one_f_one_b
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.registry import TRANSPORTS
 from tests.cpu.gloo_processes import run_fresh as run
-from tests.cpu.tiny_stages import batch, gpt_executor, gradients_by_stage, zb
+from tests.cpu.tiny_stages import gpt_executor, gradients_by_stage, make_batch, split_1f1b
 from tests.gpu.shared import REHEARSED, Kind, make_transport, no_wait, share_gpu
-from tests.timeline_legality import too_early
+from tests.timeline_legality import find_early_instructions
 
 PLANS = [
     (one_f_one_b, PipelineShape(2, 4)),
-    (zb, PipelineShape(2, 4)),
+    (split_1f1b, PipelineShape(2, 4)),
     (interleaved, PipelineShape(2, 4, 2)),
 ]
 Gradients = dict[int, dict[str, Tensor]]
@@ -63,7 +63,7 @@ def copy_gradients(executor: Executor) -> Gradients:
 def compute_cpu_gradients(rank: int, schedule: Any, shape: PipelineShape) -> Gradients:
     program = compile_program(schedule, shape, GlooTransport.progress_model)
     executor = gpt_executor(program, GlooTransport(program))
-    executor.step(*batch(shape.microbatches))
+    executor.step(*make_batch(shape.microbatches))
     return copy_gradients(executor)
 
 
@@ -82,7 +82,7 @@ def make_executor(
         schedule, shape, TRANSPORTS[f"nccl_{kind}"].progress_model, buffer_sharing
     )
     executor = gpt_executor(program, make_transport(program, device, kind), device)
-    inputs, targets, scale = batch(shape.microbatches)
+    inputs, targets, scale = make_batch(shape.microbatches)
     return executor, (inputs.to(device), targets.to(device), scale)
 
 
@@ -139,7 +139,7 @@ def record_timeline(rank: int, folder: str, kind: Kind) -> Timeline | None:
     executor = gpt_executor(
         program, transport, device, execution=ExecutionOptions(record_timestamps=True)
     )
-    inputs, targets, scale = batch(shape.microbatches)
+    inputs, targets, scale = make_batch(shape.microbatches)
     inputs, targets = inputs.to(device), targets.to(device)
     executor.step(inputs, targets, scale)
     with no_wait():
@@ -153,7 +153,7 @@ def assert_legal(timelines: list[Timeline | None]) -> None:
     assert first_timeline.kind == "measured" and 0 < first_timeline.span < 60
     # The clock error depends on the GPU, on which four processes take turns.
     assert REHEARSED or (
-        0 < first_timeline.clock_error < 1e-3 and not too_early(first_timeline, 5e-3)
+        0 < first_timeline.clock_error < 1e-3 and not find_early_instructions(first_timeline, 5e-3)
     )
 
 

@@ -31,7 +31,7 @@ from schedir.training.processes.watchdog import Watchdog
 from schedir.transports.gloo import GlooTransport, ProcessTransport
 from tests.cpu.gloo_processes import RankError
 from tests.cpu.gloo_processes import run_fresh as run
-from tests.cpu.tiny_stages import batch, gpt_executor, own_batch
+from tests.cpu.tiny_stages import gpt_executor, make_batch, make_replica_batch
 from tests.gpu.shared import REHEARSED, make_transport, no_wait, share_gpu, wait_for_device
 
 HANG_CYCLES = 100_000_000_000  # cycles, about a minute
@@ -99,7 +99,7 @@ def train(rank: int, folder: str | None, case: Case, steps: int) -> tuple[list[T
         transport = make_transport(program, device)
     executor, allocations = make_executor(case, program, transport, device), []
     for step in range(steps):
-        inputs, targets, scale = own_batch(program, transport, seed=step)
+        inputs, targets, scale = make_replica_batch(program, transport, seed=step)
         step_inputs = inputs.to(device), targets.to(device), scale
         before = count_allocations(device)
         if step:
@@ -190,7 +190,7 @@ def run_failing_step(rank: int, folder: str, failure: str) -> None:
     program = case.compile()
     transport = make_transport(program, device)
     executor = make_executor(case, program, transport, device)
-    inputs, targets, scale = batch(4)
+    inputs, targets, scale = make_batch(4)
     step_inputs = inputs.to(device), targets.to(device), scale
     executor.step(*step_inputs)
     if transport.rank == 1:

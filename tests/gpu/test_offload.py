@@ -15,7 +15,7 @@ from schedir.models import gpt
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.schedules import gpipe, one_f_one_b
-from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits
+from tests.cpu.tiny_stages import BOUNDARY, copy_gradients, gpt_stages, have_same_bits, make_batch
 from tests.gpu.shared import REHEARSED
 
 
@@ -29,7 +29,7 @@ def make_gpu_stages(stages: int) -> list[nn.Module]:
 )
 def test_offload_keeps_bits(schedule: Any, shape: PipelineShape, recompute: Any) -> None:
     torch.use_deterministic_algorithms(True)
-    inputs, targets, scale = batch(shape.microbatches)
+    inputs, targets, scale = make_batch(shape.microbatches)
     inputs, targets, results = inputs.cuda(), targets.cuda(), []
     option_sets: list[dict[str, Any]] = [{}, {"offload": "all", "buffer_sharing": "minimal"}]
     for options in option_sets:
@@ -42,7 +42,7 @@ def test_offload_keeps_bits(schedule: Any, shape: PipelineShape, recompute: Any)
         with host_waits() as waited:
             total = world.step(inputs, targets, scale)
         assert not waited
-        results.append((total, gradients(stages)))
+        results.append((total, copy_gradients(stages)))
         for rank in world.executors:
             blocks = [
                 block.location
@@ -50,4 +50,6 @@ def test_offload_keeps_bits(schedule: Any, shape: PipelineShape, recompute: Any)
             ]
             assert REHEARSED or all(block.is_pinned() for block in blocks)
     torch.use_deterministic_algorithms(False)
-    assert torch.equal(results[0][0], results[1][0]) and same_bits(results[0][1], results[1][1])
+    assert torch.equal(results[0][0], results[1][0]) and have_same_bits(
+        results[0][1], results[1][1]
+    )

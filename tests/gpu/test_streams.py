@@ -23,12 +23,12 @@ from schedir.runtime.parameters.mixed_precision import use_float32_gradients
 from schedir.runtime.recording.recorder import EVENT_RESOLUTION
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, one_f_one_b
-from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, zb
-from tests.timeline_legality import too_early
+from tests.cpu.tiny_stages import BOUNDARY, copy_gradients, gpt_stages, make_batch, split_1f1b
+from tests.timeline_legality import find_early_instructions
 
 PLANS = [
     (one_f_one_b, PipelineShape(4, 6)),
-    (zb, PipelineShape(4, 4)),
+    (split_1f1b, PipelineShape(4, 4)),
     (interleaved, PipelineShape(2, 5, 3)),
 ]
 
@@ -60,7 +60,7 @@ def test_gradients_match_reference_in_any_order(
     schedule: Any, shape: PipelineShape, dtype: torch.dtype
 ) -> None:
     torch.use_deterministic_algorithms(True)
-    inputs, targets, scale = batch(shape.microbatches)
+    inputs, targets, scale = make_batch(shape.microbatches)
     inputs, targets = inputs.cuda(), targets.cuda()
     plain, rank_stages = make_gpu_stages(shape.stages, dtype), make_gpu_stages(shape.stages, dtype)
     loss = run_sequential(plain, inputs, targets, loss=gpt.loss, grad_scale=scale)
@@ -70,13 +70,13 @@ def test_gradients_match_reference_in_any_order(
     for seed in range(4):
         got = world.step(inputs, targets, scale, seed)
         torch.testing.assert_close(got, loss)
-        assert are_close(gradients(rank_stages), gradients(plain))
+        assert are_close(copy_gradients(rank_stages), copy_gradients(plain))
 
 
 @pytest.mark.parametrize("record", [False, True])
 def test_host_never_waits_inside_step(record: bool) -> None:
     shape = PipelineShape(4, 6)
-    inputs, targets, scale = batch(shape.microbatches)
+    inputs, targets, scale = make_batch(shape.microbatches)
     inputs, targets = inputs.cuda(), targets.cuda()
     program = compile(
         one_f_one_b, shape, progress_model="per_edge", tied_weights=True, clip_grad_norm=True
@@ -111,7 +111,7 @@ def assert_measured(timeline: Timeline) -> None:
     assert (timeline.kind, timeline.unit, timeline.start_time) == ("measured", "s", 0.0)
     assert 0 < timeline.span < 60 and (spans["end"] <= timeline.span).all()
     assert (spans["end"] > spans["start"])[spans["lane"] == Lane.COMPUTE].all()
-    assert not too_early(timeline, 2 * EVENT_RESOLUTION)
+    assert not find_early_instructions(timeline, 2 * EVENT_RESOLUTION)
 
 
 class _OutOfMemory(nn.Module):

@@ -26,7 +26,7 @@ from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.schedules import forward_only, get_built_in_schedules, gpipe, interleaved, one_f_one_b
 from schedir.verify.check import check
-from tests.laws import ZOO, least, shape_of
+from tests.laws import ZOO, find_min_microbatches, make_shape
 
 SIZES = Sizes(saved=10, recompute_inputs=1)
 COSTS = Costs(F=1, I=1, W=1, offload=1, reload=1, offload_to_disk=0.5, reload_from_disk=0.5)
@@ -43,7 +43,7 @@ def list_moves(program: Program, op: Opcode = Opcode.Offload) -> list[list[tuple
 
 
 def build_shape(schedule: Any, P: int = 4, m: int = 8) -> PipelineShape:
-    return shape_of(schedule, P, max(m, least(schedule, P)))
+    return make_shape(schedule, P, max(m, find_min_microbatches(schedule, P)))
 
 
 # ---------------------------------------------------------------- positions

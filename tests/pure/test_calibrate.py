@@ -19,8 +19,8 @@ from schedir.predict.calibrate import calibrate, compute_unexplained_share, form
 from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, Schedule, W
-from tests.clock_noise import measured
-from tests.laws import TWO_WAY, ZOO, least, shape_of
+from tests.clock_noise import measure_timeline
+from tests.laws import TWO_WAY, ZOO, find_min_microbatches, make_shape
 from tests.strategies import compute_programs, costs
 
 
@@ -117,8 +117,8 @@ def programs_with_costs(draw: st.DrawFn) -> tuple[Program, Costs]:
         draft = draw(compute_programs())
     else:
         schedule, ranks = draw(st.sampled_from([*ZOO.values()])), draw(st.sampled_from([2, 4]))
-        least_microbatches = least(schedule, ranks)
-        shape = shape_of(
+        least_microbatches = find_min_microbatches(schedule, ranks)
+        shape = make_shape(
             schedule, ranks, ranks * draw(st.integers(-(-least_microbatches // ranks), 5))
         )
         draft, tp = schedir.expand_schedule(schedule, shape), 1 if schedule in TWO_WAY else tp
@@ -142,7 +142,7 @@ def programs_with_costs(draw: st.DrawFn) -> tuple[Program, Costs]:
 @settings(max_examples=150)
 @given(programs_with_costs())
 def test_late_observation_keeps_predicted_span(case: tuple[Program, Costs]) -> None:
-    run = measured(*case)
+    run = measure_timeline(*case)
     assert predict_again(run).span == pytest.approx(run.span, abs=1e-9)
 
 
@@ -150,7 +150,7 @@ def test_late_observation_keeps_predicted_span(case: tuple[Program, Costs]) -> N
 @given(programs_with_costs())
 def test_prediction_includes_host_time(case: tuple[Program, Costs]) -> None:
     """Only the host time before the first instruction is not recorded."""
-    run = measured(*case, host=0.25)
+    run = measure_timeline(*case, host=0.25)
     assert predict_again(run).span == pytest.approx(run.span, abs=0.25 + 1e-9)
 
 
@@ -160,7 +160,7 @@ def test_prediction_tolerates_small_clock_differences(
     case: tuple[Program, Costs], ahead: list[float]
 ) -> None:
     """A clock difference adds to one direction what it takes from the other."""
-    run = measured(*case, clocks=np.array(ahead))
+    run = measure_timeline(*case, clocks=np.array(ahead))
     assert predict_again(run).span == pytest.approx(
         run.span, abs=1e-3 * (len(run.critical_path) + 1)
     )
@@ -172,14 +172,14 @@ def test_calibrated_run_of_blocking_hosts_is_predicted(
     schedule: Schedule, tp: int, send: float
 ) -> None:
     """A blocking host reaches a message late by up to one compute, also in the simulation."""
-    shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
+    shape = make_shape(schedule, 4, max(8, find_min_microbatches(schedule, 4)))
     tp = 1 if schedule in TWO_WAY else tp
     uneven = tuple(2 + 0.5 * (s % 3) for s in range(shape.stages))
     costs = Costs(F=uneven, I=2.5, W=1.5, FB=7, send=send, tp_scatter=0.02, tp_gather=0.05, step=1)
     program = schedir.compile(
         schedule, shape, tp=tp, progress_model="per_edge", costs=costs, tied_weights=True
     )
-    run = measured(program, costs, host=0.05, blocking_hosts=True)
+    run = measure_timeline(program, costs, host=0.05, blocking_hosts=True)
     assert predict_again(run).span == pytest.approx(run.span, rel=0.005)
     assert calibrate(run).send == pytest.approx(send, abs=0.1)
 
@@ -189,7 +189,7 @@ def test_hidden_messages_cost_no_more_than_send() -> None:
     shape = PipelineShape(2, 8, placement=(0, 1, 0))
     program = schedir.compile(looped_bfs, shape, progress_model="per_edge")
     costs = Costs(F=(2, 2, 3), B=(4, 4, 5), send=0.05, step=1)
-    run = measured(program, costs, host=0.02)
+    run = measure_timeline(program, costs, host=0.02)
     sends = run.spans[np.isin(run.spans["op"], SEND_OPS)]
     assert np.median(sends["end"] - sends["start"]) > 5  # the measured duration
     assert np.max(calibrate(run).specified["send"]) <= 0.05 + 1e-9
@@ -200,7 +200,7 @@ def test_one_late_message_keeps_send_cost() -> None:
     """The extra time of the late message is counted with the instruction that waited for it."""
     program = schedir.compile(one_f_one_b, PipelineShape(3, 8), progress_model="per_edge")
     costs = Costs(F=2, B=4, send=0.5)
-    run = measured(program, costs)
+    run = measure_timeline(program, costs)
     spans = run.spans.copy()
     spans["start"][spans["start"] > run.span / 2] += 20
     spans["end"][spans["end"] > run.span / 2] += 20
@@ -221,7 +221,7 @@ def test_predicted_bubble_is_printed_only_for_predicted_step() -> None:
 def test_unexplained_share_of_bubble_is_printed() -> None:
     """The host takes a tenth of each compute, so the bubble is larger than predicted."""
     program = schedir.compile(gpipe, PipelineShape(2, 4))
-    run = measured(program, Costs(F=10, B=10), "per_device", host=1.0)
+    run = measure_timeline(program, Costs(F=10, B=10), "per_device", host=1.0)
     predicted = predict_again(run)
     lost = compute_unexplained_share(predicted, run)
     assert lost == pytest.approx(0.08, abs=0.005)

@@ -9,12 +9,12 @@ from schedir.schedule_search.bounds.lower_bound import compute_bound
 from schedir.schedule_search.cp_sat import PROOF_TOLERANCE
 from schedir.schedule_search.search import search_schedule
 from tests.cases import ALL
-from tests.certified_optima import Case, cases
+from tests.certified_optima import Case, load_cases
 
 
 def test_built_in_schedules_are_optimal_in_at_most_half_of_cases() -> None:
     counts = Counter(
-        c.zoo is not None and c.zoo <= c.optimum * (1 + PROOF_TOLERANCE) for c in cases()
+        c.zoo is not None and c.zoo <= c.optimum * (1 + PROOF_TOLERANCE) for c in load_cases()
     )
     assert counts.total() >= 150 and counts[False] >= counts[True] > 0
 
@@ -27,19 +27,19 @@ def compute_bound_in_5_ms(case: Case) -> float:
 def test_bounds_are_at_most_optimum() -> None:
     bounds = {
         case: max(compute_bound(case.problem, 0.0).value, compute_bound_in_5_ms(case))
-        for case in cases()
+        for case in load_cases()
     }
     assert not [case for case, bound in bounds.items() if bound > case.optimum * (1 + 1e-9)]
 
 
 def test_seventy_percent_of_bounds_are_exact() -> None:
     exact = [
-        compute_bound_in_5_ms(case) >= case.optimum * (1 - PROOF_TOLERANCE) for case in cases()
+        compute_bound_in_5_ms(case) >= case.optimum * (1 - PROOF_TOLERANCE) for case in load_cases()
     ]
     assert sum(exact) >= 0.7 * len(exact)
 
 
-SMALL_CASES = [case for case in cases() if case.cells <= 72][::8]
+SMALL_CASES = [case for case in load_cases() if case.cells <= 72][::8]
 SLOW_CASE = "4x4 v=2 vee k=10 split span"  # takes as long as all others together
 
 

@@ -32,7 +32,7 @@ from schedir.checkpoints.manifest_json import _is_exact_cover
 from schedir.checkpoints.tensor_slices import split_range_into_slices
 from schedir.errors import CheckpointError, UsageError
 from tests.commands import ENV
-from tests.file_size_limit import small_files
+from tests.file_size_limit import limit_file_size
 
 DATA = bytes(range(32))
 
@@ -116,7 +116,7 @@ def test_files_are_synced_before_folder_is_renamed(
 def test_full_disk_keeps_only_earlier_checkpoint(folder: CheckpointDirectory) -> None:
     save(folder, 1)
     manifest = write_files(folder.begin(2), 2)
-    with small_files(100), pytest.raises(CheckpointError) as error:
+    with limit_file_size(100), pytest.raises(CheckpointError) as error:
         folder.finish(manifest, keep=1)
     assert error.value.step == 2 and "File too large" in error.value.fact
     assert (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from schedir.checkpoints.checkpoint_directory import LOCK_FILE, CheckpointDirectory
-from tests.kill_points import killed_before
+from tests.kill_points import kill_before_system_call
 from tests.pure.test_checkpoint_folder import save
 
 
@@ -36,7 +36,7 @@ def test_killed_save_leaves_complete_checkpoint(tmp_path: Path) -> None:
     for call in range(1000):
         directory = CheckpointDirectory(tmp_path / "run")
         shutil.copytree(template.path, directory.path)
-        has_ended = not killed_before(call, partial(save, directory, 30, 1, "new"))
+        has_ended = not kill_before_system_call(call, partial(save, directory, 30, 1, "new"))
         result = directory.find_checkpoint()
         assert result.manifest is not None
         assert result.manifest.step == 30
@@ -62,7 +62,7 @@ def test_killed_removal_leaves_complete_checkpoints_or_none(tmp_path: Path) -> N
     for call in range(1000):
         directory = CheckpointDirectory(tmp_path / "run")
         shutil.copytree(template.path, directory.path)
-        has_ended = not killed_before(call, directory.remove_all)
+        has_ended = not kill_before_system_call(call, directory.remove_all)
         for step in directory.list_steps():
             directory.verify(step)
         remaining_steps.add(tuple(directory.list_steps()))

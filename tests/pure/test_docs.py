@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate import PAGES
-from tests.tutorial import steps
+from tests.tutorial import read_steps
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -45,7 +45,7 @@ def test_readme_commands_print_documented_output(
 
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(ROOT)
-    commands = [step for step in steps(README) if step.kind == "command"]
+    commands = [step for step in read_steps(README) if step.kind == "command"]
     assert [step.argv[0] for step in commands] == ["draw", "check"]
     for step in commands:
         assert main(step.argv) == (2 if "Error: " in step.prints else 0), step.text

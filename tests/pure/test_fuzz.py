@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import ENDS, Reader, by_hand, judge, mutated, readers
+from tests.fuzz import (
+    ENDS,
+    Reader,
+    make_hand_written_changes,
+    make_readers,
+    mutate_file,
+    run_reader,
+)
 
 RANDOM_CHANGES, MANUAL_CHANGES = 2000, 200
 READERS = (
@@ -20,7 +27,7 @@ READERS = (
 
 @pytest.fixture(scope="module")
 def readers_by_name(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reader]:
-    return readers(tmp_path_factory.mktemp("right"))
+    return make_readers(tmp_path_factory.mktemp("right"))
 
 
 def test_readers_are_listed(readers_by_name: dict[str, Reader]) -> None:
@@ -32,11 +39,15 @@ def test_reader_accepts_or_refuses_changed_files(
     reader_name: str, readers_by_name: dict[str, Reader], tmp_path: Path
 ) -> None:
     reader, path = readers_by_name[reader_name], tmp_path / ENDS.get(reader_name, "file")
-    valid = judge(reader, iter(reader.right), path)
+    valid = run_reader(reader, iter(reader.right), path)
     assert valid.kinds == {"taken": len(reader.right)}, valid.failed
-    manual = judge(reader, islice(by_hand(reader.right), MANUAL_CHANGES), path)
+    manual = run_reader(
+        reader, islice(make_hand_written_changes(reader.right), MANUAL_CHANGES), path
+    )
     rng = random.Random(f"1 {reader_name}")
-    random_ = judge(reader, (mutated(reader.right, rng) for _ in range(RANDOM_CHANGES)), path)
+    random_ = run_reader(
+        reader, (mutate_file(reader.right, rng) for _ in range(RANDOM_CHANGES)), path
+    )
     assert not manual.failed + random_.failed
     assert manual.kinds.total() == MANUAL_CHANGES and len(random_.kinds) > 1, (
         "all were taken, or none"

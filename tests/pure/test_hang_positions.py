@@ -19,7 +19,14 @@ from schedir.hang_diagnosis.program_matching import match_program
 from schedir.hang_diagnosis.rank_positions import ChainEnd, ProgramVerdict, diagnose_copies
 from schedir.hang_diagnosis.wait_graph import DistributedJob, WaitReason
 from schedir.ir.isa.instructions import TRANSFER_OPS
-from tests.flight_recorder_dumps import Recorder, a_group_each, job_of, one_group, record, stopped
+from tests.flight_recorder_dumps import (
+    Recorder,
+    layout_with_group_per_edge,
+    layout_with_one_group,
+    record,
+    stop_at,
+    write_and_read_dumps,
+)
 from tests.museum.cases import cases
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -57,19 +64,21 @@ def list_cause_ranks(verdict: ProgramVerdict) -> set[int]:
 def test_stopped_rank_is_cause_at_any_instruction(tmp_path: Path, data: st.DataObject) -> None:
     """Draw the progress model, the kind of host, the number of steps and the process groups."""
     program = compile_case(data.draw(st.sampled_from([*PROGRAMS])), data.draw(st.booleans()))
-    groups = data.draw(st.sampled_from([one_group, a_group_each]))
-    model: ProgressModel = data.draw(st.sampled_from(MODELS)) if groups is one_group else "per_edge"
+    groups = data.draw(st.sampled_from([layout_with_one_group, layout_with_group_per_edge]))
+    model: ProgressModel = (
+        data.draw(st.sampled_from(MODELS)) if groups is layout_with_one_group else "per_edge"
+    )
     blocks = data.draw(st.booleans())
     graph = Graph(program, model, blocking_hosts=blocks)
     stop = data.draw(st.integers(0, len(program) - 1))
     is_in_kernel = not blocks and data.draw(st.booleans())
-    state = stopped(graph, stop, blocks, is_in_kernel)
+    state = stop_at(graph, stop, blocks, is_in_kernel)
     transfers = [k for k in range(len(program)) if graph.index.op[k] in TRANSFER_OPS]
     assume(not all(state.ended[k] for k in transfers))
     steps_before = data.draw(st.sampled_from([0, 0, 3]))
     ranks = range(program.shape.ranks)
     recorders = record(state, before=steps_before, layout=groups(ranks))
-    job = job_of(tmp_path, recorders, as_json=data.draw(st.booleans()))
+    job = write_and_read_dumps(tmp_path, recorders, as_json=data.draw(st.booleans()))
     (verdict,) = diagnose(job, program, model)
     placed, rank = verdict.positioned, int(graph.index.rank[stop])
     # The diagnosis matches all recorded transfers to the program.
@@ -116,7 +125,8 @@ def test_waiting_ranks_are_at_their_transfers(tmp_path: Path, blocking_hosts: bo
     stop = int(program.offsets[2]) + 8
     assert str(graph.index.locate(stop)[2]) == "B 2.0"
     (verdict,) = diagnose(
-        job_of(tmp_path, record(stopped(graph, stop, blocking_hosts), before=2)), program
+        write_and_read_dumps(tmp_path, record(stop_at(graph, stop, blocking_hosts), before=2)),
+        program,
     )
     instructions = [
         None if p.position is None else str(graph.index.locate(p.position)[2])
@@ -142,7 +152,7 @@ def test_museum_deadlocks_have_same_cycle_as_check(
     """The diagnosis finds the cycle that `check` finds, with its text, also without a program."""
     program = CASES[name].made()
     graph = Graph(program, progress_model)
-    job = job_of(tmp_path, record(stopped(graph, None, False)))
+    job = write_and_read_dumps(tmp_path, record(stop_at(graph, None, False)))
     (verdict,) = diagnose(job, program, progress_model)
     with pytest.raises(DeadlockError) as caught:
         check(program, progress_model)
@@ -162,9 +172,9 @@ def test_museum_has_deadlocks() -> None:
 def test_rank_without_dump_is_cause(tmp_path: Path) -> None:
     program = compile_case("one_f_one_b")
     graph = Graph(program, "per_device", blocking_hosts=True)
-    state = stopped(graph, int(program.offsets[2]) + 8, True)
+    state = stop_at(graph, int(program.offsets[2]) + 8, True)
     recorders = [recorder for recorder in record(state) if recorder.rank != 2]
-    job = job_of(tmp_path, recorders)
+    job = write_and_read_dumps(tmp_path, recorders)
     (verdict,) = diagnose(job, program)
     assert job.ranks_without_dump == (2,) and job.root_ranks == (2,)
     assert {cause.kind for cause in verdict.causes} == {ChainEnd.NO_DUMP}
@@ -176,10 +186,10 @@ def test_rank_without_dump_is_cause(tmp_path: Path) -> None:
 def test_positions_from_dumps_with_lost_entries(tmp_path: Path, overlap: bool) -> None:
     program = compile_case("zb_h1", overlap)
     graph = Graph(program, "per_device", blocking_hosts=True)
-    state = stopped(graph, int(program.offsets[1]) + 12, True)
-    complete = diagnose(job_of(tmp_path, record(state, before=41)), program)
+    state = stop_at(graph, int(program.offsets[1]) + 12, True)
+    complete = diagnose(write_and_read_dumps(tmp_path, record(state, before=41)), program)
     for last in (40, 9, 5):
-        job = job_of(tmp_path, record(state, before=41), last)
+        job = write_and_read_dumps(tmp_path, record(state, before=41), last)
         assert all(dump.num_lost for dump in job.dumps.values())
         (verdict,) = diagnose(job, program)
         assert verdict.matched.step == 41
@@ -192,8 +202,8 @@ def test_counters_give_position_without_other_entries(tmp_path: Path) -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 8))
     graph = Graph(program, "per_device", blocking_hosts=True)
     stop = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.6")
-    recorders = record(stopped(graph, stop, True), before=5)
-    (verdict,) = diagnose(job_of(tmp_path, recorders, last=4), program)
+    recorders = record(stop_at(graph, stop, True), before=5)
+    (verdict,) = diagnose(write_and_read_dumps(tmp_path, recorders, last=4), program)
     assert verdict.matched.counter_ranks == (0, 1) and verdict.matched.step == 5
     assert verdict.positions[0].position is not None and list_cause_ranks(verdict) == {0}
     assert str(graph.index.locate(verdict.positions[0].position)[2]) == "send_act 0.6"
@@ -201,14 +211,14 @@ def test_counters_give_position_without_other_entries(tmp_path: Path) -> None:
         "the position comes from counters" in line
         for line in describe_program(DistributedJob({}), [verdict])
     )
-    (verdict,) = diagnose(job_of(tmp_path, recorders, last=30), program)
+    (verdict,) = diagnose(write_and_read_dumps(tmp_path, recorders, last=30), program)
     assert verdict.matched.counter_ranks == () and verdict.matched.step == 5
     # Counters that also count other messages do not determine the position.
     for recorder in recorders:
         recorder.entries[-2]["op_id"] += 1
         recorder.entries[-1]["op_id"] += 1
     with pytest.raises(UsageError):
-        diagnose(job_of(tmp_path, recorders, last=4), program)
+        diagnose(write_and_read_dumps(tmp_path, recorders, last=4), program)
 
 
 def test_unused_process_group_belongs_to_current_step(tmp_path: Path) -> None:
@@ -216,8 +226,8 @@ def test_unused_process_group_belongs_to_current_step(tmp_path: Path) -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 4))
     graph = Graph(program, "per_edge", blocking_hosts=True)
     stop = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "B 1.0")
-    recorders = record(stopped(graph, stop, True), layout=a_group_each(range(2)))
-    (verdict,) = diagnose(job_of(tmp_path, recorders[1:]), program)
+    recorders = record(stop_at(graph, stop, True), layout=layout_with_group_per_edge(range(2)))
+    (verdict,) = diagnose(write_and_read_dumps(tmp_path, recorders[1:]), program)
     assert verdict.matched.step == 0
     rank_position = verdict.positions[0]
     assert (
@@ -232,14 +242,14 @@ def test_dumps_that_contradict_queue_order_are_refused(tmp_path: Path) -> None:
     edge, device = Graph(program, "per_edge"), Graph(program, "per_device")
     contradictions = 0
     for stop in range(0, len(program), 3):
-        state, predecessor = stopped(edge, stop, False), device.queue_predecessor
+        state, predecessor = stop_at(edge, stop, False), device.queue_predecessor
         ended = [
             k for k in range(len(program)) if state.ended[k] and device.index.op[k] in TRANSFER_OPS
         ]
         if all(predecessor[k] < 0 or state.ended[predecessor[k]] for k in ended):
             continue
         contradictions += 1
-        job = job_of(tmp_path, record(state))
+        job = write_and_read_dumps(tmp_path, record(state))
         with pytest.raises(UsageError) as caught:
             diagnose(job, program, "per_device")
         assert caught.value.fields == ("progress_model",)
@@ -252,7 +262,7 @@ def test_other_order_of_computes_does_not_match(tmp_path: Path) -> None:
     gpipe, other = (
         compile(s, PipelineShape(2, 4)) for s in (schedules.gpipe, schedules.one_f_one_b)
     )
-    job = job_of(tmp_path, record(stopped(Graph.from_program(gpipe), None, False)))
+    job = write_and_read_dumps(tmp_path, record(stop_at(Graph.from_program(gpipe), None, False)))
     with pytest.raises(UsageError) as caught:
         match_program(job, other)
     assert "after the compute that needs it" in caught.value.fact
@@ -262,7 +272,7 @@ def test_message_pattern_gives_position(tmp_path: Path) -> None:
     """Messages with shapes also count, so only the pattern of messages determines the position."""
     program = compile_case("one_f_one_b")
     graph = Graph(program, "per_device", blocking_hosts=True)
-    state = stopped(graph, int(program.offsets[2]) + 8, True)
+    state = stop_at(graph, int(program.offsets[2]) + 8, True)
     recorders = record(state, before=5)
     for recorder in recorders:
         entry_30 = dict(recorder.entries[30])
@@ -270,14 +280,15 @@ def test_message_pattern_gives_position(tmp_path: Path) -> None:
         for number, entry in enumerate(recorder.entries):
             entry["record_id"] = number
             entry["op_id"] += number >= 30
-    complete = diagnose(job_of(tmp_path, recorders), program)
+    complete = diagnose(write_and_read_dumps(tmp_path, recorders), program)
     assert complete[0].matched.step == 5 and complete[0].matched.num_ignored == 4
-    (verdict,) = diagnose(job_of(tmp_path, recorders, last=40), program)
+    (verdict,) = diagnose(write_and_read_dumps(tmp_path, recorders, last=40), program)
     assert verdict.matched.step is None
     assert (verdict.positions, verdict.causes) == (complete[0].positions, complete[0].causes)
     with pytest.raises(UsageError):  # too few entries to determine a position
         diagnose(
-            job_of(tmp_path, recorders, last=3) and _record_last_entries(tmp_path, recorders),
+            write_and_read_dumps(tmp_path, recorders, last=3)
+            and _record_last_entries(tmp_path, recorders),
             program,
         )
 
@@ -286,27 +297,27 @@ def _record_last_entries(tmp_path: Path, recorders: Sequence[Recorder]) -> Distr
     """Return the job of the last three entries of each rank, one with an integer tensor."""
     for recorder in recorders:
         recorder.entries[-3]["input_dtypes"] = ["Long"]
-    return job_of(tmp_path, recorders, last=3)
+    return write_and_read_dumps(tmp_path, recorders, last=3)
 
 
 def test_pipelines_of_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
     """Four pipelines run the program. Their process groups show which ranks form a pipeline."""
     program = compile_case("gpipe")
     graph = Graph(program, "per_device", blocking_hosts=True)
-    stopped_state = stopped(graph, int(program.offsets[1]) + 4, True)
+    stopped_state = stop_at(graph, int(program.offsets[1]) + 4, True)
     pipelines = [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
     recorders = []
     for k, ranks in enumerate(pipelines):
-        state = stopped_state if k == 2 else stopped(graph, None, True)
-        recorders += record(state, ranks, before=1, layout=one_group(ranks, f"pp{k}"))
-    job = job_of(tmp_path, recorders)
+        state = stopped_state if k == 2 else stop_at(graph, None, True)
+        recorders += record(state, ranks, before=1, layout=layout_with_one_group(ranks, f"pp{k}"))
+    job = write_and_read_dumps(tmp_path, recorders)
     verdicts = diagnose(job, program)
     assert [v.matched.ranks for v in verdicts] == pipelines
     assert [bool(v.causes) for v in verdicts] == [False, False, True, False]
     assert list_cause_ranks(verdicts[2]) == {1} and job.root_ranks == (6,)
     # Pipeline ranks have the order of the process group, which may be any order.
     reordered = (9, 3, 5)
-    job = job_of(tmp_path, record(stopped_state, reordered))
+    job = write_and_read_dumps(tmp_path, record(stopped_state, reordered))
     assert [v.matched.ranks for v in diagnose(job, program)] == [reordered]
     assert job.root_ranks == (3,)
 
@@ -315,12 +326,12 @@ def test_missing_member_of_collective_is_cause(tmp_path: Path) -> None:
     """A late rank waits in a collective. The rank that has not issued it is the cause."""
     program = compile_case("gpipe")
     graph = Graph(program, "per_device", blocking_hosts=True)
-    recorders = record(stopped(graph, int(program.offsets[1]) + 4, True))
+    recorders = record(stop_at(graph, int(program.offsets[1]) + 4, True))
     recorders[1].group("tp", (1, 3), "tp")
     recorders[1].collective("tp", "all_reduce", ended=False)
     other = Recorder(3)
     other.group("tp", (1, 3), "tp")
-    job = job_of(tmp_path, [*recorders, other])
+    job = write_and_read_dumps(tmp_path, [*recorders, other])
     assert job.root_ranks == (3,)
     assert [(w.rank, w.awaited_rank, w.reason) for w in job.waits[1]] == [
         (1, 3, WaitReason.NOT_ISSUED)
@@ -349,7 +360,7 @@ def test_early_receive_is_no_deadlock(tmp_path: Path) -> None:
     program = check(from_text(POSTED_EARLY), "per_edge", blocking_hosts=True)
     graph = Graph(program, "per_edge", blocking_hosts=True)
     assert str(graph.index.locate(3)[2]) == "F 0.1"
-    job = job_of(tmp_path, record(stopped(graph, 3, True)))
+    job = write_and_read_dumps(tmp_path, record(stop_at(graph, 3, True)))
     assert {wait.rank for wait in job.cycle} == {0, 1}
     assert any("may still compute" in line for line in describe_job(job))
     (verdict,) = diagnose(job, program, "per_edge")
@@ -360,18 +371,21 @@ def test_dumps_contradict_progress_model(tmp_path: Path) -> None:
     """Dumps with a process group per edge contradict per_device, which has a single queue."""
     program = compile_case("one_f_one_b")
     graph = Graph(program, "per_edge", blocking_hosts=True)
-    state = stopped(graph, int(program.offsets[2]) + 8, True)
-    job = job_of(tmp_path, record(state, layout=a_group_each(range(4))))
+    state = stop_at(graph, int(program.offsets[2]) + 8, True)
+    job = write_and_read_dumps(tmp_path, record(state, layout=layout_with_group_per_edge(range(4))))
     with pytest.raises(UsageError) as caught:
         diagnose(job, program, "per_device")
     assert caught.value.fields == ("progress_model",)
     assert diagnose(job, program)[0].progress_model == "per_edge"
-    assert diagnose(job_of(tmp_path, record(state)), program)[0].progress_model == "per_device"
+    assert (
+        diagnose(write_and_read_dumps(tmp_path, record(state)), program)[0].progress_model
+        == "per_device"
+    )
 
 
 def test_dumps_of_another_program_are_refused(tmp_path: Path) -> None:
     program = compile_case("one_f_one_b")
-    job = job_of(tmp_path, record(stopped(Graph(program), None, False)))
+    job = write_and_read_dumps(tmp_path, record(stop_at(Graph(program), None, False)))
     for other, fields in (
         (compile(schedules.gpipe, PipelineShape(4, 6)), ("program",)),
         (compile(schedules.one_f_one_b, PipelineShape(3, 6)), ("ranks",)),
@@ -389,4 +403,6 @@ def test_collectives_alone_do_not_match_program(tmp_path: Path) -> None:
         recorder.group("0", (0, 1), "default_pg")
         recorder.collective("0", "all_reduce", recorder.rank == 0)
     with pytest.raises(UsageError):
-        diagnose(job_of(tmp_path, recorders), compile(schedules.gpipe, PipelineShape(2, 4)))
+        diagnose(
+            write_and_read_dumps(tmp_path, recorders), compile(schedules.gpipe, PipelineShape(2, 4))
+        )

@@ -23,7 +23,7 @@ from schedir.hang_diagnosis.wait_graph import DistributedJob, WaitReason
 from schedir.ir.isa.instructions import RECV_OPS
 from schedir.ir.stream import Stream
 from tests.commands import run_command, run_refused_command
-from tests.flight_recorder_dumps import Recorder, job_of, record, stopped
+from tests.flight_recorder_dumps import Recorder, record, stop_at, write_and_read_dumps
 from tests.museum.cases import cases
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -60,7 +60,7 @@ def _record_collective(
 def test_mismatched_operations_are_reported(
     other: Callable[[], list[Recorder]], tmp_path: Path
 ) -> None:
-    job = job_of(tmp_path, other())
+    job = write_and_read_dumps(tmp_path, other())
     assert {wait.reason for wait in job.unmatched} == {WaitReason.MISMATCH} and not job.cycle
     assert any("does not match rank" in line for line in describe_job(job))
 
@@ -74,7 +74,7 @@ def test_kept_entries_are_paired_in_order(tmp_path: Path) -> None:
             shape = (2, 8) if k != ended_count + 1 else (3, 3)
             side = ("recv", 0) if recorder.rank else ("send", 1)
             recorder.messages("1", [side], k < ended_count, shape=shape)
-    job = job_of(tmp_path, recorders, last=5)
+    job = write_and_read_dumps(tmp_path, recorders, last=5)
     assert all(dump.num_lost for dump in job.dumps.values())
     assert {wait.reason for wait in job.unmatched} == {WaitReason.ISSUED} and not job.cycle
 
@@ -99,13 +99,13 @@ def test_only_awaited_rank_with_old_dump_may_be_cause(tmp_path: Path) -> None:
         recorder.collective("1", "all_reduce", ended=True)
     recorders[0].collective("1", "all_reduce", ended=True)
     recorders[0].collective("1", "all_reduce", ended=False)
-    job = job_of(tmp_path, recorders)
+    job = write_and_read_dumps(tmp_path, recorders)
     assert job.old_dump_ranks == job.root_ranks == (1,)
     assert describe_job(job)[0].startswith("rank 1 may be the cause")
 
 
 def test_issued_message_that_has_not_ended_has_no_cause(tmp_path: Path) -> None:
-    job = job_of(tmp_path, [_record_message(0), _record_message(1)])
+    job = write_and_read_dumps(tmp_path, [_record_message(0), _record_message(1)])
     assert (
         {wait.reason for wait in job.unmatched} == {WaitReason.ISSUED}
         and not job.cycle
@@ -134,11 +134,17 @@ def test_message_in_batch_and_alone_is_reported(tmp_path: Path) -> None:
         recorder.group("1", (0, 1))
     recorders[0].messages("1", [("send", 1), ("recv", 1)], False)
     recorders[1].messages("1", [("recv", 0)], False)
-    (line,) = [line for line in describe_job(job_of(tmp_path, recorders)) if "in a batch" in line]
+    (line,) = [
+        line
+        for line in describe_job(write_and_read_dumps(tmp_path, recorders))
+        if "in a batch" in line
+    ]
     assert "rank 0 has issued it in a batch, and rank 1 alone" in line
     recorders[0].entries.clear()
     recorders[0].messages("1", [("send", 1)], False)
-    assert not any("in a batch" in line for line in describe_job(job_of(tmp_path, recorders)))
+    assert not any(
+        "in a batch" in line for line in describe_job(write_and_read_dumps(tmp_path, recorders))
+    )
 
 
 def _write_dumps(folder: Path, name: str) -> list[str]:
@@ -148,13 +154,13 @@ def _write_dumps(folder: Path, name: str) -> list[str]:
         program = move_receives_before_use(program) if "other" in name else program
         graph = Graph(program, "per_edge" if "other" in name else "per_device", blocking_hosts=True)
         stop = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "B 2.0")
-        job_of(folder, record(stopped(graph, stop, True), before=3))
+        write_and_read_dumps(folder, record(stop_at(graph, stop, True), before=3))
         return ["--program", "one_f_one_b", "--microbatches", "6"] * ("program" in name)
     if name.startswith("deadlock"):
         (folder / "moved.sched").write_text(LATE_RECEIVES.program.lstrip())
-        job_of(folder, record(stopped(Graph(LATE_RECEIVES.made()), None, False)))
+        write_and_read_dumps(folder, record(stop_at(Graph(LATE_RECEIVES.made()), None, False)))
         return ["--program", str(folder / "moved.sched")] * ("program" in name)
-    job_of(folder, record_collectives())
+    write_and_read_dumps(folder, record_collectives())
     return []
 
 
@@ -203,7 +209,7 @@ def test_report_of_many_ranks_is_short_and_names_cause(tmp_path: Path) -> None:
         recorder.group("0", range(60), "default_pg")
         if recorder.rank != 41:
             recorder.collective("0", "barrier", ended=False)
-    lines = describe_job(job_of(tmp_path, recorders))
+    lines = describe_job(write_and_read_dumps(tmp_path, recorders))
     assert len(lines) < 25 and any("rank 41 is the cause" in line for line in lines)
 
 
@@ -226,14 +232,14 @@ def test_rank_computing_before_open_receive_may_be_cause(tmp_path: Path) -> None
     program = compile(schedules.gpipe, PipelineShape(3, 4))
     graph = Graph(program)
     stop = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 2.2")
-    recorders = record(stopped(graph, stop, False, kernels=True))
-    job = job_of(tmp_path, recorders)
+    recorders = record(stop_at(graph, stop, False, kernels=True))
+    job = write_and_read_dumps(tmp_path, recorders)
     lines = describe_program(job, diagnose_copies(program, match_program(job, program)))
     assert any(line.startswith("rank 1 or rank 2 may be the cause") for line in lines)
     # If the dumps record which kernels have started, only one of the two remains.
     scheduled = [e for e in recorders[1].entries if e["state"] == "scheduled"]
     scheduled[0]["state"] = "started"
-    job = job_of(tmp_path, recorders)
+    job = write_and_read_dumps(tmp_path, recorders)
     lines = describe_program(job, diagnose_copies(program, match_program(job, program)))
     assert any(line.startswith("rank 2 is the cause: #6 recv_act 2.3") for line in lines)
     assert any("has started on rank 1: rank 2 may be" in line for line in describe_job(job))
@@ -246,7 +252,9 @@ def test_kernels_of_previous_step_may_be_cause(tmp_path: Path) -> None:
     """
     program = compile(schedules.one_f_one_b, PipelineShape(2, 4))
     for before, is_ambiguous in ((0, False), (2, True)):
-        job = job_of(tmp_path, record(stopped(Graph(program), 0, False), before=before))
+        job = write_and_read_dumps(
+            tmp_path, record(stop_at(Graph(program), 0, False), before=before)
+        )
         lines = describe_program(job, diagnose_copies(program, match_program(job, program)))
         assert any("rank 0 or rank 1 may be the cause" in line for line in lines) is is_ambiguous
         assert any(line.startswith("rank 0 is the cause") for line in lines) is not is_ambiguous
@@ -257,10 +265,10 @@ def test_older_dump_is_reported_without_cause(tmp_path: Path) -> None:
     program = compile(schedules.one_f_one_b, PipelineShape(4, 6))
     graph = Graph(program, blocking_hosts=True)
     early, late = (
-        record(stopped(graph, int(program.offsets[rank]) + position, True))
+        record(stop_at(graph, int(program.offsets[rank]) + position, True))
         for rank, position in ((2, 8), (1, 17))
     )
-    job = job_of(tmp_path, [*late[:2], early[2], late[3]])
+    job = write_and_read_dumps(tmp_path, [*late[:2], early[2], late[3]])
     assert job.old_dump_ranks == (2,)
     for lines in (
         describe_job(job),
@@ -270,16 +278,16 @@ def test_older_dump_is_reported_without_cause(tmp_path: Path) -> None:
         assert not any("is the cause" in line for line in lines)
     recorders = [_record_collective(0), _record_collective(1)]
     recorders[0].collective("1", "all_reduce", ended=True)
-    job = job_of(tmp_path, recorders)
+    job = write_and_read_dumps(tmp_path, recorders)
     assert job.old_dump_ranks == (1,)
     recorders[0].entries[-1]["profiling_name"] = "nccl:broadcast"  # its root waits for no rank
-    assert job_of(tmp_path, recorders).old_dump_ranks == ()
+    assert write_and_read_dumps(tmp_path, recorders).old_dump_ranks == ()
 
 
 def test_overwritten_position_is_reported_without_cause(tmp_path: Path) -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 6))
     graph = Graph(program)
-    job = job_of(tmp_path, record(stopped(graph, 0, False), before=2), last=4)
+    job = write_and_read_dumps(tmp_path, record(stop_at(graph, 0, False), before=2), last=4)
     assert any(
         "the operation at which the rank waits may be lost" in line for line in describe_job(job)
     )
@@ -292,8 +300,8 @@ def test_overwritten_position_is_reported_without_cause(tmp_path: Path) -> None:
 def test_partly_started_collective_names_possible_cause(tmp_path: Path) -> None:
     recorders = [_record_collective(0), _record_collective(1)]
     recorders[0].entries[0]["state"] = "started"
-    lines = describe_job(job_of(tmp_path, recorders))
+    lines = describe_job(write_and_read_dumps(tmp_path, recorders))
     assert any("has started on rank 0: rank 1 may be the cause" in line for line in lines)
     recorders[1].entries[0]["state"] = "completed"
-    lines = describe_job(job_of(tmp_path, recorders))
+    lines = describe_job(write_and_read_dumps(tmp_path, recorders))
     assert any("has ended on rank 1: rank 0 may be the cause" in line for line in lines)

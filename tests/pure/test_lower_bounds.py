@@ -36,7 +36,7 @@ from schedir.schedule_search.rank_order import (
 )
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs, shapes_for
-from tests.interleavings import shortest
+from tests.interleavings import find_shortest_length
 from tests.strategies import costs
 
 UNREPLICATED_PLACEMENTS = ("loop", "vee", "given")
@@ -310,7 +310,7 @@ def test_exhaustive_optimum_is_not_below_bound(data: st.DataObject) -> None:
         problem.get_min_capacity(r) + data.draw(st.integers(0, 4)) for r in range(shape.ranks)
     ]
     problem = replace(problem, capacity=tuple(capacity))
-    optimum = shortest(problem)
+    optimum = find_shortest_length(problem)
     assert compute_closed_bound(problem).value * TOLERANCE <= optimum
     assert compute_bound(problem, 1.0).value * TOLERANCE <= optimum
 
@@ -322,7 +322,7 @@ def test_bound_of_small_shape_is_exact(in_flight: int, objective: Objective) -> 
         problem = make_problem(
             PipelineShape(2, 3), priced, max_in_flight=in_flight, objective=objective
         )
-        assert compute_bound(problem).value == pytest.approx(shortest(problem))
+        assert compute_bound(problem).value == pytest.approx(find_shortest_length(problem))
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,12 @@ from schedir.errors import MemoryLimitError
 from schedir.ir.isa.instructions import Opcode
 from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.predict.what_if import Advice, advise
-from tests.offload_programs import offloaded
+from tests.offload_programs import offload_everything
 
 
 def simulate_offloaded(costs: Costs, *, spilled: bool = False, **options: object) -> Timeline:
     plain = compile(schedules.one_f_one_b, PipelineShape(1, 3), **options)  # type: ignore[arg-type]
-    return simulate(check(offloaded(plain, spilled=spilled)), costs)
+    return simulate(check(offload_everything(plain, spilled=spilled)), costs)
 
 
 def sum_idle_by_cause(timeline: Timeline) -> dict[IdleCause, float]:
@@ -69,9 +69,9 @@ def test_snapshot_waits_have_their_own_idle_cause() -> None:
 
 
 def test_forward_without_free_slot_waits_for_offload() -> None:
-    text = to_text(offloaded(compile(schedules.gpipe, PipelineShape(1, 4))), folded=False).replace(
-        "\nrank 0\n", "\nrank 0  saved 1\n"
-    )
+    text = to_text(
+        offload_everything(compile(schedules.gpipe, PipelineShape(1, 4))), folded=False
+    ).replace("\nrank 0\n", "\nrank 0  saved 1\n")
     timeline = simulate(check(from_text(text)), Costs(F=1, B=2, offload=0.5, reload=0.25))
     assert sum_idle_by_cause(timeline) == {IdleCause.OFFLOAD: 4 * 0.75}
     assert timeline.span == 4 * 3.75

@@ -14,7 +14,7 @@ from schedir.io import perfetto
 from schedir.ir.isa.instructions import LANES, Lane, Opcode
 from schedir.viz.layout import CURVE_HEIGHT
 from schedir.viz.palette import DARK_PALETTE, PALETTES, choose_box_color, format_hex, lightness
-from tests.offload_programs import offloaded
+from tests.offload_programs import offload_everything
 
 COSTS = Costs(
     F=1, B=2, send=0.1, offload=0.5, reload=0.5, offload_to_disk=0.6, reload_from_disk=0.6
@@ -26,7 +26,9 @@ COPY_OPS = (Opcode.Offload, Opcode.Reload, Opcode.OffloadToDisk, Opcode.ReloadFr
 def simulate_offloaded(*, spilled: bool = False, ranks: int = 4) -> Timeline:
     program = compile(schedules.one_f_one_b, PipelineShape(ranks, 8))
     return simulate(
-        check(offloaded(program, spilled=spilled)), COSTS, sizes=Sizes(activation=1e6, saved=1e7)
+        check(offload_everything(program, spilled=spilled)),
+        COSTS,
+        sizes=Sizes(activation=1e6, saved=1e7),
     )
 
 

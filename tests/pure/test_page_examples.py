@@ -11,12 +11,12 @@ import pytest
 
 import schedir
 from schedir.__main__ import main
-from tests.tutorial import READERS, ROOT, blocks, steps
+from tests.tutorial import READERS, ROOT, read_blocks, read_steps
 
 
 def commands(page: str) -> list[str]:
     """Return the commands that a page shows without their output."""
-    shell = [body for language, body in blocks(page) if not language and body[:2] != "# "]
+    shell = [body for language, body in read_blocks(page) if not language and body[:2] != "# "]
     lines = "".join(shell).replace("\\\n", "").splitlines()
     return [line for line in lines if line.startswith("schedir ")]
 
@@ -45,7 +45,7 @@ def test_page_commands_print_documented_output(
     program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))
     schedir.save_timeline(schedir.simulate(program), "run.timeline")  # a file that the pages use
     num_commands = 0
-    for step in steps(page):
+    for step in read_steps(page):
         if step.kind == "file":
             Path(step.named).write_text(step.text)
         elif (
@@ -73,7 +73,9 @@ def test_commands_named_on_pages_exist(capsys: pytest.CaptureFixture[str]) -> No
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     for path in pages:
         page = path.read_text().replace("\\\n", "")
-        shell = "".join(body for language, body in blocks(page) if language in ("", "sh", "bash"))
+        shell = "".join(
+            body for language, body in read_blocks(page) if language in ("", "sh", "bash")
+        )
         commands = re.findall(r"^(?:\$ )?schedir +([a-z]+) (.*)$", shell, flags=re.M)
         commands += re.findall(r"`schedir ([a-z]+) ?([^`]*)`", page)
         for command, arguments in commands:
@@ -88,6 +90,6 @@ def test_commands_named_on_pages_exist(capsys: pytest.CaptureFixture[str]) -> No
             for option in re.findall(r"(?<!\S)--?[a-z][\w-]*", arguments.split("  #")[0]):
                 known = re.search(rf"(?<!\S){option}(?![\w-])", helps[called].replace("[", " "))
                 assert known, (path.name, command, option)
-        for language, body in blocks(page):
+        for language, body in read_blocks(page):
             if language == "python":
                 compile(body, path.name, "exec")

@@ -20,7 +20,7 @@ from schedir.planner.bottleneck import attach_bottleneck
 from schedir.planner.hardware.cluster_size import resize_cluster
 from schedir.planner.transformer.model_presets import MODEL_PRESETS, load_model
 from tests.commands import run_command, run_refused_command
-from tests.tutorial import blocks
+from tests.tutorial import read_blocks
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan.txt"
 TINY = ("--layers=8", "--hidden=256", "--heads=8", "--vocab=256", "--sequence=128")
@@ -307,7 +307,7 @@ def test_how_to_page_runs(
     """
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "plan-a-cluster.md").read_text()
     monkeypatch.chdir(tmp_path)
-    for kind, body in blocks(page):
+    for kind, body in read_blocks(page):
         if kind == "python":
             exec(compile(body, "plan-a-cluster.md", "exec"), {})
             assert capsys.readouterr().out

@@ -36,7 +36,7 @@ from schedir.schedules.schedule_algebra import B, F, I, R, RankSchedule, W
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
-from tests.laws import ZOO, least, shape_of
+from tests.laws import ZOO, find_min_microbatches, make_shape
 
 SIZES = Sizes(saved=10, recompute_inputs=1)
 
@@ -132,7 +132,7 @@ def test_early_recompute_is_no_worse_than_late(schedule: Any) -> None:
     if schedule is get_built_in_schedules()["forward_only"]:
         assert RECOMPUTE not in compile(schedule, PipelineShape(4, 8), recompute="all").used_opcodes
         return
-    shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
+    shape = make_shape(schedule, 4, max(8, find_min_microbatches(schedule, 4)))
     for costs in (Costs(F=1, I=1, W=1), Costs(F=2, I=3, W=1, send=0.5, R=1)):
         runs = [
             simulate(p, costs, sizes=SIZES)

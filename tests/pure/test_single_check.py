@@ -15,7 +15,7 @@ from schedir.ir.dataflow import Dataflow
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.training.config.config_file import read_config
 from schedir.training.train import build_program
-from tests.check_calls import proofs
+from tests.check_calls import record_checks
 from tests.commands import run_command
 
 SCHEDULE_SOURCE = """
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def check_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    return proofs(monkeypatch)
+    return record_checks(monkeypatch)
 
 
 COMMANDS = (

@@ -44,7 +44,7 @@ from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
 from tests.commands import run_command
-from tests.laws import ZOO, least, shape_of
+from tests.laws import ZOO, find_min_microbatches, make_shape
 from tests.oracle import Machine
 from tests.strategies import costs, with_slots
 
@@ -181,7 +181,7 @@ def test_latency_preserving_keeps_span(
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_minimal_slots_finish_under_every_model(schedule: Schedule, overlap: bool) -> None:
-    shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
+    shape = make_shape(schedule, 4, max(8, find_min_microbatches(schedule, 4)))
     for model in MODELS:
         program = compile(
             schedule, shape, tp=2, progress_model=model, overlap=overlap, buffer_sharing="minimal"
@@ -217,7 +217,7 @@ def test_minimal_slots_slow_gpipe() -> None:
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 def test_slots_for_free_messages_keep_span_of_others(schedule: Schedule) -> None:
     """Slots chosen for messages that take no time lose no time when messages do take time."""
-    shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
+    shape = make_shape(schedule, 4, max(8, find_min_microbatches(schedule, 4)))
     unslotted = compile(schedule, shape, progress_model="per_edge", overlap=True)
     shared = share_slots(unslotted, "latency_preserving", None, "per_edge")
     for send in (0, 0.02, 0.1, 0.2, 0.3, 0.5):

@@ -28,8 +28,8 @@ from schedir.schedule_search.rank_order import (
 )
 from schedir.schedule_search.search import search_schedule
 from schedir.schedule_search.search_results import LowerBound
-from tests.certified_optima import Case, cases
-from tests.interleavings import shortest
+from tests.certified_optima import Case, load_cases
+from tests.interleavings import find_shortest_length
 
 
 def run_solver(problem: SchedulingProblem, **options: object) -> SolverResult:
@@ -39,7 +39,7 @@ def run_solver(problem: SchedulingProblem, **options: object) -> SolverResult:
 
 def select_small_cases(stages_per_rank: int, max_cells: int) -> list[Case]:
     small_cases = [
-        c for c in cases() if c.stages_per_rank == stages_per_rank and c.cells <= max_cells
+        c for c in load_cases() if c.stages_per_rank == stages_per_rank and c.cells <= max_cells
     ]
     return small_cases[:: len(small_cases) // 5 + 1]
 
@@ -116,7 +116,7 @@ def tiny_problems(draw: st.DrawFn) -> SchedulingProblem:
 @given(tiny_problems())
 @settings(max_examples=40, deadline=None)
 def test_solver_agrees_with_exhaustive_search(problem: SchedulingProblem) -> None:
-    best = shortest(problem)
+    best = find_shortest_length(problem)
     result = run_solver(problem)
     assert result.is_proved and result.order is not None
     assert result.value == pytest.approx(best, rel=PROOF_TOLERANCE)
@@ -146,7 +146,7 @@ def test_bound_explanation_without_known_bound() -> None:
 def test_non_decimal_costs_are_rounded_down_for_bound() -> None:
     costs = Costs(F=(1 / 3, 2 / 7), I=(0.1 + 0.2, 3**0.5), W=(2 / 3, 5**0.5))
     problem = make_problem(PipelineShape(ranks=2, microbatches=3), costs, max_in_flight=2)
-    best = shortest(problem)
+    best = find_shortest_length(problem)
     result = run_solver(problem)
     assert (
         best * (1 - PROOF_TOLERANCE)

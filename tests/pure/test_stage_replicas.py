@@ -22,7 +22,7 @@ from schedir.schedules import chimera, dualpipe
 from schedir.schedules.greedy import greedy_schedule
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.verify.check import check
-from tests.laws import shape_of
+from tests.laws import make_shape
 
 # Models in which reductions have their own queue.
 MODELS_WITH_REDUCTION_QUEUE: tuple[ProgressModel, ...] = (
@@ -59,7 +59,7 @@ def compute_span(
 def test_earlier_replica_sum_overlaps_compute(P: int, schedule: Schedule) -> None:
     """The earlier sum overlaps with the remaining compute."""
     costs = Costs(reduce_replicated_stages=0.5)
-    program = compile(schedule, shape_of(schedule, P, 2 * P), costs=costs)
+    program = compile(schedule, make_shape(schedule, P, 2 * P), costs=costs)
     for model in MODELS_WITH_REDUCTION_QUEUE:
         free_span = compute_span(program, Costs(), model, blocking_hosts=False)
         for blocks in (False, True):
@@ -126,6 +126,6 @@ def test_early_replica_sums_never_lengthen_step(
 
 def test_data_parallel_sum_order_is_unchanged() -> None:
     """With dp=2, the sums over stage replicas stay at the end."""
-    program = compile(chimera, shape_of(chimera, 4, 8), dp=2)
+    program = compile(chimera, make_shape(chimera, 4, 8), dp=2)
     assert program == move_sums_to_end(program)
-    assert compile(chimera, shape_of(chimera, 4, 8)) != move_sums_to_end(program)
+    assert compile(chimera, make_shape(chimera, 4, 8)) != move_sums_to_end(program)

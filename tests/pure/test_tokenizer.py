@@ -17,10 +17,10 @@ from schedir.data import tokenizer as module
 from schedir.data.corpus import get_tokenizer, read_documents
 from schedir.data.tokenizer import BPE, load_tokenizer
 from schedir.errors import UsageError
-from tests.tokens import END, decode, train
+from tests.tokens import END, decode_tokens, train_tokenizer
 
 TEXT = b"the quick brown fox jumps over the lazy dog; z\xc3\xa4h, it's 42 times\n" * 20
-TRAINED = train([TEXT.decode()], 300)
+TRAINED = train_tokenizer([TEXT.decode()], 300)
 
 
 @cache
@@ -36,7 +36,7 @@ def load_trained_bpe() -> BPE:
 @example(b" \xc3\xa4\xff\xff ")
 def test_encoded_text_round_trips(text: bytes) -> None:
     ids = load_trained_bpe().encode(text)
-    assert decode(TRAINED, ids.tolist()) == text and load_trained_bpe().end_token not in ids
+    assert decode_tokens(TRAINED, ids.tolist()) == text and load_trained_bpe().end_token not in ids
     assert all(0 <= i < load_trained_bpe().vocab_size for i in ids)
 
 
@@ -50,7 +50,7 @@ def test_long_text_is_split_without_changing_tokens(monkeypatch: pytest.MonkeyPa
     unsplit = load_trained_bpe().encode(TEXT)
     monkeypatch.setattr(module, "MAX_TEXT_BYTES", 100)
     assert load_trained_bpe().encode(TEXT).tolist() == unsplit.tolist()
-    assert decode(TRAINED, load_trained_bpe().encode(text).tolist()) == text
+    assert decode_tokens(TRAINED, load_trained_bpe().encode(text).tolist()) == text
     assert max(map(len, module._split_long_text(text))) <= 100
 
 
@@ -123,8 +123,8 @@ def test_each_file_ends_with_end_token(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(text)
     tokens, document_ends = read_documents(str(tmp_path / "*.txt"), tokenizer, 300)
     assert tokens.dtype == np.uint16 and document_ends is not None and len(document_ends) == 2
-    assert decode(TRAINED, tokens[: document_ends[0]].tolist()) == TEXT
-    assert decode(TRAINED, tokens[document_ends[0] :].tolist()) == b"the fox"
+    assert decode_tokens(TRAINED, tokens[: document_ends[0]].tolist()) == TEXT
+    assert decode_tokens(TRAINED, tokens[document_ends[0] :].tolist()) == b"the fox"
     assert [tokens[end - 1] for end in document_ends] == [0, 0] and document_ends[1] == len(tokens)
     (tmp_path / "a.bin").write_bytes(b"ab")
     with pytest.raises(UsageError, match="contains tokens"):

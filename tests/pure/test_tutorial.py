@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from schedir.__main__ import main
-from tests.tutorial import FIRST_SCHEDULE, READ_A_TRACE, ROOT, Step, steps
+from tests.tutorial import FIRST_SCHEDULE, READ_A_TRACE, ROOT, Step, read_steps
 
 
 def test_first_schedule_tutorial(
@@ -16,7 +16,7 @@ def test_first_schedule_tutorial(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     num_refused = 0
-    for step in steps(FIRST_SCHEDULE.read_text()):
+    for step in read_steps(FIRST_SCHEDULE.read_text()):
         if step.kind == "file":
             with open(step.named, "a") as file:
                 file.write(step.text)
@@ -44,7 +44,7 @@ def test_read_a_trace_tutorial(
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     page = READ_A_TRACE.read_text()
     printed = ""
-    for step in filter(uses_recorded_run, steps(page)):
+    for step in filter(uses_recorded_run, read_steps(page)):
         argv = step.argv
         for k, word in enumerate(argv):
             if word.startswith("$(schedir "):

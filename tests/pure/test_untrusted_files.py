@@ -26,7 +26,7 @@ from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import F
 from schedir.testing import compute_programs
 from schedir.training.config.config_file import read_config
-from tests.limited_process import Said, confined
+from tests.limited_process import CommandResult, run_limited
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits as Linux has them")
 
@@ -49,7 +49,7 @@ def make_argv(way: str, path: str) -> list[str]:
     return [word.format(path) for word in WAYS[way][0].split()]
 
 
-def is_short_error(result: Said) -> bool:
+def is_short_error(result: CommandResult) -> bool:
     """Return whether a command ended with a single error message of schedir."""
     return (
         result.code == 2
@@ -89,7 +89,7 @@ def test_special_files_are_refused(kind: str, tmp_path: Path) -> None:
     if kind == "code":
         paths = [p for p in paths if "endless" not in p]  # Python reads code files
     for path, result in zip(
-        paths, confined([make_argv(kind, p) for p in paths], tmp_path), strict=True
+        paths, run_limited([make_argv(kind, p) for p in paths], tmp_path), strict=True
     ):
         assert is_short_error(result), (path, result)
 
@@ -156,7 +156,7 @@ def test_hostile_file_content_is_refused_quickly(kind: str, tmp_path: Path) -> N
         path = tmp_path / f"{k}{WAYS[kind][1]}"
         path.write_text(text)
         commands.append(make_argv(kind, str(path)))
-    for text, result in zip(TEXTS[kind], confined(commands, tmp_path), strict=True):
+    for text, result in zip(TEXTS[kind], run_limited(commands, tmp_path), strict=True):
         assert is_short_error(result), (text[:80], result)
         assert "\x1b" not in result.text
 
@@ -169,7 +169,7 @@ def test_compression_bomb_is_refused(tmp_path: Path) -> None:
             file.write(b"[]," * 2**19)
     assert path.stat().st_size < 2**20
     path.rename(tmp_path / "rank0.json")
-    (result,) = confined([["import", "rank0.json", "-o", "out.timeline"]], tmp_path)
+    (result,) = run_limited([["import", "rank0.json", "-o", "out.timeline"]], tmp_path)
     assert "it took too long" not in result.text and is_short_error(result), result
 
 
@@ -187,7 +187,7 @@ def test_timeline_without_times_is_refused_before_unfolding(tmp_path: Path) -> N
         archive.writestr("start.npy", b"")
         archive.writestr("end.npy", b"")
     commands = [["explain", "a.timeline"], ["explain", "a.timeline", "--max-instructions=1000"]]
-    without_times, over_limit = confined(commands, tmp_path)
+    without_times, over_limit = run_limited(commands, tmp_path)
     assert is_short_error(without_times)
     assert "start.npy has 0 bytes, not 33554432" in without_times.text
     assert is_short_error(over_limit)
@@ -251,7 +251,7 @@ def test_small_file_with_many_instructions_is_refused(
     (tmp_path / "a.toml").write_text("[pipeline]\nranks = 4\nmicrobatches = 1000000\n")
     commands = [["check", "a.sched"], ["train", "a.toml"]]
     commands += [["check", "interleaved", "--ranks=2", "--microbatches=1000000"]]
-    for result in confined(commands, tmp_path):
+    for result in run_limited(commands, tmp_path):
         assert is_short_error(result)
         assert str(DEFAULT_MAX_INSTRUCTIONS) in result.text
         assert "--max-instructions" in result.text

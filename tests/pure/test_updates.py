@@ -53,7 +53,7 @@ from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import random_compute_program
 from schedir.verify.check import check
 from tests.commands import run_refused_command
-from tests.laws import TRIPLES, run
+from tests.laws import TRIPLES, simulate_schedule
 from tests.oracle import Machine
 
 
@@ -71,7 +71,7 @@ def test_2bw_has_no_flush(P: int) -> None:
     for n, updates in ((P - 1, 4), (P, 2), (2 * P + 1, 3)):
         for F, I, W in TRIPLES:
             costs = Costs(F=F, I=I, W=W)
-            timeline = run(pipedream_2bw, make_2bw_shape(P, n, updates), costs)
+            timeline = simulate_schedule(pipedream_2bw, make_2bw_shape(P, n, updates), costs)
             assert timeline.idle.tolist() == [(P - 1) * (F + I + W)] * P
             assert timeline.peak_in_flight.tolist() == [min(P - r, n * updates) for r in range(P)]
             assert timeline.peak_weight_versions.tolist() == [2] * P
@@ -80,7 +80,7 @@ def test_2bw_has_no_flush(P: int) -> None:
 @pytest.mark.parametrize("P", [2, 4])
 def test_pipedream_keeps_one_version_per_microbatch_in_flight(P: int) -> None:
     shape = make_pipedream_shape(P, 3 * P)
-    timeline = run(one_f_one_b, shape, Costs(F=2, B=3))
+    timeline = simulate_schedule(one_f_one_b, shape, Costs(F=2, B=3))
     assert timeline.idle.tolist() == [(P - 1) * 5] * P
     assert timeline.peak_weight_versions.tolist() == timeline.peak_in_flight.tolist()
     assert timeline.peak_weight_versions.tolist() == [P - r for r in range(P)]

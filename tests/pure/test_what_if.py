@@ -20,7 +20,7 @@ from schedir.predict.bubble_causes import IdleCause
 from schedir.predict.calibrate import simulate_at_mean_times
 from schedir.predict.what_if import Advice, advise
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw, zb_h1, zb_v
-from tests.clock_noise import slow_at_the_end
+from tests.clock_noise import simulate_slow_last_microbatch
 from tests.commands import run_command, run_refused_command
 
 SHAPE = PipelineShape(4, 8)
@@ -212,7 +212,9 @@ def test_measured_run_is_simulated_at_mean_times() -> None:
 def test_unreliable_simulation_gives_no_advice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = slow_at_the_end(schedir.compile(one_f_one_b, SHAPE, progress_model="per_edge"), 9)
+    run = simulate_slow_last_microbatch(
+        schedir.compile(one_f_one_b, SHAPE, progress_model="per_edge"), 9
+    )
     advice = advise(run)
     assert advice.relative_error < -0.1 and not advice.is_reliable and advice.changes == []
     schedir.save_timeline(run, tmp_path / "x.timeline")
@@ -238,7 +240,7 @@ def test_gain_below_simulation_error_is_omitted(
 ) -> None:
     program = schedir.compile(zb_v, PipelineShape(4, 8, 2, "vee"), progress_model="per_edge")
     for slow, told in ((1.2, "2.9%  twice as many"), (2.0, "no tried change saves 8.9%")):
-        run = slow_at_the_end(program, slow)
+        run = simulate_slow_last_microbatch(program, slow)
         assert advise(run).is_reliable
         schedir.save_timeline(run, tmp_path / "x.timeline")
         *_, line, last_line = run_command(

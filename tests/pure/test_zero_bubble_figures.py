@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from schedir import search_schedule
-from tests.zero_bubble_figures import PRINTED, Row, rows
+from tests.zero_bubble_figures import PRINTED, Row, read_rows
 
-SMALL = [row for row in rows() if row.shape.ranks == 8]
+SMALL = [row for row in read_rows() if row.shape.ranks == 8]
 
 
 @pytest.mark.parametrize("row", SMALL, ids=lambda row: f"{row.model}-{row.shape.microbatches}")

@@ -40,15 +40,23 @@ from schedir.schedules import (
 )
 from schedir.schedules.schedule_algebra import RankSchedule, Schedule
 from schedir.schedules.schedule_expansion import expand_schedule
-from tests.laws import TRIPLES, TWO_WAY, ZOO, cases, least, run, shape_of
-from tests.zero_bubble_figures import PRINTED, Row, rows
+from tests.laws import (
+    TRIPLES,
+    TWO_WAY,
+    ZOO,
+    find_min_microbatches,
+    list_cases,
+    make_shape,
+    simulate_schedule,
+)
+from tests.zero_bubble_figures import PRINTED, Row, read_rows
 
 # ------------------------------------------------------------------ full backwards
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, eager_1f1b])
 def test_1f1b_has_published_idle_time(schedule: Schedule) -> None:
-    for c in cases(schedule, lambda P: [P, 2 * P + 1]):
+    for c in list_cases(schedule, lambda P: [P, 2 * P + 1]):
         microbatch_time = c.F + c.I + c.W
         assert c.idle == (c.P - 1) * microbatch_time
         assert c.own == [(c.P - 1 - r) * microbatch_time for r in range(c.P)]
@@ -66,7 +74,10 @@ def test_eager_1f1b_hides_messages(send: float) -> None:
     )
 
     def compute_microbatch_time(schedule: Schedule) -> float:
-        return (run(schedule, many_shape, costs).span - run(schedule, few_shape, costs).span) / 20
+        return (
+            simulate_schedule(schedule, many_shape, costs).span
+            - simulate_schedule(schedule, few_shape, costs).span
+        ) / 20
 
     assert compute_microbatch_time(one_f_one_b) == 3 + 2 * send * 3 / 4
     assert compute_microbatch_time(eager_1f1b) == 3
@@ -86,27 +97,27 @@ def test_eager_1f1b_equals_interleaved_with_one_stage() -> None:
 
 @pytest.mark.parametrize("v", [1, 2, 3])
 def test_looped_schedules_have_published_idle_time(v: int) -> None:
-    for c in cases(looped_bfs, lambda P: [max(P // 2, 1), P, 2 * P + 1], v):
+    for c in list_cases(looped_bfs, lambda P: [max(P // 2, 1), P, 2 * P + 1], v):
         missing = (c.v - 1) * max(c.P - c.m, 0)
         assert c.idle == (c.P - 1 + missing) * (c.F + c.I + c.W)
         assert c.peak == [c.m * c.v] * c.P
     for schedule in (interleaved, looped_dfs):
-        for c in cases(schedule, lambda P: [P, 3 * P], v):
+        for c in list_cases(schedule, lambda P: [P, 3 * P], v):
             assert c.idle == (c.P - 1) * (c.F + c.I + c.W)
-    for c in cases(looped_dfs, lambda P: [P, 3 * P], v):
+    for c in list_cases(looped_dfs, lambda P: [P, 3 * P], v):
         assert c.peak == [c.m * c.v] * c.P
 
 
 @pytest.mark.parametrize("w", [1, 2])
 def test_wave_has_published_idle_time(w: int) -> None:
-    for c in cases(wave, lambda P: [P, 2 * P, 3 * P], 2 * w):
+    for c in list_cases(wave, lambda P: [P, 2 * P, 3 * P], 2 * w):
         B = c.I + c.W
         assert c.idle == (c.P - 1) * (2 * min(c.F, B) + 2 * (c.m // c.P) * abs(B - c.F))
         assert c.peak == [(c.v - 1) * c.P + r + 1 for r in range(c.P)]
     for P in (2, 3, 5):  # with F = B, the bubble equals that of interleaved
         costs = Costs(F=2, B=2)
         for schedule in (wave, interleaved):
-            timeline = run(schedule, shape_of(schedule, P, 2 * P, 2 * w), costs)
+            timeline = simulate_schedule(schedule, make_shape(schedule, P, 2 * P, 2 * w), costs)
             assert timeline.idle.tolist() == [4 * (P - 1)] * P
 
 
@@ -114,7 +125,9 @@ def test_wave_has_published_idle_time(w: int) -> None:
 def test_forward_only_has_expected_idle_time(P: int) -> None:
     for placement, v, idle in (("loop", 1, P - 1), ("loop", 3, P - 1), ("vee", 2, 2 * (P - 1))):
         for m in (P, 2 * P + 1):
-            timeline = run(forward_only, PipelineShape(P, m, v, placement), Costs(F=3))
+            timeline = simulate_schedule(
+                forward_only, PipelineShape(P, m, v, placement), Costs(F=3)
+            )
             assert timeline.idle.tolist() == [3 * idle] * P
             assert not timeline.program.has_backward
     ragged = PipelineShape(3, 4, placement=(2, 0, 1, 1, 0, 2, 1))
@@ -127,7 +140,7 @@ def test_forward_only_has_expected_idle_time(P: int) -> None:
 
 @pytest.mark.parametrize("schedule, v", [(zb_h1, 1), (interleaved_zb, 2), (interleaved_zb, 3)])
 def test_zb_h1_has_published_idle_time(schedule: Schedule, v: int) -> None:
-    for c in cases(schedule, lambda P: [P, 3 * P] + [2 * P + 1] * (v == 1), v):
+    for c in list_cases(schedule, lambda P: [P, 3 * P] + [2 * P + 1] * (v == 1), v):
         x = c.I + max(c.F - c.W, 0)
         assert c.idle == (c.P - 1) * max(c.F, x)
         assert c.own == [(c.P - 1 - r) * x for r in range(c.P)]
@@ -137,7 +150,7 @@ def test_zb_h1_has_published_idle_time(schedule: Schedule, v: int) -> None:
 
 
 def test_zb_h2_has_published_idle_time() -> None:
-    for c in cases(zb_h2, lambda P: [2 * P - 1, 2 * P, 3 * P + 1]):
+    for c in list_cases(zb_h2, lambda P: [2 * P - 1, 2 * P, 3 * P + 1]):
         published = max(0, c.F + c.I - 2 * c.W)
         x = max(published, c.I - c.F, c.I - c.W)
         assert c.idle == (c.P - 1) * max(c.F, x)
@@ -156,7 +169,9 @@ def has_equal_costs(F: int, I: int, W: int) -> bool:
 
 
 def test_zb_v_has_published_idle_time() -> None:
-    for c in cases(zb_v, lambda P: [2 * P - 1, 2 * P, 3 * P + 1], when=has_cheap_input_backward):
+    for c in list_cases(
+        zb_v, lambda P: [2 * P - 1, 2 * P, 3 * P + 1], when=has_cheap_input_backward
+    ):
         x = 2 * (c.F - c.W)
         assert c.idle == (c.P - 1) * max(c.F, x)
         assert c.own == [(c.P - 1 - r) * x for r in range(c.P)]
@@ -164,15 +179,17 @@ def test_zb_v_has_published_idle_time() -> None:
 
 
 def test_dualpipe_v_has_published_idle_time() -> None:
-    for c in cases(dualpipe_v, lambda P: [2 * P, 3 * P + 1], when=has_cheap_input_backward):
+    for c in list_cases(dualpipe_v, lambda P: [2 * P, 3 * P + 1], when=has_cheap_input_backward):
         B = c.I + c.W
         assert c.idle == (c.P - 1) * (c.F + B + B - 3 * c.W)
         assert c.own[0] == c.idle
         assert c.peak == [2 * c.P + 1] * c.P
-    for c in cases(dualpipe_v, lambda P: [2 * P], when=lambda F, I, W: W <= F < I):
+    for c in list_cases(dualpipe_v, lambda P: [2 * P], when=lambda F, I, W: W <= F < I):
         assert c.idle <= (c.P - 1) * (c.F + 2 * c.I - c.W)
     for together in (4, 5, 6):  # ranks have different numbers of pairs, so idle times differ
-        timeline = run(dualpipe_v, PipelineShape(4, 9, 2, "vee"), Costs(F=2, I=2, W=2, FB=together))
+        timeline = simulate_schedule(
+            dualpipe_v, PipelineShape(4, 9, 2, "vee"), Costs(F=2, I=2, W=2, FB=together)
+        )
         assert max(timeline.idle) == 3 * (together + 4 - 3 * 2)
 
 
@@ -180,17 +197,21 @@ def test_dualpipe_v_has_published_idle_time() -> None:
 
 
 def test_dualpipe_has_published_idle_time() -> None:
-    for c in cases(
+    for c in list_cases(
         dualpipe, lambda P: [2 * P, 3 * P + 2], when=has_cheap_input_backward, ranks=(2, 4, 6)
     ):
         B = c.I + c.W
         assert c.idle == (c.P // 2 - 1) * (c.F + B + B - 3 * c.W)
         assert c.own[0] == c.idle
         assert c.peak == [c.P + 1] * c.P
-    for c in cases(dualpipe, lambda P: [2 * P], when=lambda F, I, W: W <= F < I, ranks=(2, 4, 6)):
+    for c in list_cases(
+        dualpipe, lambda P: [2 * P], when=lambda F, I, W: W <= F < I, ranks=(2, 4, 6)
+    ):
         assert c.idle <= (c.P // 2 - 1) * (c.F + 2 * c.I - c.W)
     for together in (4, 5, 6):
-        timeline = run(dualpipe, shape_of(dualpipe, 8, 18), Costs(F=2, I=2, W=2, FB=together))
+        timeline = simulate_schedule(
+            dualpipe, make_shape(dualpipe, 8, 18), Costs(F=2, I=2, W=2, FB=together)
+        )
         assert max(timeline.idle) == 3 * (together + 4 - 3 * 2)
 
 
@@ -202,7 +223,7 @@ def test_dualpipe_without_overlapped_pairs(schedule: Schedule) -> None:
     for P, m in ((2, 8), (4, 10), (8, 20)):
         steps = (P // 2 if schedule is dualpipe else P) - 1
         for F, I, W in (t for t in TRIPLES if has_cheap_input_backward(*t)):
-            timeline = run(halves, shape_of(schedule, P, m), Costs(F=F, I=I, W=W))
+            timeline = simulate_schedule(halves, make_shape(schedule, P, m), Costs(F=F, I=I, W=W))
             assert timeline.idle.tolist() == [steps * (F + I - W)] * P
 
 
@@ -210,7 +231,7 @@ def test_two_directions_are_symmetric() -> None:
     """A rank and its mirror image have the same order for different halves of the microbatches."""
     for schedule in (dualpipe, chimera, bitpipe):
         for P, m in ((2, 4), (4, 8), (6, 14)):
-            program = expand_schedule(schedule, shape_of(schedule, P, m))
+            program = expand_schedule(schedule, make_shape(schedule, P, m))
             for r, stream in enumerate(program.streams):
                 mirrored = [(op, s, (mb + m // 2) % m) for op, s, mb in stream]
                 assert mirrored == [*program.streams[P - 1 - r]]
@@ -221,7 +242,7 @@ def test_two_directions_are_symmetric() -> None:
 @pytest.mark.parametrize(("schedule", "more"), [(chimera, 0), (bitpipe, 1)])
 def test_interlocked_schedules_have_expected_idle_time(schedule: Schedule, more: int) -> None:
     """Test schedules that put a second 1F1B into the bubbles of a first one."""
-    for c in cases(schedule, lambda P: [P, 2 * P, 3 * P], ranks=(2, 4, 6)):
+    for c in list_cases(schedule, lambda P: [P, 2 * P, 3 * P], ranks=(2, 4, 6)):
         B = c.I + c.W
         assert c.idle == (c.P - 2) * (min(c.F, B) + c.m // c.P * abs(B - c.F))
         held = [more * c.P + c.P // 2 + 1 + min(r, c.P - 1 - r) for r in range(c.P)]
@@ -231,11 +252,11 @@ def test_interlocked_schedules_have_expected_idle_time(schedule: Schedule, more:
 def test_bitpipe_matches_paper() -> None:
     """Compare the bubble for B = 2F and m = P, and the order in the figure of the paper."""
     for P in (2, 4, 6, 8):
-        timeline = run(bitpipe, shape_of(bitpipe, P, P), Costs(F=1, B=2))
+        timeline = simulate_schedule(bitpipe, make_shape(bitpipe, P, P), Costs(F=1, B=2))
         assert timeline.bubble == pytest.approx((P - 2) / (3 * P + P - 2))
     for m, span in ((4, 28), (8, 54)):  # the figure of the paper has 53 instead of 54
-        assert run(bitpipe, shape_of(bitpipe, 4, m), Costs(F=1, B=2)).span == span
-    program = expand_schedule(bitpipe, shape_of(bitpipe, 4, 4))
+        assert simulate_schedule(bitpipe, make_shape(bitpipe, 4, m), Costs(F=1, B=2)).span == span
+    program = expand_schedule(bitpipe, make_shape(bitpipe, 4, 4))
     published_orders = {  # in the figure, microbatches count from 1, and colours show the stages
         0: "F1 F2 F3 F3 F4 F4 F1 B1 F2 B2 B3 B3 B4 B4 B1 B2",
         1: "F1 F3 F2 F4 F3 F1 F4 F2 B1 B3 B2 B4 B3 B1 B4 B2",
@@ -246,7 +267,7 @@ def test_bitpipe_matches_paper() -> None:
         assert [f"{INSTRUCTIONS[i.op].text}{i.mb + 1}" for i in stream] == published_orders[
             rank
         ].split()
-    streams = compile(bitpipe, shape_of(bitpipe, 4, 4)).streams
+    streams = compile(bitpipe, make_shape(bitpipe, 4, 4)).streams
     sent = [i for stream in streams for i in stream if i.op is Opcode.SendAct]
     # The last stage of the first half sends no message, because the next is on the same rank.
     assert len(sent) == 4 * (8 - 1 - 1)
@@ -254,7 +275,7 @@ def test_bitpipe_matches_paper() -> None:
 
 def test_chimera_has_half_bubble_of_1f1b() -> None:
     for P in (2, 4, 6):  # with F = B, about half of the bubble of 1F1B
-        timeline = run(chimera, shape_of(chimera, P, 2 * P), Costs(F=2, B=2))
+        timeline = simulate_schedule(chimera, make_shape(chimera, P, 2 * P), Costs(F=2, B=2))
         assert timeline.idle.tolist() == [2 * (P - 2)] * P
 
 
@@ -262,7 +283,7 @@ def test_chimera_has_half_bubble_of_1f1b() -> None:
 
 
 def test_v_half_has_half_memory() -> None:
-    for c in cases(
+    for c in list_cases(
         v_half, lambda P: [P, P + 1, 3 * P], when=has_equal_costs, ranks=(3, 4, 5, 7, 8, 14)
     ):
         assert c.idle == c.own[0] == (3 * c.P - (4 if c.P % 2 else 7)) * c.F
@@ -271,7 +292,7 @@ def test_v_half_has_half_memory() -> None:
 
 
 def test_v_min_has_third_of_memory() -> None:
-    for c in cases(
+    for c in list_cases(
         v_min, lambda P: [P, P + 1, 3 * P], when=has_equal_costs, ranks=(2, 3, 4, 5, 6, 8, 13)
     ):
         assert c.idle == c.own[0] == (4 * c.P - (5 if c.P % 3 == 1 else 7)) * c.F
@@ -288,7 +309,8 @@ def test_unequal_costs_stall_v_half_and_v_min(P: int) -> None:
 
         def compute_idle_growth(schedule: Schedule, costs: Costs = costs) -> float:
             idle = [
-                run(schedule, PipelineShape(P, m, 2, "vee"), costs).idle[0] for m in (few, many)
+                simulate_schedule(schedule, PipelineShape(P, m, 2, "vee"), costs).idle[0]
+                for m in (few, many)
             ]
             return float(idle[1] - idle[0]) / (many - few)
 
@@ -300,13 +322,15 @@ def test_unequal_costs_stall_v_half_and_v_min(P: int) -> None:
 # ------------------------------------------------------------------ all schedules
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.model}-{row.shape.microbatches}")
+@pytest.mark.parametrize(
+    "row", read_rows(), ids=lambda row: f"{row.model}-{row.shape.microbatches}"
+)
 @pytest.mark.parametrize(
     "schedule, published",
     [(one_f_one_b, "rate_1F1B"), (zb_h1, "rate_ZB_H1"), (zb_h2, "rate_ZB_H2")],
 )
 def test_published_bubble_rates(row: Row, schedule: Schedule, published: str) -> None:
-    timeline = run(schedule, row.shape, row.costs)
+    timeline = simulate_schedule(schedule, row.shape, row.costs)
     rate = row.rate(timeline.active_span.max())
     assert rate == pytest.approx(row.rates[published], abs=PRINTED)
 
@@ -318,7 +342,7 @@ def test_every_schedule_finishes_everywhere(name: str) -> None:
     for P, m in ((1, 2), (2, 4), (3, 2), (3, 7), (4, 8)):
         if schedule in TWO_WAY:
             P, m = 2 * P, 2 * m
-        shape = shape_of(schedule, P, max(m, least(schedule, P)))
+        shape = make_shape(schedule, P, max(m, find_min_microbatches(schedule, P)))
         uneven = tuple(1.0 + s * s % 5 for s in range(shape.stages))
         for model in MODELS:
             for costs in (Costs(), Costs(F=uneven, I=uneven[::-1], W=0.5, send=0.3)):
@@ -334,11 +358,11 @@ def test_any_number_of_microbatches_from_minimum(name: str, ranks: int, m: int, 
     schedule = ZOO[name]
     if schedule in TWO_WAY:
         ranks, m = 2 * ranks, m + 1 + (schedule is dualpipe and m % 2 == 0)
-    shape = shape_of(schedule, ranks, m, 2 * v if schedule is wave else v)
-    if m >= least(schedule, ranks):
+    shape = make_shape(schedule, ranks, m, 2 * v if schedule is wave else v)
+    if m >= find_min_microbatches(schedule, ranks):
         simulate(expand_schedule(schedule, shape))
     else:
-        with pytest.raises(ScheduleError, match=f"{least(schedule, ranks)}"):
+        with pytest.raises(ScheduleError, match=f"{find_min_microbatches(schedule, ranks)}"):
             expand_schedule(schedule, shape)
 
 
@@ -370,7 +394,7 @@ def test_other_placements_are_refused(schedule: Schedule) -> None:
     ):
         with pytest.raises(ScheduleError):
             expand_schedule(schedule, shape)
-    vee = shape_of(schedule, 3, 9)
+    vee = make_shape(schedule, 3, 9)
     same = PipelineShape(3, 9, placement=tuple(vee.first_rank_per_stage.tolist()))
     assert expand_schedule(schedule, same).streams == expand_schedule(schedule, vee).streams
 
@@ -394,8 +418,8 @@ def test_interleaved_needs_loop_placement(schedule: Schedule) -> None:
 def test_gpipe_has_longest_span_and_most_in_flight() -> None:
     """GPipe has the longest span and the largest number of microbatches in flight."""
     shape = PipelineShape(4, 8)
-    gpipe_run = run(gpipe, shape, Costs())
+    gpipe_run = simulate_schedule(gpipe, shape, Costs())
     for schedule in (one_f_one_b, eager_1f1b, zb_h1, zb_h2):
-        timeline = run(schedule, shape, Costs())
+        timeline = simulate_schedule(schedule, shape, Costs())
         assert timeline.span <= gpipe_run.span
         assert timeline.peak_in_flight.max() <= gpipe_run.peak_in_flight.max()
