@@ -192,12 +192,12 @@ def arm(fault: Fault, note: Path) -> None:
         if fault.is_slow_disk:
             time.sleep(TIMEOUT + 2)
         else:
-            process_faults.fault(fault.kind)
+            process_faults.cause_fault(fault.kind)
 
     if fault.op == "save":
-        dcp_storage.write = process_faults.after(fault.step, "", dcp_storage.write, fails)
+        dcp_storage.write = process_faults.fail_at_call(fault.step, "", dcp_storage.write, fails)
     else:
-        process_faults.at_instruction(fault.at, fault.step, fault.when, fails)
+        process_faults.install_instruction_fault(fault.at, fault.step, fault.when, fails)
 
 
 def store() -> tuple[int, int]:

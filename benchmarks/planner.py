@@ -79,7 +79,7 @@ def layers() -> None:
     """Print the table of a layer of the model with 22 billion parameters."""
     head("what runs again", "forward, ms", "paper", "", "backward, ms", "paper", "", "both")
     errors = []
-    for row in published.layer_times():
+    for row in published.read_layer_times():
         times = planner.layer_time(row.model, planner.cluster_preset("a100"), row.choice).total
         off = [
             predicted / measured - 1
@@ -98,7 +98,7 @@ def stages() -> None:
     """Print the table of an inner stage: its forward, and both halves of its backward."""
     head("model", "p", "m", *(x for name in "FIW" for x in (f"{name}, ms", "paper", "")), "all")
     errors = []
-    for row in published.stage_times():
+    for row in published.read_stage_times():
         cluster = planner.cluster_preset("a100", nodes=row.choice.pp // 8)
         times = planner.stage_time(row.model, cluster, row.choice, row.layers).total
         found = times.F, times.I, times.W
@@ -128,7 +128,7 @@ SMOKE = False  # True: tables have few rows
 
 def weak_scaling() -> list[Run]:
     """Return the runs of SC21's table 1, two of them with `--smoke`."""
-    return published.weak_scaling()[: 2 if SMOKE else None]
+    return published.read_weak_scaling_runs()[: 2 if SMOKE else None]
 
 
 def step(
@@ -163,7 +163,7 @@ def reached(run: Run) -> float:
 
 def node() -> None:
     """Print each row of the sample, and mean errors by t, p, d and b."""
-    runs = published.one_node()
+    runs = published.read_one_node_runs()
     head("model", "GPUs", "batch", "b", "t", "d", "p", "vTrain, ms", "predicted", "")
     errors = []
     for run in runs:
@@ -185,7 +185,9 @@ def node() -> None:
 
 def speed(run: Run, seconds: float) -> float:
     """Return the TFLOP/s of a GPU as SC21 computes them."""
-    return published.counted(run.model, run.choice.batch) / seconds / run.choice.gpus / 1e12
+    return (
+        published.count_operations(run.model, run.choice.batch) / seconds / run.choice.gpus / 1e12
+    )
 
 
 def sc21() -> None:
@@ -257,7 +259,7 @@ def regrets() -> None:
     """Print the regrets of plans with one model, batch and number of GPUs."""
     head("model", "batch", "GPUs", "plans", "best", "ms", "chosen", "ms", "regret")
     lost = []
-    for group in published.groups(published.one_node()):
+    for group in published.group_runs(published.read_one_node_runs()):
         told = [step(run).step_time for run in group]
         real = [run.seconds for run in group]
         best, chosen = group[real.index(min(real))], group[told.index(min(told))]
@@ -291,7 +293,7 @@ def memory() -> None:
     )
     head("billion", "d", *(x for z in (1, 2, 3) for x in (f"level {z}, GB", "paper")))
     same = cells = 0
-    for row in published.table("zero_table1_memory_GB"):
+    for row in published.read_table("zero_table1_memory_GB"):
         billions, d = float(row["params_billion"]), int(row["dp_degree"])
         said: list[str] = []
         for level, printed in enumerate((row["P_os"], row["P_os+g"], row["P_os+g+p"]), 1):
@@ -311,7 +313,7 @@ def memory() -> None:
     print(f"\n{same} of {cells} cells within one unit of the last digit\n")
     head("configuration", "a layer keeps, MB", "paper", "")
     gpt3 = TransformerSpec(3, 12288, 96, vocab=published.VOCAB, sequence=2048)
-    for name, choice, paper in published.kept_bytes(gpt3):
+    for name, choice, paper in published.read_kept_bytes(gpt3):
         more, less = (
             planner.peak_memory(replace(gpt3, layers=layers), cluster, choice).activations
             for layers in (3, 2)

@@ -71,7 +71,7 @@ class Predicted(NamedTuple):
 
 def grid() -> list[GridRun]:
     """Return the runs, or every tenth run with `--smoke`."""
-    return published.grid()[:: 10 if SMOKE else 1]
+    return published.read_grid_runs()[:: 10 if SMOKE else 1]
 
 
 def measured() -> list[GridRun]:
@@ -357,7 +357,7 @@ def b200() -> None:
     constants = replace(stack.constants, allocator_share=0, reserved_bytes=0)
     head("layout", "allocated, GB", "predicted, GB", "")
     errors = []
-    for model, choice, size, _ in published.b200_memory():
+    for model, choice, size, _ in published.read_b200_runs():
         found = planner.peak_memory(
             model, node, choice, constants, state_bytes=stack.state_bytes
         ).total
@@ -373,7 +373,7 @@ def mlperf() -> None:
     stack = planner.stack_preset("megatron-fp8")
     head("run", "t", "p", "d", "v", "b", "m", "MLPerf, s", "predicted", "", "in 16 bits")
     errors = []
-    for accelerator, run in published.mlperf():
+    for accelerator, run in published.read_mlperf_runs():
         at = run.choice
         cluster = replace(planner.cluster_preset(accelerator), nodes=at.gpus // 8)
         told, plain = (

@@ -75,7 +75,7 @@ def make_readers(folder: Path) -> dict[str, Reader]:
     run = schedir.simulate(plain)
     save_timeline(run, folder / "right.timeline")
     alone = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(1, 3))
-    (trace,) = kineto.write(folder, [schedir.simulate(alone)], 1)
+    (trace,) = kineto.write_traces(folder, [schedir.simulate(alone)], 1)
     whole = trace.read_bytes()
     recorder = Recorder(0)
     recorder.group("0", range(2), "default_pg")

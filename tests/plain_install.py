@@ -109,10 +109,10 @@ def _write_inputs(folder: Path) -> None:
     """Write traces of two steps, and dumps of a run that hangs at its first instruction."""
     program = compile(schedules.one_f_one_b, PipelineShape(ranks=2, microbatches=4))
     (folder / "traces").mkdir()
-    kineto.write(folder / "traces", 2 * [simulate(check(program), Costs(F=1, B=2))], seed=1)
+    kineto.write_traces(folder / "traces", 2 * [simulate(check(program), Costs(F=1, B=2))], seed=1)
     (folder / "dumps").mkdir()
     for recorder in flight_recorder_dumps.record(
-        flight_recorder_dumps.stopped(Graph(program), 0, blocking_hosts=True)
+        flight_recorder_dumps.stop_at(Graph(program), 0, blocking_hosts=True)
     ):
         recorder.save(folder / "dumps")
 

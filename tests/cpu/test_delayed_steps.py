@@ -169,7 +169,7 @@ def test_only_nonfinite_update_is_skipped(clip: bool) -> None:
         hook = partial(_spoil_third_forward, calls)
         last.register_forward_hook(hook)
         poison_weights(world)
-        world.step(*of_gpt.batch(shape.microbatches, 0), order_seed=3)
+        world.step(*of_gpt.make_batch(shape.microbatches, 0), order_seed=3)
         finite = [rank.finite_updates.tolist() for rank in world.executors]
         assert finite[1] == [True, False, True]
         assert finite[0] == (finite[1] if clip else finite[0])
@@ -212,7 +212,7 @@ def test_frozen_rank_uses_norm_of_each_update(states: str) -> None:
         world = make_executor(program, ADAMW)
         last = world.executors[-1].stages[shape.stages - 1].module
         last.register_forward_hook(partial(_spoil_third_forward, count(2)))
-        world.step(*of_gpt.batch(shape.microbatches, 0), order_seed=seed)
+        world.step(*of_gpt.make_batch(shape.microbatches, 0), order_seed=seed)
         assert [rank.finite_updates.tolist() for rank in world.executors] == [[False, True]] * 2
         assert torch.equal(*(rank.grad_norm for rank in world.executors))
     assert tested_orders
@@ -253,7 +253,7 @@ def test_cpu_steps_in_processes_equal_device_steps() -> None:
 def test_memory_of_each_tier_equals_prediction(case: int) -> None:
     """The peak number of weight versions equals the count, too."""
     schedule, shape = CASES[case]
-    stages, (x, y, _) = of_gpt.gpt_stages(shape.stages, tied=False), of_gpt.batch(2)
+    stages, (x, y, _) = of_gpt.gpt_stages(shape.stages, tied=False), of_gpt.make_batch(2)
     sizes = measure_sizes(
         stages, x[0], y[0], loss=gpt.loss, boundary=of_gpt.BOUNDARY, optimizer_state=ADAMW
     )

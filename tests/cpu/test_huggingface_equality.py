@@ -194,7 +194,7 @@ MEGATRON_BERT = {
 
 def test_bert_equals_hugging_face() -> None:
     config = bert.BertConfig(vocab=31, layers=2, hidden=24, heads=3, context=CONTEXT)
-    batch = tiny_models.sentences(config, 2, 0)
+    batch = tiny_models.make_sentence_pairs(config, 2, 0)
     tokens, targets = (torch.cat([*tensors]) for tensors in batch[:2])
     sentences, mask = (
         torch.cat([keyword[name] for keyword in batch.keywords]) for name in ("sentences", "mask")
@@ -258,7 +258,7 @@ def test_encoder_decoder_equals_hugging_face() -> None:
     config = encoder_decoder.EncoderDecoderConfig(
         vocab=31, encoder_layers=2, decoder_layers=2, hidden=24, heads=3, context=9
     )
-    batch = tiny_models.translations(2, 0)
+    batch = tiny_models.make_translations(2, 0)
     source, targets = (torch.cat([*tensors]) for tensors in batch[:2])
     decoder_input, mask = (
         torch.cat([tensors[name] for tensors in batch.keywords]) for name in ("target", "mask")

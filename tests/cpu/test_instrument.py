@@ -36,7 +36,7 @@ class _Layer(torch.nn.Linear):
     wrapped_flags: list[bool]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(hasattr(theirs._batch_p2p, "__wrapped__"))
+        self.wrapped_flags.append(hasattr(theirs._batch_p2p, "__wrapped__"))
         return super().forward(x)
 
 
@@ -45,7 +45,7 @@ def _make_schedule(rank: int, name: str, wrapped_flags: list[bool]) -> Any:
     stages = []
     for s in range(rank, count, RANKS):
         layer = _Layer(WIDTH, WIDTH, dtype=torch.float64)
-        layer.seen = wrapped_flags
+        layer.wrapped_flags = wrapped_flags
         stage = PipelineStage(layer, s, count, torch.device("cpu"))
         # These first messages are only for NCCL. torch 2.11 sends them to itself, which Gloo
         # refuses.

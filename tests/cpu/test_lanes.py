@@ -72,7 +72,7 @@ def test_lane_threads_end_with_their_owner() -> None:
 
 def test_lane_is_stream_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work on a lane runs after earlier compute and after the given jobs. The host never waits."""
-    gpu = virtual_gpu.install(monkeypatch)
+    gpu = virtual_gpu.install_virtual_gpu(monkeypatch)
     gpu.host_may_wait = False
     lanes = CopyLanes(torch.device("cuda"))
     gpu.work(3)

@@ -39,7 +39,7 @@ def source(tmp_path: Path) -> str:
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> str:
     path = tmp_path / "tokenizer.json"
-    path.write_text(tokens.train(TEXTS, 300))
+    path.write_text(tokens.train_tokenizer(TEXTS, 300))
     return str(path)
 
 

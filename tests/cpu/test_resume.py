@@ -20,7 +20,10 @@ from schedir.training.train import run
 from tests.cpu import train_command
 from tests.cpu.train_command import ROOT, TORCHRUN, Run, run_forked, run_launched, wait_until
 
-ALONE = [*train_command.ALONE, "output.record=false"]  # a picture would take as long as the steps
+ALONE = [
+    *train_command.ONE_PROCESS,
+    "output.record=false",
+]  # a picture would take as long as the steps
 TWO_RANKS = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "output.record=false"]
 STEPS = 7
 
@@ -83,7 +86,7 @@ def test_resumed_run_has_losses_of_unbroken_run(
     assert read_losses(folder).count(b"\n") == 5 and list_saved_steps(folder) == [2, 4]
     with (folder / "out" / "loss.csv").open("a") as file:  # rows of steps after the saved one
         file.write("5,1.0,0.1,0.1,0\n6,1")
-    assert run(config, [*train_command.ALONE, *make_options(folder)]) == 0
+    assert run(config, [*train_command.ONE_PROCESS, *make_options(folder)]) == 0
     assert read_losses(folder) == unbroken_losses and list_saved_steps(folder) == [6, 7]
     output = capsys.readouterr().out
     assert f"resumed at step 4 from {folder / 'saved' / 'step-00000004'}\n" in output

@@ -60,7 +60,7 @@ def test_moved_tokenizer_is_accepted_and_another_is_refused(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (tmp_path / "text.txt").read_text()
-    tokenizers = [tokens.train([text], vocab) for vocab in (264, 262)]
+    tokenizers = [tokens.train_tokenizer([text], vocab) for vocab in (264, 262)]
     for name, number in (("one.json", 0), ("other.json", 0), ("third.json", 1)):
         (tmp_path / name).write_text(tokenizers[number])
 

@@ -40,7 +40,9 @@ def trace_folder(
     folder = tmp_path_factory.mktemp("traces")
     for name in (*torch_profiler_traces.NAMES, "evaluated"):
         (folder / name).mkdir()
-    return folder, run(torch_profiler_traces.steps, torch_profiler_traces.RANKS, str(folder))
+    return folder, run(
+        torch_profiler_traces.run_profiled_steps, torch_profiler_traces.RANKS, str(folder)
+    )
 
 
 def compute_times_by_hand(path: Path) -> tuple[float, float, float]:
@@ -48,7 +50,7 @@ def compute_times_by_hand(path: Path) -> tuple[float, float, float]:
 
     Only forwards and backwards count, without waits.
     """
-    events = torch_profiler_traces.ranges(path)
+    events = torch_profiler_traces.read_ranges(path)
     step = max((e for e in events if e["name"].startswith("ProfilerStep")), key=lambda e: e["ts"])
     busy, first, last = 0.0, np.inf, -np.inf
     for event in events:

@@ -160,14 +160,14 @@ def test_small_layer_is_limited_by_kernel_launch() -> None:
 
 def test_layer_times_match_published_22b_model() -> None:
     """Each forward and backward is within 2 % of times that are printed to 0.1 ms."""
-    for row in published_runs.layer_times():
+    for row in published_runs.read_layer_times():
         times = planner.layer_time(row.model, NODE, row.choice).total
         assert pytest.approx(row.seconds, rel=0.02) == (times.F, times.B), row.name
 
 
 def test_stage_times_match_second_paper() -> None:
     """A microbatch in an inner stage is within 8 %, and no constant was fitted to these."""
-    for row in published_runs.stage_times():
+    for row in published_runs.read_stage_times():
         cluster = replace(NODE, nodes=row.choice.pp // 8)
         times = planner.stage_time(row.model, cluster, row.choice, row.layers).total
         assert sum(times) == pytest.approx(sum(row.seconds), rel=0.08), row.name

@@ -37,14 +37,16 @@ def test_memory_matches_published_tables(capsys: pytest.CaptureFixture[str]) -> 
 def test_published_rows_are_consistent() -> None:
     """The rows are consistent: GPUs, batches, and parameters by SC21's equation 2."""
     for row, run in zip(
-        published.table("sc21_table1_weak_scaling"), published.weak_scaling(), strict=True
+        published.read_table("sc21_table1_weak_scaling"),
+        published.read_weak_scaling_runs(),
+        strict=True,
     ):
         assert run.choice.gpus == int(row["gpus"])
         assert run.model.params / 1e9 == pytest.approx(float(row["params_billion"]), rel=0.03)
         total = float(row["tflops_per_gpu"]) * run.choice.gpus / 1e3
         assert total == pytest.approx(float(row["aggregate_pflops"]), rel=0.03)
-    rows = published.table("vtrain_one_node_sample")
-    for row, run in zip(rows, published.one_node(), strict=True):
+    rows = published.read_table("vtrain_one_node_sample")
+    for row, run in zip(rows, published.read_one_node_runs(), strict=True):
         assert run.choice.gpus == int(row["GPUs"])
         assert run.choice.batch == int(row["global batch"])
     assert len(rows) == 144

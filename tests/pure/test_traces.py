@@ -66,7 +66,7 @@ def test_written_trace_reads_as_timeline(
 ) -> None:
     runs = [simulate_random_costs(program, seed + k) for k in range(2)]
     with TemporaryDirectory() as folder:
-        kineto.write(Path(folder), runs, seed, unit=UNIT, packed=packed, replicas=replicas)
+        kineto.write_traces(Path(folder), runs, seed, unit=UNIT, packed=packed, replicas=replicas)
         for step, expected in ((None, runs[1]), (5, runs[0]), (6, runs[1])):
             run = read_run([folder], step=step, name=program.name)
             assert_same_times(run.timeline, expected, 2e-9)
@@ -92,7 +92,7 @@ def test_batched_messages_have_one_kernel(program: Program, seed: int, own: bool
     """Traces have one range per batch, or one range per message as those of our executor."""
     expected = simulate_random_costs(program, seed)
     with TemporaryDirectory() as folder:
-        kineto.write(Path(folder), [expected], seed, unit=UNIT, own=own)
+        kineto.write_traces(Path(folder), [expected], seed, unit=UNIT, own=own)
         got = read_run([folder], name=program.name).timeline
     assert got.program == program
     compute = np.isin(got.spans["op"], COMPUTE_OPS)
@@ -114,7 +114,7 @@ def test_clocks_are_aligned(program: Program, seed: int, offsets: list[int]) -> 
     expected = simulate_random_costs(program, seed)
     hosts = [rank % 3 for rank in range(program.shape.ranks)]
     with TemporaryDirectory() as folder:
-        kineto.write(Path(folder), [expected], seed, unit=UNIT, hosts=hosts, offsets=offsets)
+        kineto.write_traces(Path(folder), [expected], seed, unit=UNIT, hosts=hosts, offsets=offsets)
         run = read_run([folder], name=program.name)
     error = run.timeline.clock_error
     assert_same_times(run.timeline, expected, 2 * error + 3e-9)
@@ -148,7 +148,7 @@ def test_clock_offsets_are_within_stated_error(hosts: int, seed: int) -> None:
 def traces(tmp_path: Path) -> Path:
     """Write the traces of one step of 1F1B on two ranks, and return their folder."""
     program = compile(schedules.one_f_one_b, PipelineShape(2, 3))
-    kineto.write(tmp_path, [simulate_random_costs(program, 1)], 1, unit=UNIT)
+    kineto.write_traces(tmp_path, [simulate_random_costs(program, 1)], 1, unit=UNIT)
     return tmp_path
 
 
@@ -252,7 +252,7 @@ def test_second_run_of_schedule_in_step_is_read(traces: Path) -> None:
     runs = [simulate_random_costs(program, seed) for seed in (3, 4)]
     for path in traces.iterdir():
         path.unlink()
-    kineto.write(traces, runs, 1, unit=UNIT)
+    kineto.write_traces(traces, runs, 1, unit=UNIT)
     for path in traces.iterdir():
         edit_trace(path, remove_events("ProfilerStep"))
     run = read_run([traces], name=program.name)
@@ -323,7 +323,7 @@ def test_truncated_files_are_refused(seed: int, packed: bool) -> None:
     rng = np.random.default_rng(seed)
     with TemporaryDirectory() as name:
         folder = Path(name)
-        path = kineto.write(
+        path = kineto.write_traces(
             folder, [simulate_random_costs(program, 1)], 1, unit=UNIT, packed=packed
         )[0]
         content = path.read_bytes()
@@ -341,7 +341,9 @@ def test_damaged_files_are_read_or_refused(seed: int) -> None:
     odd: list[Any] = [None, -1, 1e18, "x", [], {}, True, 2**70, "PP:0F0", "kernel", 1.5]
     with TemporaryDirectory() as name:
         folder = Path(name)
-        paths = kineto.write(folder, [simulate_random_costs(PROGRAMS[1], 1)], seed % 7, unit=UNIT)
+        paths = kineto.write_traces(
+            folder, [simulate_random_costs(PROGRAMS[1], 1)], seed % 7, unit=UNIT
+        )
         content = json.loads(paths[0].read_text())
         for _ in range(rng.integers(1, 6)):
             value: Any = content
