@@ -29,6 +29,7 @@ from schedir.checkpoints.state_exchange import (
     get_checkpoint_state,
     warn_of_differing_buffers,
     warn_of_unoptimized,
+    warn_once,
 )
 from schedir.errors import CheckpointError, describe
 from schedir.runtime.checkpoint_state import RUN_OPTIMIZER, Checkpointable
@@ -241,7 +242,15 @@ def write_checkpoint(
             return str(path)
 
         path = Path(peers.broadcast_result(begin))
-        return _write_and_finish(peers, checkpoints, path, save_plan, keep)
+        target = _write_and_finish(peers, checkpoints, path, save_plan, keep)
+    newest_step = max(checkpoints.list_steps(), default=0) if not peers.process else 0
+    if newest_step > save_plan.step:
+        warn_once(
+            peers,
+            f"saved step {save_plan.step}, but {checkpoints.path_text} has a checkpoint of step "
+            f"{newest_step}, which load reads; remove it, or save to another directory",
+        )
+    return target
 
 
 @contextmanager
@@ -315,10 +324,13 @@ def _require_json_extra(
         if not isinstance(extra_state, Mapping | None):
             raise CheckpointError(f"extra_state must be a mapping, not {describe(extra_state)}")
         try:
-            json.dumps(dict(extra_state or {}))
+            for name, value in dict(extra_state or {}).items():
+                json.dumps({name: value})
         except (TypeError, ValueError):
             raise CheckpointError(
-                f"extra_state must contain JSON values only: {describe(extra_state)}"
+                f"extra_state must contain JSON values only, but {name!r:.60} is {describe(value)}",
+                hint="numbers, texts, true or false, None, and lists and dictionaries of them; a "
+                "tensor has tolist()",
             ) from None
         return f"saves step {describe(step)}"
 

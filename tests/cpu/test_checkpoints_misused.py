@@ -291,6 +291,7 @@ def left_alone(rank: int) -> str:
         return ""
     with pytest.raises(CheckpointError) as caught:
         CheckpointGroup(group).gather_results(lambda: None)
+    assert "all processes must call save and load, not only rank 0" in caught.value.hint
     return caught.value.fact
 
 
