@@ -363,10 +363,10 @@ class Schedule(CheckedRuntime):
                     hint="step(x, target=y), or step(arg_mbs=[(x0,), (x1,)], target_mbs=[y0, y1])",
                 )
             self._given_microbatches = given_microbatches
+        self._require_equal_microbatches(args, kwargs, target)
         inputs = (*args, *kwargs.values(), arg_mbs, kwarg_mbs)
         if reason := find_missing_input(self._stages, inputs):
             self._refuse_step(reason, "step(x) on the rank of stage 0", "args")
-        self._require_equal_microbatches(args, kwargs, target)
         try:
             return super().step(
                 *args,
