@@ -29,7 +29,6 @@ from schedir.checkpoints.state_exchange import (
     get_checkpoint_state,
     warn_of_differing_buffers,
     warn_of_unoptimized,
-    warn_once,
 )
 from schedir.errors import CheckpointError, describe
 from schedir.runtime.checkpoint_state import RUN_OPTIMIZER, Checkpointable
@@ -242,15 +241,7 @@ def write_checkpoint(
             return str(path)
 
         path = Path(peers.broadcast_result(begin))
-        target = _write_and_finish(peers, checkpoints, path, save_plan, keep)
-    newest_step = max(checkpoints.list_steps(), default=0) if not peers.process else 0
-    if newest_step > save_plan.step:
-        warn_once(
-            peers,
-            f"saved step {save_plan.step}, but {checkpoints.path_text} has a checkpoint of step "
-            f"{newest_step}, which load reads; remove it, or save to another directory",
-        )
-    return target
+        return _write_and_finish(peers, checkpoints, path, save_plan, keep)
 
 
 @contextmanager

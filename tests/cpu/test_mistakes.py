@@ -200,12 +200,6 @@ def test_a_tensor_in_the_extra_state(tmp_path: Path) -> None:
     assert "a tensor has tolist()" in caught.value.hint
 
 
-def test_a_save_below_the_steps_of_an_earlier_run(tmp_path: Path) -> None:
-    save(create_saved_run(), tmp_path, step=20)
-    with pytest.warns(UserWarning, match="saved step 10, but .* has a checkpoint of step 20"):
-        save(create_saved_run(), tmp_path, step=10)
-
-
 @pytest.mark.parametrize("runtime", ["torch", "schedir"])
 def test_a_step_of_the_drop_in_without_inputs(runtime: str) -> None:
     (error,) = run(find_missing_input_error, 1, runtime)

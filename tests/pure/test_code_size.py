@@ -14,7 +14,7 @@ BUDGET = {
     "kernels": 490,
     "schedir": 1_060,
     "schedir/analysis": 1_970,
-    "schedir/checkpoints": 2_078,
+    "schedir/checkpoints": 2_070,
     "schedir/commands": 5_550,
     "schedir/compiler": 530,
     "schedir/data": 460,
