@@ -211,6 +211,8 @@ class _Parser(argparse.ArgumentParser):
                 word = details.split()[0]
                 message = f"{parser.prog} does not take {word!r}"
                 hint = suggest_separator(word) or hint
+                if "--set" in parser._option_string_actions and "=" in word:
+                    hint = f"--set {word}"
                 if any(
                     action.dest == "source" and action.nargs is None for action in parser._actions
                 ):

@@ -92,7 +92,11 @@ class CheckpointGroup:
             return gather(outcome, self.group, kinds)
         except RuntimeError as error:
             if fact := describe_peer_error(error):
-                raise CheckpointError(f"while processes saved or loaded, {fact}") from error
+                raise CheckpointError(
+                    f"while processes saved or loaded, {fact}",
+                    hint="all processes must call save and load, not only rank 0; "
+                    "if another process failed, its error is the cause",
+                ) from error
             raise
 
     def require_same(self, compute: Callable[[], str]) -> None:

@@ -315,10 +315,13 @@ def _require_json_extra(
         if not isinstance(extra_state, Mapping | None):
             raise CheckpointError(f"extra_state must be a mapping, not {describe(extra_state)}")
         try:
-            json.dumps(dict(extra_state or {}))
+            for name, value in dict(extra_state or {}).items():
+                json.dumps({name: value})
         except (TypeError, ValueError):
             raise CheckpointError(
-                f"extra_state must contain JSON values only: {describe(extra_state)}"
+                f"extra_state must contain JSON values only, but {name!r:.60} is {describe(value)}",
+                hint="numbers, texts, true or false, None, and lists and dictionaries of them; a "
+                "tensor has tolist()",
             ) from None
         return f"saves step {describe(step)}"
 

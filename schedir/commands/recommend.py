@@ -12,7 +12,7 @@ from schedir.commands.common.schedule_options import (
     SOURCE_HELP,
     add_compile_options,
     make_request,
-    parse_number,
+    parse_positive_number,
     require_unsharded_stages,
 )
 from schedir.commands.common.schedule_ranking import (
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source", metavar="SCHEDULE", nargs="*", help=f"also rank this: {SOURCE_HELP}"
     )
     parser.add_argument(
-        "--max-activations", type=parse_number, metavar="N",
+        "--max-activations", type=parse_positive_number, metavar="N",
         help="the memory limit of a rank, as the number of microbatches whose activations the rank "
         "can keep in all its stages; 1F1B needs as many as there are ranks",
     )  # fmt: skip

@@ -286,6 +286,8 @@ def from_text(text: str, max_instructions: int | None = None) -> Program:
         hint = ""
         if len(lines) == 1 and first_line.text.endswith(".sched"):
             hint = f"from_text takes the text of a file: Path({first_line.text!r}).read_text()"
+        elif re.match(r"\d+[A-Z_]+\d*,", first_line.text):
+            hint = "schedir.torch_csv.from_csv(text) reads a CSV of torch"
         fact = f"a program must begin with 'schedir {FORMAT_VERSION}'"
         raise first_line.make_error(fact, hint=hint)
     if lines[0].text.split()[1:] != [str(FORMAT_VERSION)]:
@@ -314,7 +316,15 @@ def from_text(text: str, max_instructions: int | None = None) -> Program:
     max_instructions = min(
         file_limit if max_instructions is None else max_instructions, shape_limit
     )
-    streams, slots = _parse_streams(lines[begin:], shape.ranks, lines[-1], max_instructions, hint)
+    try:
+        streams, slots = _parse_streams(
+            lines[begin:], shape.ranks, lines[-1], max_instructions, hint
+        )
+    except ParseError as error:
+        if error.line == lines[-1].number and not text.endswith("\n"):
+            cut_off = "the file may be cut off: its last line has no line break"
+            error.hint = "; or ".join(filter(None, (error.hint, cut_off)))
+        raise
     try:
         return Program(name, shape, streams, **attributes, slots=slots)
     except ShapeError as error:

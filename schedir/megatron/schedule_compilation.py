@@ -101,6 +101,12 @@ def require_compile_options(options: Mapping[str, Any]) -> None:
     Raises:
         UsageError: An option is unknown, or Megatron decides its value.
     """
+    if "num_microbatches" in options:
+        raise UsageError(
+            "num_microbatches cannot be given: Megatron gives it at each step",
+            hint="leave out num_microbatches",
+            fields=["num_microbatches"],
+        )
     require_option_names(options)
     for name in _MEGATRON_OPTIONS:
         if name in options:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from schedir.errors import UsageError, describe
+from schedir.errors import UsageError, describe, require_type
 from schedir.models.partitioning import split_layers
 
 
@@ -154,6 +154,8 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
         >>> [name for name, _ in last.named_parameters()][0]
         'model.layers.2.self_attn.q_proj.weight'
     """
+    require_type(model, "model", nn.Module, 'AutoModelForCausalLM.from_pretrained("gpt2")')
+    require_type(stages, "stages", int, "cut(model, 2, layers_per_stage=(3, 1))")
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type not in _FAMILIES:
         raise UsageError(

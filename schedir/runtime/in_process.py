@@ -141,6 +141,7 @@ class InProcessExecutor:
         check_virtual_ranks(program, stages)
         copies_by_rank = copy_shared_parameters(program, stages)
         self.executors: list[Executor] = []
+        made_optimizers: list[Any] = []
         self.stage_replicas: list[StageReplica] = []
         # Copy all stages first, because with ZeRO an executor shards the originals.
         stages_by_rank = [
@@ -177,7 +178,7 @@ class InProcessExecutor:
                 self.mailboxes[rank],
                 loss=loss,
                 boundary=boundaries,
-                optimizer=_create_optimizer(make_optimizer, parameters),
+                optimizer=_create_optimizer(make_optimizer, parameters, made_optimizers),
                 # A loss scale has state, so each rank needs a copy.
                 gradients=deepcopy(gradients),
                 seed=seed,
@@ -476,8 +477,21 @@ def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
                 next_positions[rank] += 1
 
 
-def _create_optimizer(make_optimizer: Callable[..., Any] | None, parameters: Sequence[Any]) -> Any:
-    """Create the optimizer of a rank. Return None without a factory or without parameters."""
+def _create_optimizer(
+    make_optimizer: Callable[..., Any] | None,
+    parameters: Sequence[Any],
+    made_optimizers: list[Any],
+) -> Any:
+    """Create the optimizer of a rank. Return None without a factory or without parameters.
+
+    Args:
+        make_optimizer: Returns an optimizer of the parameters, or None.
+        parameters: The parameters of the rank.
+        made_optimizers: The optimizers of the previous ranks. The new optimizer is appended.
+
+    Raises:
+        ModelError: The factory returned None, or the optimizer of a previous rank.
+    """
     if make_optimizer is None or not parameters:
         return None
     if (optimizer := make_optimizer(parameters)) is None:
@@ -485,4 +499,12 @@ def _create_optimizer(make_optimizer: Callable[..., Any] | None, parameters: Seq
             "the function that creates the optimizer of a rank returned None",
             hint="optimizer=lambda parameters: torch.optim.AdamW(parameters)",
         )
+    if any(optimizer is other for other in made_optimizers):
+        raise ModelError(
+            "the function that creates the optimizer of a rank returned one optimizer for several "
+            "ranks, and each of them would step it",
+            hint="create an optimizer in the function: lambda parameters: "
+            "torch.optim.AdamW(parameters)",
+        )
+    made_optimizers.append(optimizer)
     return optimizer

@@ -94,12 +94,15 @@ def find_schedule(name: str) -> Schedule:
     schedules = get_built_in_schedules()
     if name not in schedules:
         base, bracket, options = name.partition("(")
-        raise UsageError(
-            f"there is no built-in schedule {describe(name)}",
-            hint=f"functools.partial(schedir.schedules.{base}, {options.rstrip(')')})"
-            if bracket and base in schedules
-            else suggest_schedules(name, [*schedules]),
-        )
+        if bracket and base in schedules:
+            hint = f"functools.partial(schedir.schedules.{base}, {options.rstrip(')')})"
+        elif name.endswith(".sched"):
+            hint = f"schedir.from_text(Path({name!r}).read_text()) reads the program of this file"
+        elif ".py:" in name:
+            hint = "import the function, and give the function instead of its name"
+        else:
+            hint = suggest_schedules(name, [*schedules])
+        raise UsageError(f"there is no built-in schedule {describe(name)}", hint=hint)
     return schedules[name]
 
 

@@ -83,6 +83,8 @@ class RankSchedule:
 
     letters: Words
     __array_ufunc__ = None  # With numpy numbers n, n * F then calls __rmul__ of this class.
+    # Without this line, reversed(n * B) would return stages: it would call __getitem__.
+    __reversed__ = None
 
     def __add__(self, other: RankSchedule | int) -> RankSchedule:
         if isinstance(other, RankSchedule):

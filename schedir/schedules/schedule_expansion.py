@@ -206,6 +206,10 @@ def _require_placement(schedule: Schedule, shape: PipelineShape, name: str) -> N
             f"{name} needs placement {placement!r}{f' with {v} stages per rank' * bool(fixed)}, "
             f"not {shape.placement!r} with {shape.stages_per_rank_text}",
             program=name,
+            hint=f"in placement {placement!r}, rank 0 has the stages "
+            f"{[*expected_shape.stages_on_rank[0]]}"
+            if isinstance(placement, str)
+            else "",
         )
 
 

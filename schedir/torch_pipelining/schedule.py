@@ -35,7 +35,11 @@ from schedir.torch_pipelining.stages import (
     require_runnable,
     require_stages,
 )
-from schedir.torch_pipelining.step_arguments import find_indivisible_tensor, find_microbatch_error
+from schedir.torch_pipelining.step_arguments import (
+    find_indivisible_tensor,
+    find_microbatch_error,
+    find_missing_input,
+)
 from schedir.transports.rank_agreement import gather_or_raise, require_same
 from schedir.verify.check import check
 
@@ -359,6 +363,9 @@ class Schedule(CheckedRuntime):
                 )
             self._given_microbatches = given_microbatches
         self._require_equal_microbatches(args, kwargs, target)
+        inputs = (*args, *kwargs.values(), arg_mbs, kwarg_mbs)
+        if reason := find_missing_input(self._stages, inputs):
+            self._refuse_step(reason, "step(x) on the rank of stage 0", "args")
         try:
             return super().step(
                 *args,

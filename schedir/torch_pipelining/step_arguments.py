@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +33,28 @@ def find_indivisible_tensor(named_values: Mapping[str, Any], n_microbatches: int
                     "does not divide, but all microbatches must have the same shape"
                 )
     return ""
+
+
+def find_missing_input(stages: Iterable[Any], arguments: Iterable[object]) -> str:
+    """Return an error if the first stage needs inputs, but a step has none.
+
+    Args:
+        stages: The PipelineStages of this rank.
+        arguments: All arguments of the step, and all given lists of microbatches.
+
+    Returns:
+        One sentence, or an empty string.
+    """
+    first_stage = next((stage for stage in stages if stage.is_first), None)
+    if first_stage is None or any(argument is not None for argument in arguments):
+        return ""
+    parameters = inspect.signature(first_stage.submod.forward).parameters.values()
+    if not any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in parameters
+    ):
+        return ""
+    return "step got no inputs, but this rank has stage 0, which needs them"
 
 
 def find_microbatch_error(

@@ -299,6 +299,7 @@ def gather_after_peer_exit(rank: int) -> str:
         return ""
     with pytest.raises(CheckpointError) as caught:
         CheckpointGroup(group).gather_results(lambda: None)
+    assert "all processes must call save and load, not only rank 0" in caught.value.hint
     return caught.value.fact
 
 

@@ -349,3 +349,6 @@ def test_unknown_options_are_refused_before_first_step() -> None:
     for name in ("ranks", "microbatches", "stages_per_rank", "progress_model", "shape"):
         with pytest.raises(UsageError, match=f"{name} cannot be given: it is that of Megatron"):
             schedir.megatron.forward_backward("zb_h1", **{name: 4})
+    with pytest.raises(UsageError, match="Megatron gives it at each step") as refused:
+        schedir.megatron.forward_backward("zb_h1", num_microbatches=4)
+    assert refused.value.hint == "leave out num_microbatches"

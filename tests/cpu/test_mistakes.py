@@ -15,9 +15,12 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from schedir import compile
-from schedir.errors import ExecutionError, ModelError, SchedirError
+from schedir.checkpoints import save
+from schedir.errors import CheckpointError, ExecutionError, ModelError, SchedirError, UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.models.huggingface import cut
 from schedir.runtime import Executor, GlooTransport, InProcessExecutor
+from schedir.runtime.model_checks.optimizer_requirements import require_stepped_stages
 from tests.commands import ENV
 from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule
 from tests.cpu.gloo_processes import run, run_fresh
@@ -158,3 +161,69 @@ def test_wrong_number_of_torchrun_processes_is_refused(tmp_path: Path) -> None:
 def test_rank_without_master_address_is_refused(tmp_path: Path) -> None:
     error = train_as_rank(tmp_path, RANK="0", WORLD_SIZE="2")
     assert "RANK is set, but MASTER_ADDR and MASTER_PORT are not" in error
+
+
+def test_one_optimizer_of_several_ranks() -> None:
+    """The executor would step it once for each rank."""
+    stages = [nn.Linear(8, 8) for _ in range(2)]
+    optimizer = torch.optim.SGD([p for stage in stages for p in stage.parameters()])
+    with pytest.raises(ModelError, match="returned one optimizer for several ranks") as caught:
+        InProcessExecutor(
+            PROGRAM, stages, loss=mse_loss, boundary=(2, 8), optimizer=lambda _: optimizer
+        )
+    assert "lambda parameters: torch.optim.AdamW(parameters)" in caught.value.hint
+
+
+def test_an_optimizer_without_the_second_stage_of_a_rank() -> None:
+    program = compile("gpipe", PipelineShape(1, 2, stages_per_rank=1))
+    two_stages = compile("interleaved", PipelineShape(1, 2, stages_per_rank=2))
+    stages = {s: nn.Linear(8, 8) for s in range(2)}
+    optimizer = torch.optim.SGD(stages[0].parameters())
+    require_stepped_stages(program, {0: stages[0]}, optimizer)
+    with pytest.raises(ModelError, match=r"no parameter of the stages \[1\]") as caught:
+        require_stepped_stages(two_stages, stages, optimizer)
+    assert "the parameters of all stages of the rank, or freeze the others" in caught.value.hint
+    stages[1].requires_grad_(False)
+    require_stepped_stages(two_stages, stages, optimizer)
+
+
+def create_saved_run() -> InProcessExecutor:
+    """Return a run that can be saved."""
+    stages = [nn.Linear(8, 8) for _ in range(2)]
+    return InProcessExecutor(PROGRAM, stages, loss=mse_loss, boundary=(2, 8))
+
+
+def test_a_tensor_in_the_extra_state(tmp_path: Path) -> None:
+    state = {"epoch": 1, "rng": torch.zeros(3)}
+    with pytest.raises(CheckpointError, match="but 'rng' is Tensor") as caught:
+        save(create_saved_run(), tmp_path, step=1, extra_state=state)
+    assert "a tensor has tolist()" in caught.value.hint
+
+
+@pytest.mark.parametrize("runtime", ["torch", "schedir"])
+def test_a_step_of_the_drop_in_without_inputs(runtime: str) -> None:
+    (error,) = run(find_missing_input_error, 1, runtime)
+    assert "step got no inputs, but this rank has stage 0, which needs them" in error
+
+
+def find_missing_input_error(_: int, runtime: str) -> str:
+    """Return the error of a step without inputs."""
+    schedule = made(dict(enumerate(model(2))), 2, schedule="interleaved", runtime=runtime)
+    try:
+        schedule.step(target=torch.ones(2 * MB, WIDTH))
+    except SchedirError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "message"),
+    [
+        ("gpt2", 2, "model must be a Module, not 'gpt2'"),
+        (nn.Linear(8, 8), [1, 1], r"stages must be an? int, not \[1, 1\]"),
+    ],
+    ids=["name", "layers"],
+)
+def test_wrong_arguments_of_cut(model: Any, stages: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        cut(model, stages)

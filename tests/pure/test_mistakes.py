@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from schedir import compile, from_text, planner, save_timeline, simulate, to_text, torch_csv
+from schedir import F, compile, from_text, planner, save_timeline, simulate, to_text, torch_csv
 from schedir.errors import DeadlockError, ParseError, UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.schedules import get_built_in_schedules, suggest_schedules
+from schedir.training.config.config_file import read_config
 from tests.commands import run_command, run_refused_command
 
 MEGATRON = """\
@@ -123,3 +124,62 @@ def test_closed_form_plan_with_offload_gets_hint(capsys: pytest.CaptureFixture[s
     argv = ("--cluster", "a100", "--gpus", "8", "--batch", "8", "--closed-form-only", "--offload")
     error = run_refused_command(capsys, "plan", "--model", "llama-7b", *argv)
     assert error.rstrip().endswith("hint: leave out --closed-form-only")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("mine.sched", "schedir.from_text(Path('mine.sched').read_text()) reads the program"),
+        ("mine.py:idea", "import the function, and give the function instead of its name"),
+    ],
+)
+def test_names_of_the_command_line_in_python(name: str, hint: str) -> None:
+    with pytest.raises(UsageError, match="there is no built-in schedule") as caught:
+        compile(name, ranks=2, microbatches=4)
+    assert caught.value.hint.startswith(hint)
+
+
+def test_the_text_of_a_csv_is_no_program() -> None:
+    with pytest.raises(ParseError, match="a program must begin with") as caught:
+        from_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    assert caught.value.hint == "schedir.torch_csv.from_csv(text) reads a CSV of torch"
+
+
+def test_a_program_file_that_is_cut_off() -> None:
+    text = Path("mine.sched").read_text()
+    with pytest.raises(ParseError, match="there is no instruction 'reduc'") as caught:
+        from_text(text[: text.rindex("reduce_grads") + 5])
+    assert caught.value.hint.endswith("the file may be cut off: its last line has no line break")
+
+
+def test_a_rank_schedule_cannot_be_reversed() -> None:
+    with pytest.raises(TypeError, match="not reversible"):
+        reversed(3 * F)  # type: ignore[call-overload]
+
+
+def test_a_setting_without_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+    error = run_refused_command(capsys, "train", "mine.toml", "train.steps=3")
+    assert "hint: --set train.steps=3" in error
+
+
+@pytest.mark.parametrize("text", ["0", "0,1", "0.3,0.4"])
+def test_a_selection_needs_no_quotes_on_the_command_line(text: str) -> None:
+    settings = ["pipeline.ranks=2", f"memory.recompute={text}"]
+    assert read_config("mine.toml", settings).memory.recompute == text
+
+
+def test_style_options_of_a_text_chart(capsys: pytest.CaptureFixture[str]) -> None:
+    error = run_refused_command(capsys, "draw", "gpipe", "--time-range", "0:5")
+    assert "--time-range applies to Gantt charts, not to a text chart" in error
+    assert "hint: -o FILE.svg draws a Gantt chart" in error
+
+
+@pytest.mark.parametrize("limit", ["0", "-1"])
+def test_a_limit_of_no_activations(capsys: pytest.CaptureFixture[str], limit: str) -> None:
+    error = run_refused_command(capsys, "recommend", "--max-activations", limit)
+    assert f"--max-activations: must be more than 0, not '{limit}'" in error
+
+
+def test_a_placement_lists_the_stages_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    error = run_refused_command(capsys, "check", "zb_v", "--ranks", "2", "--placement", "loop")
+    assert "hint: in placement 'vee', rank 0 has the stages [0, 3]" in error

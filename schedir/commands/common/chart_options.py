@@ -102,7 +102,8 @@ def require_no_chart_options(args: argparse.Namespace, subject: str) -> None:
         if getattr(args, name) is not None:
             option = {"colours": "colors", "axis": "axis-label", "time": "time-range"}
             raise UsageError(
-                f"--{option.get(name, name)} applies to Gantt charts, not to {subject}"
+                f"--{option.get(name, name)} applies to Gantt charts, not to {subject}",
+                hint="-o FILE.svg draws a Gantt chart",
             )
 
 

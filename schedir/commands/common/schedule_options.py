@@ -205,6 +205,20 @@ def parse_number(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def parse_positive_number(text: str) -> float:
+    """Return the value of an option that is a decimal number above 0.
+
+    Args:
+        text: The text of the option.
+
+    Raises:
+        ArgumentTypeError: The text is not a decimal number, or the number is not above 0.
+    """
+    if (number := parse_number(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0, not {text!r}")
+    return number
+
+
 def parse_byte_option(text: str) -> float:
     """Return the value of an option that is a number of bytes.
 

@@ -52,6 +52,8 @@ class _SettingValue(NamedTuple):
 # (section, name) -> the value of the setting.
 _Settings = dict[tuple[str, str], _SettingValue]
 _Values = dict[tuple[str, str], Any]
+# The settings that take "all", or numbers of stages or microbatches as text.
+_SELECTIONS: Final = ("recompute", "offload", "offload_to_disk")
 _MODEL_KIND_KEY: Final = ("model", "kind")  # Its value decides which settings [model] has.
 
 
@@ -83,7 +85,7 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
         except TypeError:
             is_flag = isinstance(setting.value, bool)
             shown = str(setting.value).lower() if is_flag else describe(setting.value)
-            takes_all = name in ("recompute", "offload", "offload_to_disk")
+            takes_all = name in _SELECTIONS
             raise setting.make_error(
                 f"{section}.{name} must be {describe_type(kind)}, not {shown}",
                 f'{name} = "all", or leave it out'
@@ -162,6 +164,8 @@ def _parse_override(override: str) -> tuple[tuple[str, str], _SettingValue]:
         with suppress(ConfigError):
             value = parse_toml(form, "")["value"]
             break
+    if name in _SELECTIONS and isinstance(value, list | int | float) and value is not True:
+        value = text.strip()  # A shell removes the quotes of recompute="0,1".
     setting = _SettingValue(value, f"--set {override}")
     if not equals or not dot:
         homes = _find_sections(key.strip())
