@@ -163,7 +163,7 @@ def test_rank_without_master_address_is_refused(tmp_path: Path) -> None:
     assert "RANK is set, but MASTER_ADDR and MASTER_PORT are not" in error
 
 
-def test_one_optimizer_of_several_ranks() -> None:
+def test_one_optimizer_for_several_ranks_is_refused() -> None:
     """The executor would step it once for each rank."""
     stages = [nn.Linear(8, 8) for _ in range(2)]
     optimizer = torch.optim.SGD([p for stage in stages for p in stage.parameters()])
@@ -174,7 +174,7 @@ def test_one_optimizer_of_several_ranks() -> None:
     assert "lambda parameters: torch.optim.AdamW(parameters)" in caught.value.hint
 
 
-def test_an_optimizer_without_the_second_stage_of_a_rank() -> None:
+def test_optimizer_without_second_stage_is_refused() -> None:
     program = compile("gpipe", PipelineShape(1, 2, stages_per_rank=1))
     two_stages = compile("interleaved", PipelineShape(1, 2, stages_per_rank=2))
     stages = {s: nn.Linear(8, 8) for s in range(2)}
@@ -193,7 +193,7 @@ def create_saved_run() -> InProcessExecutor:
     return InProcessExecutor(PROGRAM, stages, loss=mse_loss, boundary=(2, 8))
 
 
-def test_a_tensor_in_the_extra_state(tmp_path: Path) -> None:
+def test_tensor_in_extra_state_is_refused(tmp_path: Path) -> None:
     state = {"epoch": 1, "rng": torch.zeros(3)}
     with pytest.raises(CheckpointError, match="but 'rng' is Tensor") as caught:
         save(create_saved_run(), tmp_path, step=1, extra_state=state)
@@ -201,16 +201,17 @@ def test_a_tensor_in_the_extra_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("runtime", ["torch", "schedir"])
-def test_a_step_of_the_drop_in_without_inputs(runtime: str) -> None:
+def test_drop_in_step_without_inputs_is_refused(runtime: str) -> None:
     (error,) = run(find_missing_input_error, 1, runtime)
     assert "step got no inputs, but this rank has stage 0, which needs them" in error
 
 
 def find_missing_input_error(_: int, runtime: str) -> str:
     """Return the error of a step without inputs."""
-    schedule = made(dict(enumerate(model(2))), 2, schedule="interleaved", runtime=runtime)
+    stages = dict(enumerate(make_model(2)))
+    schedule = make_schedule(stages, 2, schedule="interleaved", runtime=runtime)
     try:
-        schedule.step(target=torch.ones(2 * MB, WIDTH))
+        schedule.step(target=torch.ones(2 * N_MICROBATCHES, WIDTH))
     except SchedirError as error:
         return str(error)
     return "accepted"
@@ -224,6 +225,6 @@ def find_missing_input_error(_: int, runtime: str) -> str:
     ],
     ids=["name", "layers"],
 )
-def test_wrong_arguments_of_cut(model: Any, stages: Any, message: str) -> None:
+def test_wrong_arguments_of_cut_are_refused(model: Any, stages: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         cut(model, stages)

@@ -133,53 +133,55 @@ def test_closed_form_plan_with_offload_gets_hint(capsys: pytest.CaptureFixture[s
         ("mine.py:idea", "import the function, and give the function instead of its name"),
     ],
 )
-def test_names_of_the_command_line_in_python(name: str, hint: str) -> None:
+def test_command_line_names_in_python_get_hint(name: str, hint: str) -> None:
     with pytest.raises(UsageError, match="there is no built-in schedule") as caught:
         compile(name, ranks=2, microbatches=4)
     assert caught.value.hint.startswith(hint)
 
 
-def test_the_text_of_a_csv_is_no_program() -> None:
+def test_csv_text_gets_hint_at_from_csv() -> None:
     with pytest.raises(ParseError, match="a program must begin with") as caught:
         from_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     assert caught.value.hint == "schedir.torch_csv.from_csv(text) reads a CSV of torch"
 
 
-def test_a_program_file_that_is_cut_off() -> None:
+def test_cut_off_program_file_gets_hint() -> None:
     text = Path("mine.sched").read_text()
     with pytest.raises(ParseError, match="there is no instruction 'reduc'") as caught:
         from_text(text[: text.rindex("reduce_grads") + 5])
     assert caught.value.hint.endswith("the file may be cut off: its last line has no line break")
 
 
-def test_a_rank_schedule_cannot_be_reversed() -> None:
+def test_rank_schedule_is_not_reversible() -> None:
     with pytest.raises(TypeError, match="not reversible"):
         reversed(3 * F)  # type: ignore[call-overload]
 
 
-def test_a_setting_without_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_setting_without_set_option_gets_hint(capsys: pytest.CaptureFixture[str]) -> None:
     error = run_refused_command(capsys, "train", "mine.toml", "train.steps=3")
     assert "hint: --set train.steps=3" in error
 
 
 @pytest.mark.parametrize("text", ["0", "0,1", "0.3,0.4"])
-def test_a_selection_needs_no_quotes_on_the_command_line(text: str) -> None:
+def test_selection_on_command_line_needs_no_quotes(text: str) -> None:
     settings = ["pipeline.ranks=2", f"memory.recompute={text}"]
     assert read_config("mine.toml", settings).memory.recompute == text
 
 
-def test_style_options_of_a_text_chart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_style_option_of_text_chart_gets_hint(capsys: pytest.CaptureFixture[str]) -> None:
     error = run_refused_command(capsys, "draw", "gpipe", "--time-range", "0:5")
     assert "--time-range applies to Gantt charts, not to a text chart" in error
     assert "hint: -o FILE.svg draws a Gantt chart" in error
 
 
 @pytest.mark.parametrize("limit", ["0", "-1"])
-def test_a_limit_of_no_activations(capsys: pytest.CaptureFixture[str], limit: str) -> None:
+def test_max_activations_of_zero_or_less_is_refused(
+    capsys: pytest.CaptureFixture[str], limit: str
+) -> None:
     error = run_refused_command(capsys, "recommend", "--max-activations", limit)
     assert f"--max-activations: must be more than 0, not '{limit}'" in error
 
 
-def test_a_placement_lists_the_stages_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_placement_error_lists_stages_of_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
     error = run_refused_command(capsys, "check", "zb_v", "--ranks", "2", "--placement", "loop")
     assert "hint: in placement 'vee', rank 0 has the stages [0, 3]" in error

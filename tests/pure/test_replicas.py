@@ -42,7 +42,7 @@ CASES = {case.name: case.of_replicas() for case in cases() if case.replicas}
 REPLICA_LANES = (Lane.EP, Lane.DP, Lane.PARAMS)
 
 
-def refusal(programs: list[Program], model: ProgressModel) -> SchedirError | None:
+def find_error(programs: list[Program], model: ProgressModel) -> SchedirError | None:
     try:
         check_replicas(programs, model)
     except SchedirError as error:
@@ -50,14 +50,14 @@ def refusal(programs: list[Program], model: ProgressModel) -> SchedirError | Non
     return None
 
 
-def with_words(program: Program, rank: int, words: list[int]) -> Program:
+def replace_words(program: Program, rank: int, words: list[int]) -> Program:
     """Return a program in which a rank has other instructions."""
     streams = [*program.streams]
     streams[rank] = Stream(np.array(words))
     return replace(program, name="changed", streams=tuple(streams), message_order={})
 
 
-def moved(program: Program, rng: random.Random) -> Program:
+def move_instructions(program: Program, rng: random.Random) -> Program:
     """Return a program in which one instruction moves, but no collective of replicas."""
     rank = rng.randrange(program.shape.ranks)
     words = program.streams[rank].words.tolist()
@@ -68,20 +68,18 @@ def moved(program: Program, rng: random.Random) -> Program:
     ]
     word = words.pop(rng.choice(free))
     words.insert(rng.randrange(len(words) + 1), word)
-    return with_words(program, rank, words)
+    return replace_words(program, rank, words)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(PROGRAMS), st.sampled_from(MODELS), st.integers(0, 2**30))
-def test_equal_programs_are_accepted_if_check_accepts_them(
-    program: Program, model: ProgressModel, seed: int
-) -> None:
-    program = moved(reordered(program, random.Random(seed)), random.Random(seed))
+def test_equal_programs_agree_with_check(program: Program, model: ProgressModel, seed: int) -> None:
+    program = move_instructions(reordered(program, random.Random(seed)), random.Random(seed))
     try:
         check(program, model)
     except SchedirError as error:
         event(type(error).__name__)
-        assert str(refusal([program, program], model)) == str(error)
+        assert str(find_error([program, program], model)) == str(error)
     else:
         event("accepted")
         check_replicas([program, program], model)
@@ -89,7 +87,7 @@ def test_equal_programs_are_accepted_if_check_accepts_them(
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(PROGRAMS), st.sampled_from(MODELS), st.data())
-def test_two_collectives_that_one_replica_swaps_are_refused(
+def test_swapped_collectives_of_one_replica_are_refused(
     program: Program, model: ProgressModel, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, program.shape.ranks - 1))
@@ -105,9 +103,9 @@ def test_two_collectives_that_one_replica_swaps_are_refused(
         words.insert(first, words.pop(second))
     else:
         words.insert(second, words.pop(first))
-    changed = with_words(program, rank, words)
+    changed = replace_words(program, rank, words)
     replicas = [changed, program] if data.draw(st.booleans()) else [program, changed]
-    error = refusal(replicas, model)
+    error = find_error(replicas, model)
     assert error is not None
     event(type(error).__name__)
     try:
@@ -137,7 +135,7 @@ class LooseGraph(Graph):
         return queue
 
 
-def other_order(program: Program, seed: int) -> Program:
+def reorder_collectives(program: Program, seed: int) -> Program:
     """Return a correct program in another order, with the same order of collectives."""
     graph = LooseGraph(program, "per_edge")
     members: dict[int, list[int]] = defaultdict(list)
@@ -158,23 +156,25 @@ def other_order(program: Program, seed: int) -> Program:
     st.sampled_from(MODELS),
     st.lists(st.integers(0, 2**30), min_size=4, max_size=4),
 )
-def test_an_execution_agrees(program: Program, model: ProgressModel, seeds: list[int]) -> None:
+def test_check_agrees_with_execution(
+    program: Program, model: ProgressModel, seeds: list[int]
+) -> None:
     """Replicas finish in an execution without the checker if and only if they are accepted."""
-    replicas = [other_order(program, seed) for seed in seeds[: program.dp]]
+    replicas = [reorder_collectives(program, seed) for seed in seeds[: program.dp]]
     for replica in replicas:
         check(replica, model)
-    error = refusal(replicas, model)
+    error = find_error(replicas, model)
     event(type(error).__name__)
     assert error is None or isinstance(error, DeadlockError)
     assert verdict(replicas, model, seeds[0]).kind == ("ok" if error is None else "hang")
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_cycle_of_two_replicas(model: ProgressModel) -> None:
+def test_deadlock_names_both_replicas(model: ProgressModel) -> None:
     programs = CASES["messages_and_all_to_alls_in_two_orders"]
     for program in programs:
         check_replicas([program, program], model)
-    error = refusal(programs, model)
+    error = find_error(programs, model)
     assert isinstance(error, DeadlockError)
     assert error.fact.startswith("4 ranks of 2 replicas wait for each other")
     processes = [(wait.replica, wait.rank) for wait in error.cycle]
@@ -189,31 +189,31 @@ def test_the_cycle_of_two_replicas(model: ProgressModel) -> None:
         assert stream[wait.needed_index] == wait.needed_instr
 
 
-def test_only_the_members_of_a_group_need_one_order() -> None:
+def test_groups_may_have_different_orders() -> None:
     """With four replicas and groups of two, each group can have another order."""
     one, other = (replace(program, dp=4) for program in CASES["all_to_alls_in_two_orders"])
     check_replicas([one, one, other, other])
-    error = refusal([one, one, other, one], "per_device")
+    error = find_error([one, one, other, one], "per_device")
     assert isinstance(error, CollectiveOrderError)
     assert error.replicas == (2, 3)
     assert [site.replica for site in error.sites] == [2, 3]
     assert all(site.instr.op in EP_COLLECTIVE_OPS for site in error.sites)  # type: ignore[attr-defined]
 
 
-def test_a_missing_collective_names_one_instruction() -> None:
+def test_missing_collective_error_names_one_instruction() -> None:
     """With ZeRO 3, replicas can have different numbers of gathers."""
     options: dict[str, Any] = {"ranks": 1, "microbatches": 2, "dp": 2, "zero": 3}
     one, two = (
         compile("interleaved", **options, stages_per_rank=2, unsharded_stages=stages)
         for stages in (1, 2)
     )
-    error = refusal([one, two], "per_device")
+    error = find_error([one, two], "per_device")
     assert isinstance(error, CollectiveOrderError)
     assert [(str(site.instr), site.replica) for site in error.sites] == [("unshard 0.1", 0)]
     assert "rank 0 of replica 1 has no collective left" in error.fact
 
 
-def test_programs_of_other_settings_are_refused() -> None:
+def test_programs_with_different_settings_are_refused() -> None:
     program = PROGRAMS[0]
     wrong: Any
     for wrong, text in (
@@ -230,7 +230,7 @@ def test_programs_of_other_settings_are_refused() -> None:
         assert text in str(caught.value)
 
 
-def test_the_command(
+def test_command_checks_replicas(
     capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
