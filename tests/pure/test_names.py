@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter, defaultdict
 from dataclasses import fields
 from functools import cache
@@ -51,6 +52,10 @@ one ones others own rest said some taken that there these this told what where w
 """
 VAGUE_LOCALS = frozenset(_VAGUE_LOCALS.split())
 VAGUE_LOCALS_BUDGET = 60
+# The name of a test says what is tested, and what is expected.
+VAGUE_IN_TEST_NAMES = frozenset(
+    "an nobody ours said says somebody theirs told what who whom whose".split()
+)
 # Names that would be refused, with the reason to allow them.
 GOOD_NAMES = {
     "commands/print": "a command's file has the name of the command",
@@ -160,6 +165,16 @@ def test_few_local_variables_have_vague_names() -> None:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 vague[name] += node.id in VAGUE_LOCALS
     assert vague.total() <= VAGUE_LOCALS_BUDGET, vague.most_common(5)
+
+
+def test_names_of_tests_are_plain() -> None:
+    vague = [
+        f"{path.name}::{name}"
+        for path in ROOT.glob("tests/*/test_*.py")
+        for name in re.findall(r"^ *def (test_\w+)", path.read_text(), re.MULTILINE)
+        if not VAGUE_IN_TEST_NAMES.isdisjoint(name.split("_"))
+    ]
+    assert not vague
 
 
 def test_class_names_are_unique() -> None:

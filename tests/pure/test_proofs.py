@@ -149,7 +149,7 @@ def get_error(call: object, *args: object, **options: object) -> str:
 
 @settings(max_examples=200)
 @given(st.integers(0, 2**32), st.sampled_from([*MUTATIONS]), st.sampled_from(MODELS))
-def test_simulate_refuses_what_check_refuses(
+def test_simulate_and_check_refuse_the_same_programs(
     seed: int, name: str, progress_model: ProgressModel
 ) -> None:
     try:
