@@ -20,7 +20,7 @@ def blocks() -> dict[str, object]:
         "GB/s |"
         for what, formula, number, ait in rates
     )
-    return {"intensities": intensities, "peak": f"{PEAK / 1e12:g}"}
+    return {"intensities": intensities}
 
 
 PAGES = page("how-to/offload-to-the-host", blocks)
