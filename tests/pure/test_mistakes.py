@@ -154,7 +154,7 @@ def test_cut_off_program_file_gets_hint() -> None:
 
 def test_rank_schedule_is_not_reversible() -> None:
     with pytest.raises(TypeError, match="not reversible"):
-        reversed(3 * F)  # type: ignore[call-overload]
+        reversed(3 * F)
 
 
 def test_setting_without_set_option_gets_hint(capsys: pytest.CaptureFixture[str]) -> None:
