@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 
@@ -23,14 +22,11 @@ from schedir.commands.studio.state import StudioState
 from schedir.commands.studio.studio_page import export_page
 from schedir.compiler.compile import compile
 from schedir.compiler.relower import extract_compute
-from schedir.extras import MissingPackageError
 from schedir.io.source_loader import Source
 from schedir.io.timeline_file import save_timeline
 from schedir.ir.text_format import to_text
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
-from schedir.viz.html_page import build_widget_script, dump_json
-from schedir.viz.page_data import build_table, describe_run, describe_runs
 from tests.browser.chromium import Chromium
 from tests.pure.test_studio import BACKWARD_FIRST, CODE, HANG
 
@@ -474,42 +470,6 @@ def test_stopped_server_is_reported(studio: Opener) -> None:
         browser.js(f"fetch = () => {response}; document.getElementById('problem').hidden = true; 0")
         enter(browser, "control-ranks", ranks)
         assert "The studio has stopped" in get_text(browser, "problem")
-
-
-def test_notebook_widget_shows_timeline(chromium: Chromium, tmp_path: Path) -> None:
-    run = simulate(compile("gpipe", ranks=2, microbatches=2))
-    data = describe_runs([run]) | {
-        "title": "gpipe", "summary": describe_run(run), "tables": [build_table(run, "predicted")]
-    }  # fmt: skip
-    script = build_widget_script().replace("export default { render };", "")
-    call = f"const model = {{ get: () => {json.dumps(dump_json(data))} }};\n" + (
-        "for (const el of document.querySelectorAll('div')) render({ model, el });"
-    )
-    page = tmp_path / "cell.html"
-    page.write_text(
-        f"<!doctype html><meta charset=utf-8><div></div><div></div>"
-        f"<script type=module>{script}{call}</script>",
-        encoding="utf-8",
-    )
-    chromium.said.clear()
-    chromium.call("Page.navigate", url=page.as_uri())
-    roots = "[...document.querySelectorAll('div > div')].map((host) => host.shadowRoot)"
-    ready = f"{roots}.filter((root) => root.host.dataset.ready).length"
-    chromium.until(lambda: bool(chromium.js(f"{ready} === 2")))
-    words = f"{roots}.map((root) => root.querySelector('#facts').innerText)"
-    assert all("bubble" in shown for shown in chromium.js(words)) and chromium.said == []
-
-
-def test_widget_has_title_or_hints_at_anywidget() -> None:
-    from schedir import viz
-
-    run = simulate(compile("gpipe", ranks=2, microbatches=2))
-    try:
-        shown: Any = viz.widget(run)
-    except MissingPackageError as error:
-        assert "schedir[notebook]" in error.hint
-    else:
-        assert json.loads(shown.data)["title"] == "gpipe"
 
 
 def test_interrupted_command_leaves_no_process(tmp_path: Path) -> None:
