@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,6 +197,14 @@ def show_files(app: Sphinx) -> Iterator[tuple[str, dict[str, str], str]]:
         yield f"source/{path}", {"title": path, "body": f"<h1>{path}</h1>{code}"}, "page.html"
 
 
+def export_studio(app: Sphinx, exception: Exception | None) -> None:
+    """Write the page of `schedir studio` with all built-in schedules, which the gallery embeds."""
+    if exception is None and isinstance(app.builder, StandaloneHTMLBuilder):
+        folder = Path(app.outdir, "docs/reference/studio")
+        command = [sys.executable, "-m", "schedir", "studio", "--export", str(folder)]
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", expand_names, priority=400)  # before the tree is added
     app.connect("source-read", add_tree)
@@ -203,3 +212,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", keep_first_line, priority=600)  # after napoleon
     app.connect("doctree-read", link_source, priority=100)  # before downloads are collected
     app.connect("html-collect-pages", show_files)
+    app.connect("build-finished", export_studio)
