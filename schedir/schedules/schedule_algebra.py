@@ -322,6 +322,7 @@ def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S],
         Traceback (most recent call last):
             ...
         schedir.errors.ScheduleError: valley: valley needs placement 'vee', not 'loop' with 2 stages per rank
+          hint: in placement 'vee', rank 0 has the stages [0, 3]
     """  # noqa: E501
     if not isinstance(placement, str | tuple):
         raise TypeError(
