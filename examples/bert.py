@@ -3,8 +3,8 @@
     python -m examples.bert                                 # one process has all four stages
     torchrun --nproc-per-node 4 -m examples.bert            # each of four processes has one stage
 
-Both commands print the loss of each of ten steps, with the same values in all digits. The
-training text is this file, so nothing is downloaded.
+Both commands print the loss of each of ten steps, with the same values in all digits. The training
+text is this file, so nothing is downloaded.
 
 The model is that of Megatron-LM (arXiv 1909.08053, section 5.3 and figure 7). It changes the BERT
 of Devlin et al. (arXiv 1810.04805): a LayerNorm precedes each half of a layer, and one follows the
@@ -173,7 +173,7 @@ class Stage(nn.Module):
     for the tokens of this rank. The first stage takes tokens, int64 (b, T). The last stage returns
     the logits of this rank, (b, T, ceil(V/t)), and the logits of the sentence pair, (b, 2).
 
-    `sentences`, int64 (b, T), is the number of the sentence of each token, 0 or 1; the default is
+    `sentences`, int64 (b, T), is the number of the sentence of each token, 0 or 1. The default is
     0. `mask`, bool (b, T), is false for padding tokens. By default, no token is padding.
     """
 

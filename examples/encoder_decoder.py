@@ -6,8 +6,8 @@
 Both commands print the loss of each of ten steps, with the same values in all digits. The training
 text is this file, so nothing is downloaded.
 
-The model predicts the second half of a text from its first half (prefix language
-modelling: Raffel et al., arXiv 1910.10683, section 3.2.3).
+The model predicts the second half of a text from its first half (prefix language modelling: Raffel
+et al., arXiv 1910.10683, section 3.2.3).
 
 The model is that of Vaswani et al. (arXiv 1706.03762), with sines and cosines as positions (section
 3.5), and one weight for both embeddings and the head (section 3.4). A LayerNorm precedes each
@@ -166,8 +166,8 @@ class Stage(nn.Module):
     `sequence_parallel`, the tensors between stages have only the tokens of this rank: (b, S/t,
     hidden) and (b, T/t, hidden).
 
-    All stages get two keyword arguments. `target`, int64 (b, T), has the target tokens. The
-    stage with the first layer of the decoder embeds them. `mask`, bool (b, S), is false for padding
+    All stages get two keyword arguments. `target`, int64 (b, T), has the target tokens. The stage
+    with the first layer of the decoder embeds them. `mask`, bool (b, S), is false for padding
     tokens of the source. By default, no token is padding.
     """
 

@@ -37,8 +37,8 @@ def seq1f1b(rank: int, ranks: int, microbatches: int, sequence_chunks: int) -> R
 def count_operations(tokens: float) -> float:
     """Return the operations of a layer for the first `tokens` tokens of a sequence.
 
-    A layer multiplies each token with 12 WIDTH^2 weights. A token attends, on average, to half of
-    the tokens.
+    A layer multiplies each token by 12 WIDTH^2 weights. A token attends, on average, to half of the
+    tokens.
     """
     return 24 * WIDTH**2 * tokens + 4 * WIDTH * tokens**2 / 2
 
@@ -47,7 +47,7 @@ def balance_chunks(tokens: int, chunks: int) -> list[int]:
     """Return the lengths of chunks that take equal time (section 3.4), computed by bisection."""
 
     def find_length(share: float) -> int:
-        """Return the number of first tokens that take `share` of the time of the sequence."""
+        """Return how many first tokens take at most `share` of the time of the sequence."""
         low, high = 0, tokens
         while low < high:
             middle = (low + high + 1) // 2

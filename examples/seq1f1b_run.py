@@ -1,9 +1,10 @@
-"""Seq1F1B on four processes over Gloo: gradients equal those of complete sequences.
+"""Run Seq1F1B on four Gloo processes, and compare gradients with those of complete sequences.
 
     python examples/seq1f1b_run.py
 
 The script prints the loss of complete sequences, of a plain loop over chunks, and of virtual ranks.
-It asserts that their gradients and those of the four processes are equal.
+It asserts that virtual ranks and processes compute the same gradients as the loop, bit by bit. The
+gradients of complete sequences may differ from them by 1e-6.
 
 A stage stores the keys and values of each chunk, and later chunks attend to them. The backwards of
 later chunks compute gradients of these keys and values. The backward of the chunk adds these

@@ -47,7 +47,7 @@ def train(rank: int, folder: str, store_path: str, csv_path: str | None) -> None
         pipe._load_csv(csv_path, format="compute_comms")
     optimizers = [torch.optim.AdamW(stage.submod.parameters()) for stage in stages]
     batch = torch.randn(MICROBATCHES * ROWS, WIDTH)
-    # To record your own trainer, copy this block around its loop over steps.
+    # To record your own trainer, put this `with` block around its loop over steps.
     with profile(
         activities=[ProfilerActivity.CPU],
         schedule=schedule(wait=2, warmup=1, active=1),
