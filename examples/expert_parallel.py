@@ -20,8 +20,8 @@ from schedir.predict.bubble_causes import IdleCause, idleness
 
 SHAPE: dict[str, Any] = {"ranks": 4, "microbatches": 16}
 EXPERTS: dict[str, Any] = {"dp": 2, "ep": 2, "stage_segments": "dc"}
-# The times of a segment and of its all-to-alls, in units of a forward. A stage of dualpipe_v has half
-# of the layers, so its times are half as long.
+# The times of a segment and of its all-to-alls, in units of a forward. A stage of dualpipe_v has
+# half of the layers, so its times are half as long.
 TIMES = {"F": 1, "B": 2, "I": 1, "W": 1, "dispatch": 0.7, "combine": 0.7}
 COSTS = schedir.Costs(send=0.1, **TIMES)
 COSTS_OF_HALF_STAGES = schedir.Costs(send=0.1, **{name: t / 2 for name, t in TIMES.items()})
