@@ -3,8 +3,8 @@
     python -m examples.bert                                 # one process has all four stages
     torchrun --nproc-per-node 4 -m examples.bert            # each of four processes has one stage
 
-Both commands print the same losses to the last digit.  The training text is this file, so nothing
-is downloaded.
+Both commands print the loss of each of ten steps, with the same values in all digits. The training
+text is this file, so nothing is downloaded.
 
 The model is that of Megatron-LM (arXiv 1909.08053, section 5.3 and figure 7). It changes the BERT
 of Devlin et al. (arXiv 1810.04805): a LayerNorm precedes each half of a layer, and one follows the
@@ -13,8 +13,8 @@ sentence follows the first in the text. It has no dropout.
 
 The example shows:
 
-- Inputs by name: every stage gets the sentence numbers and the padding mask as `keywords` of a
-  step. Each rank takes them from the data, so no rank sends them.
+- Keyword arguments of stages: `step(..., keywords=...)` passes the sentence numbers and the padding
+  mask to every stage. Each rank takes them from the data, so no rank sends them.
 - Two outputs of the last stage: the loss function takes both.
 - A tied weight: the embedding of the first stage is the head of the last one.
 - Tensor parallelism (`tp`) and sequence parallelism (`sequence_parallel`).
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from examples.training_loop import train
-from examples.transformer_blocks import WHERE, FeedForward, SelfAttention
+from examples.transformer_blocks import PARAMETER_PLACEMENT, FeedForward, SelfAttention
 from schedir.models.language_model import (
     IGNORE_INDEX,
     EmbeddingAndHead,
@@ -57,11 +57,12 @@ from schedir.tensor_parallel.mappings import (
 )
 from schedir.tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy
 
-STAGES, MICROBATCHES, SIZE, STEPS = 4, 8, 2, 10
-SENTENCES = 2
-MASKED = 0.15  # of the tokens of text are to be found (1810.04805, section 3.1)
-SHORTER = 0.1  # of the sequences do not fill their room (appendix A.2)
-Found = tuple[Tensor, Tensor]  # logits of the tokens, and of whether the second sentence is next
+STAGES, MICROBATCHES, MICROBATCH_SIZE, STEPS = 4, 8, 2, 10
+SENTENCES = 2  # sentences of a sequence
+MASKED_SHARE = 0.15  # share of text tokens that the model predicts (1810.04805, section 3.1)
+SHORT_SHARE = 0.1  # share of sequences that are shorter than the context (appendix A.2)
+# The logits of the tokens, and of the sentence pair: whether the second sentence follows the first.
+BertOutputs = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -122,45 +123,46 @@ def build_stage(
 ) -> Stage:
     """Return this rank's shard of stage `stage` of `stages`.
 
-    With `sequence_parallel`, tensor-parallel ranks share the tokens, too, as a program with
+    With `sequence_parallel`, tensor-parallel ranks also divide the tokens, as a program with
     `sequence_parallel yes` requires. `layers_per_stage` is the number of layers of each stage
     (`split_layers`).
     """
-    counts = split_layers(config.layers, stages, layers_per_stage)
-    first = sum(counts[:stage])
-    layers = range(first, first + counts[stage])
+    layer_counts = split_layers(config.layers, stages, layers_per_stage)
+    first_layer = sum(layer_counts[:stage])
+    layers = range(first_layer, first_layer + layer_counts[stage])
     sequence_parallel = sequence_parallel and tp_size(tp) > 1
     return Stage(
         config, layers, stage == 0, stage == stages - 1, tp, sequence_parallel=sequence_parallel
     )
 
 
-def loss(found: Found, targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:
+def loss(outputs: BertOutputs, targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:
     """Return the loss of a microbatch, 0-dim float32 and the same on all ranks.
 
-    `found` is the output of the last stage. `targets`, int64 (b, T), has the original token at each
-    masked token. At the first token it has 0 if the second sentence follows the first, and 1 if
-    not. All other places have IGNORE_INDEX.
+    `outputs` are the outputs of the last stage. `targets`, int64 (b, T), has the original token at
+    each masked token. At the first token it has 0 if the second sentence follows the first, and 1
+    if not. All other positions have IGNORE_INDEX.
 
     The loss is the sum of the cross entropies of masked tokens, plus the number of masked tokens
-    times the mean cross entropy of sentence pairs. Divided by the number of masked tokens
-    (`count_tokens`), it is the sum of both means: the loss of Devlin et al. (1810.04805, appendix
-    A.2).
+    times the mean cross entropy of sentence pairs. Divide it by the number of masked tokens
+    (`count_tokens`) to get the sum of both means. This sum is the loss of Devlin et al.
+    (1810.04805, appendix A.2).
     """
-    logits, follows = found
-    masked = vocab_parallel_cross_entropy(logits[:, 1:], targets[:, 1:], tp, IGNORE_INDEX)
-    follow = F.cross_entropy(
-        follows.float(), targets[:, 0], ignore_index=IGNORE_INDEX, reduction="sum"
+    token_logits, pair_logits = outputs
+    token_loss = vocab_parallel_cross_entropy(token_logits[:, 1:], targets[:, 1:], tp, IGNORE_INDEX)
+    pair_loss = F.cross_entropy(
+        pair_logits.float(), targets[:, 0], ignore_index=IGNORE_INDEX, reduction="sum"
     ) / (targets[:, 0] != IGNORE_INDEX).sum().clamp(min=1)
-    return masked + _masked(targets).sum() * follow
+    return token_loss + _is_masked(targets).sum() * pair_loss
 
 
 def count_tokens(targets: Tensor) -> int:
     """Return the number of masked tokens. The mean loss is the summed loss divided by it."""
-    return int(_masked(targets).sum())
+    return int(_is_masked(targets).sum())
 
 
-def _masked(targets: Tensor) -> Tensor:
+def _is_masked(targets: Tensor) -> Tensor:
+    """Return True for each masked token. The first token is not in the result."""
     return targets[..., 1:] != IGNORE_INDEX
 
 
@@ -171,16 +173,16 @@ class Stage(nn.Module):
     for the tokens of this rank. The first stage takes tokens, int64 (b, T). The last stage returns
     the logits of this rank, (b, T, ceil(V/t)), and the logits of the sentence pair, (b, 2).
 
-    `sentences`, int64 (b, T), is the number of the sentence of each token, 0 or 1; the default is
-    0. `mask`, bool (b, T), is true for tokens that are no padding; by default, no token is padding.
+    `sentences`, int64 (b, T), is the number of the sentence of each token, 0 or 1. The default is
+    0. `mask`, bool (b, T), is false for padding tokens. By default, no token is padding.
     """
 
     def __init__(
         self,
         config: BertConfig,
         layers: range,
-        first: bool,
-        last: bool,
+        is_first: bool,
+        is_last: bool,
         tp: ProcessGroup | None,
         *,
         sequence_parallel: bool = False,
@@ -188,18 +190,22 @@ class Stage(nn.Module):
         super().__init__()
         self.config, self.tp, self.sequence_parallel = config, tp, sequence_parallel
         self.embedding, head = EmbeddingAndHead.for_stage(
-            config, first, last, tp, WHERE, sequence_parallel=sequence_parallel
+            config, is_first, is_last, tp, PARAMETER_PLACEMENT, sequence_parallel=sequence_parallel
         )
         self.positions = self.sentences = self.norm = self.heads = None
-        seen = partial(mark_sequence_parallel, group=tp, sequence_parallel=sequence_parallel)
-        if first:
-            self.positions = seen(_table(config, "positions", config.context))
-            self.sentences = seen(_table(config, "sentences", SENTENCES))
+        mark_parameters = partial(
+            mark_sequence_parallel, group=tp, sequence_parallel=sequence_parallel
+        )
+        if is_first:
+            self.positions = mark_parameters(
+                _make_embedding_table(config, "positions", config.context)
+            )
+            self.sentences = mark_parameters(_make_embedding_table(config, "sentences", SENTENCES))
         self.layers = nn.ModuleDict(
             {str(i): Layer(config, i, tp, sequence_parallel=sequence_parallel) for i in layers}
         )
-        if last:
-            self.norm = seen(nn.LayerNorm(config.hidden, **WHERE))
+        if is_last:
+            self.norm = mark_parameters(nn.LayerNorm(config.hidden, **PARAMETER_PLACEMENT))
             self.heads = Heads(config, tp, sequence_parallel=sequence_parallel)
         self.head = head
 
@@ -210,29 +216,29 @@ class Stage(nn.Module):
 
     def forward(
         self, x: Tensor, *, sentences: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor | Found:
-        parts = tp_size(self.tp) if self.sequence_parallel and self.embedding is None else 1
-        if (length := x.shape[1] * parts) > self.config.context:
+    ) -> Tensor | BertOutputs:
+        token_shards = tp_size(self.tp) if self.sequence_parallel and self.embedding is None else 1
+        if (length := x.shape[1] * token_shards) > self.config.context:
             raise ValueError(f"{length} tokens do not fit a context of {self.config.context}")
         if self.embedding is not None:
             assert self.positions is not None and self.sentences is not None
-            own = partial(
+            select_local = partial(
                 select_local_tokens, group=self.tp, sequence_parallel=self.sequence_parallel
             )
-            of = torch.zeros_like(x) if sentences is None else sentences
-            of = own(of.unsqueeze(-1)).squeeze(-1)
-            sums = split_backward.embedding(of, self.sentences) + own(self.positions[:length])
-            x = self.embedding(x) + sums
+            sentence_numbers = torch.zeros_like(x) if sentences is None else sentences
+            sentence_numbers = select_local(sentence_numbers.unsqueeze(-1)).squeeze(-1)
+            sentence_rows = split_backward.embedding(sentence_numbers, self.sentences)
+            x = self.embedding(x) + (sentence_rows + select_local(self.positions[:length]))
         for block in self.layers.values():
             x = block(x, mask)
         if self.norm is not None and self.heads is not None and self.head is not None:
-            tokens, follows = self.heads(self.norm(x))
-            return self.head(tokens) + self.heads.bias, follows
+            tokens, pair_logits = self.heads(self.norm(x))
+            return self.head(tokens) + self.heads.bias, pair_logits
         return x
 
 
 class Layer(nn.Module):
-    """One layer, (b, T, hidden); tensor-parallel ranks share its heads and feed-forward width."""
+    """One layer, (b, T, hidden). Tensor-parallel ranks shard its heads and feed-forward width."""
 
     def __init__(
         self,
@@ -243,9 +249,15 @@ class Layer(nn.Module):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        adds = 2 * config.layers
+        residual_adds = 2 * config.layers
         weights = LayerParameters(
-            config.seed, f"layers.{index}", config.hidden, adds, tp, WHERE, sequence_parallel
+            config.seed,
+            f"layers.{index}",
+            config.hidden,
+            residual_adds,
+            tp,
+            PARAMETER_PLACEMENT,
+            sequence_parallel,
         )
         self.attention = SelfAttention(weights, config.heads, causal=False)
         self.feed_forward = FeedForward(weights)
@@ -272,126 +284,148 @@ class Heads(nn.Module):
         super().__init__()
         self.tp, self.sequence_parallel = tp, sequence_parallel
         weights = LayerParameters(
-            config.seed, "heads", config.hidden, 1, tp, WHERE, sequence_parallel
+            config.seed, "heads", config.hidden, 1, tp, PARAMETER_PLACEMENT, sequence_parallel
         )
-        self.token = _whole(weights, "token", config.hidden)
+        self.token = _make_replicated_linear(weights, "token", config.hidden)
         self.norm = weights.make_norm()
-        self.bias = shard(torch.zeros(config.vocab, **WHERE), 0, tp, padded=True)
-        self.pool = _whole(weights, "pool", config.hidden, own=False)
-        self.follows = _whole(weights, "follows", SENTENCES, own=False)
+        self.bias = shard(torch.zeros(config.vocab, **PARAMETER_PLACEMENT), 0, tp, padded=True)
+        self.pool = _make_replicated_linear(weights, "pool", config.hidden, has_local_tokens=False)
+        self.follows = _make_replicated_linear(
+            weights, "follows", SENTENCES, has_local_tokens=False
+        )
 
-    def forward(self, x: Tensor) -> Found:
+    def forward(self, x: Tensor) -> BertOutputs:
         tokens = self.norm(F.gelu(self.token(x)))
-        first = get_first_token(x, self.tp, sequence_parallel=self.sequence_parallel)
-        return tokens, self.follows(torch.tanh(self.pool(first)))
+        first_token = get_first_token(x, self.tp, sequence_parallel=self.sequence_parallel)
+        return tokens, self.follows(torch.tanh(self.pool(first_token)))
 
 
-def _whole(
-    weights: LayerParameters, name: str, k: int, *, own: bool = True
+def _make_replicated_linear(
+    weights: LayerParameters, name: str, features: int, *, has_local_tokens: bool = True
 ) -> ColumnParallelLinear:
-    """Return a linear layer from hidden to k features, of which each rank has all weights.
+    """Return a linear layer from `hidden` to `features`. Each rank has all its weights.
 
-    If `own` is true, the rank applies the layer to its own tokens. Otherwise all ranks apply it to
-    the same input.
+    If `has_local_tokens` is true, each rank applies the layer to its own tokens. Otherwise all
+    ranks apply it to the same input.
     """
-    layer = weights._replace(tp=None, sequence_parallel=False).make_column_linear(name, k)
+    layer = weights._replace(tp=None, sequence_parallel=False).make_column_linear(name, features)
     return mark_sequence_parallel(
-        layer, weights.tp, sequence_parallel=weights.sequence_parallel, has_local_tokens=own
+        layer,
+        weights.tp,
+        sequence_parallel=weights.sequence_parallel,
+        has_local_tokens=has_local_tokens,
     )
 
 
-def _table(config: BertConfig, name: str, rows: int) -> nn.Parameter:
+def _make_embedding_table(config: BertConfig, name: str, rows: int) -> nn.Parameter:
     """Return a table with a row for each position, or for each sentence number."""
-    return shard(make_normal_init(config.seed, name, rows, config.hidden, WHERE), 0, None)
+    return shard(
+        make_normal_init(config.seed, name, rows, config.hidden, PARAMETER_PLACEMENT), 0, None
+    )
 
 
-# ---------------------------------------------------------------- its data
+# ---------------------------------------------------------------- the training data
 
 
-class Pair(NamedTuple):
+class SentencePair(NamedTuple):
     """A sequence of two sentences. Each field has shape (T,).
 
-    `tokens` are its tokens, and `sentences` the number of the sentence of each token, 0 or 1.
-    `there` is true for tokens that are no padding. `targets` has the original token at each masked
-    token. At the first token it has 1 if the second sentence does not follow the first, else 0. All
-    other places have IGNORE_INDEX.
+    `tokens` are its tokens. `sentences` has the number of the sentence of each token, 0 or 1.
+    `mask` is false for padding tokens. `targets` has the original token at each masked token. At
+    the first token it has 1 if the second sentence does not follow the first, else 0. All other
+    positions have IGNORE_INDEX.
     """
 
     tokens: NDArray[np.int64]
     sentences: NDArray[np.int64]
-    there: NDArray[np.bool_]
+    mask: NDArray[np.bool_]
     targets: NDArray[np.int64]
 
 
-def pair(
-    own: NDArray[np.int64],
-    other: NDArray[np.int64],
+def make_sentence_pair(
+    window: NDArray[np.int64],
+    other_window: NDArray[np.int64],
     config: BertConfig,
-    numbers: np.random.Generator,
-) -> Pair:
-    """Return a sequence with the beginning of the text `own` and a second sentence.
+    rng: np.random.Generator,
+) -> SentencePair:
+    """Return a sequence of two sentences. The first sentence is the beginning of `window`.
 
-    The second sentence is the continuation of the first in `own` or, equally often, the beginning
-    of the text `other`. The sequence has the length of `own`, and at least 5 tokens are no padding.
+    The second sentence is, with equal probability, the continuation of the first in `window` or
+    the beginning of `other_window`. The sequence has the length of `window`. At least 5 of its
+    tokens are not padding.
 
-    15 % of the tokens of text are selected, at least one. Of the selected tokens, 80 % are masked,
-    10 % are replaced by other tokens, and 10 % remain (1810.04805, appendix A.1).
+    The function selects 15 % of the text tokens, at least one. Of the selected tokens, 80 % are
+    masked, 10 % are replaced by other tokens, and 10 % remain (1810.04805, appendix A.1).
     """
-    room = len(own) - 3
-    length = int(numbers.integers(2, room + 1)) if numbers.random() < SHORTER else room
-    first = int(numbers.integers(1, length))
-    is_other = bool(numbers.random() < 0.5)
-    second = other[: length - first] if is_other else own[first:length]
-    tokens = np.full(len(own), config.pad, np.int64)
-    tokens[: length + 3] = [config.cls, *own[:first], config.sep, *second, config.sep]
-    at = np.arange(len(own))
-    sentences = ((at > first + 1) & (at < length + 3)).astype(np.int64)
-    text = at[: length + 2][(at[: length + 2] > 0) & (at[: length + 2] != first + 1)]
-    masked = numbers.choice(text, max(1, round(MASKED * length)), replace=False)
-    targets = np.full(len(own), IGNORE_INDEX, np.int64)
-    targets[masked], targets[0] = tokens[masked], is_other
-    how = numbers.random(len(masked))
-    tokens[masked[how < 0.8]] = config.mask
-    changed = masked[how >= 0.9]
-    tokens[changed] = numbers.integers(config.text, size=len(changed))
-    return Pair(tokens, sentences, at < length + 3, targets)
+    max_length = len(window) - 3
+    length = int(rng.integers(2, max_length + 1)) if rng.random() < SHORT_SHARE else max_length
+    first_length = int(rng.integers(1, length))
+    is_other = bool(rng.random() < 0.5)
+    second_sentence = (
+        other_window[: length - first_length] if is_other else window[first_length:length]
+    )
+    tokens = np.full(len(window), config.pad, np.int64)
+    tokens[: length + 3] = [
+        config.cls,
+        *window[:first_length],
+        config.sep,
+        *second_sentence,
+        config.sep,
+    ]
+    # Position 0 has cls, and position first_length + 1 has the first sep.
+    positions = np.arange(len(window))
+    sentences = ((positions > first_length + 1) & (positions < length + 3)).astype(np.int64)
+    text_positions = positions[: length + 2][
+        (positions[: length + 2] > 0) & (positions[: length + 2] != first_length + 1)
+    ]
+    selected = rng.choice(text_positions, max(1, round(MASKED_SHARE * length)), replace=False)
+    targets = np.full(len(window), IGNORE_INDEX, np.int64)
+    targets[selected], targets[0] = tokens[selected], is_other
+    draws = rng.random(len(selected))
+    tokens[selected[draws < 0.8]] = config.mask
+    replaced = selected[draws >= 0.9]
+    tokens[replaced] = rng.integers(config.text, size=len(replaced))
+    return SentencePair(tokens, sentences, positions < length + 3, targets)
 
 
 def batch(
     config: BertConfig, text: bytes, step: int
 ) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
-    """Return the tokens and the targets of a step, and the keywords of each microbatch.
+    """Return the tokens and targets of a step, and the keyword arguments of each microbatch.
 
     Tokens and targets have shape (microbatches, b, T). All results depend only on the number of the
-    step.
+    step, so each process can compute them.
     """
-    numbers = np.random.default_rng(step)
+    rng = np.random.default_rng(step)
     stream = np.frombuffer(text, "u1").astype(np.int64)
-    found = []
-    for _ in range(MICROBATCHES * SIZE):
-        begins = numbers.integers(len(stream) - config.context, size=2)
-        own, other = (stream[begin : begin + config.context] for begin in begins)
-        found.append(pair(own, other, config, numbers))
-    tokens, sentences, there, targets = (
-        torch.from_numpy(np.stack(one)).view(MICROBATCHES, SIZE, -1)
-        for one in zip(*found, strict=True)
+    pairs = []
+    for _ in range(MICROBATCHES * MICROBATCH_SIZE):
+        window_starts = rng.integers(len(stream) - config.context, size=2)
+        window, other_window = (stream[start : start + config.context] for start in window_starts)
+        pairs.append(make_sentence_pair(window, other_window, config, rng))
+    tokens, sentences, masks, targets = (
+        torch.from_numpy(np.stack(arrays)).view(MICROBATCHES, MICROBATCH_SIZE, -1)
+        for arrays in zip(*pairs, strict=True)
     )
     return (
         tokens,
         targets,
-        [{"sentences": of, "mask": mask} for of, mask in zip(sentences, there, strict=True)],
+        [
+            {"sentences": sentence_numbers, "mask": mask}
+            for sentence_numbers, mask in zip(sentences, masks, strict=True)
+        ],
     )
 
 
-# ---------------------------------------------------------------- a run
+# ---------------------------------------------------------------- the training run
 
 
 def main() -> None:
-    """Train for ten steps, as one of the ranks that torchrun has started."""
+    """Train for ten steps as one of the ranks that torchrun started."""
     config, text = BertConfig(), Path(__file__).read_bytes()
     train(
         partial(build_stage, config), partial(batch, config, text), loss, count_tokens,
-        Boundary((SIZE, config.context, config.hidden)), config.tied,
+        Boundary((MICROBATCH_SIZE, config.context, config.hidden)), config.tied,
         stages=STAGES, microbatches=MICROBATCHES, steps=STEPS,
     )  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""Dropout in your own module: every schedule and division into stages drops the same values.
+"""Dropout in your own module: all schedules and divisions into stages drop the same values.
 
-    python examples/dropout.py
+    python examples/dropout.py      # prints three losses, which are equal
 
 The random numbers of a stage depend on the executor's seed, the step, the microbatch and the number
 of the stage. `fork_layer_rng` uses the number of a layer instead of the number of the stage. So a
-layer drops the same values in every division of the model into stages.
+layer drops the same values, however the model is divided into stages.
 """
 
 import torch
@@ -30,7 +30,7 @@ class Block(nn.Module):
             return x + F.dropout(torch.tanh(self.inner(x)), 0.1, self.training)
 
 
-def squares(y: Tensor, target: Tensor) -> Tensor:
+def squared_error(y: Tensor, target: Tensor) -> Tensor:
     """Return the sum of squared errors."""
     return (y - target).square().sum()
 
@@ -39,9 +39,9 @@ def main() -> None:
     """Compare a model in 2 and in 4 stages, under two schedules, with a loop over its blocks."""
     torch.manual_seed(0)
     blocks = [Block(number) for number in range(4)]
-    inputs, targets = torch.randn(2, 8, 32, WIDTH)  # 8 microbatches of 32
-    plain = run_sequential(blocks, inputs, targets, loss=squares, seed=1)
-    print(f"a plain loop            {float(plain):.4f}")
+    inputs, targets = torch.randn(2, 8, 32, WIDTH)  # 8 microbatches of 32 samples
+    loop_loss = run_sequential(blocks, inputs, targets, loss=squared_error, seed=1)
+    print(f"a plain loop            {float(loop_loss):.4f}")
     for name, shape in (
         ("one_f_one_b", schedir.PipelineShape(ranks=2, microbatches=8)),
         (
@@ -49,15 +49,18 @@ def main() -> None:
             schedir.PipelineShape(ranks=2, microbatches=8, stages_per_rank=2, placement="vee"),
         ),
     ):
-        each = len(blocks) // shape.stages
-        stages = [nn.Sequential(*blocks[k : k + each]) for k in range(0, len(blocks), each)]
+        layers_per_stage = len(blocks) // shape.stages
+        stages = [
+            nn.Sequential(*blocks[first : first + layers_per_stage])
+            for first in range(0, len(blocks), layers_per_stage)
+        ]
         schedir.runtime.make_backward_splittable(nn.ModuleList(stages))
         program = schedir.compile(getattr(schedir.schedules, name), shape)
         boundary = Boundary((32, WIDTH))
-        ranks = InProcessExecutor(program, stages, loss=squares, boundary=boundary, seed=1)
-        loss = ranks.step(inputs, targets)
+        executor = InProcessExecutor(program, stages, loss=squared_error, boundary=boundary, seed=1)
+        loss = executor.step(inputs, targets)
         print(f"{name:<12} {shape.stages} stages   {float(loss):.4f}")
-        assert torch.equal(loss, plain)
+        assert torch.equal(loss, loop_loss)
 
 
 if __name__ == "__main__":

@@ -3,20 +3,23 @@
     python -m examples.encoder_decoder                      # one process has all four stages
     torchrun --nproc-per-node 4 -m examples.encoder_decoder # each of four processes has one stage
 
-Both commands print the same losses to the last digit. The training text is this file, so nothing is
-downloaded. The model predicts the second half of a text from its first half (prefix language
-modelling: Raffel et al., arXiv 1910.10683, section 3.2.3).
+Both commands print the loss of each of ten steps, with the same values in all digits. The training
+text is this file, so nothing is downloaded.
+
+The model predicts the second half of a text from its first half (prefix language modelling: Raffel
+et al., arXiv 1910.10683, section 3.2.3).
 
 The model is that of Vaswani et al. (arXiv 1706.03762), with sines and cosines as positions (section
-3.5), and one weight for both embeddings and the head (section 3.4).  A norm precedes each sublayer
-instead of following it, as in Pegasus (Zhang et al., arXiv 1912.08777).  It has no dropout.
+3.5), and one weight for both embeddings and the head (section 3.4). A LayerNorm precedes each
+sublayer instead of following it, as in Pegasus (Zhang et al., arXiv 1912.08777). It has no dropout.
 
 The example shows:
 
 - A boundary of two tensors (`boundaries`). The output of the encoder is the *memory*. Each stage of
-  the decoder takes the memory with its other input, and passes it on. On the way back, each of
-  these stages adds its gradient of the memory.
-- Inputs by name: every stage gets the target tokens and the padding mask of the source.
+  the decoder receives the memory with its other input, and sends it to the next stage. In the
+  backwards, each of these stages adds its gradient of the memory.
+- Keyword arguments of stages: every stage gets the target tokens and the padding mask of the
+  source.
 - A weight that three stages share: the first stage, the last stage, and the first stage of the
   decoder (`tied_stages`).
 - Tensor parallelism (`tp`) and sequence parallelism (`sequence_parallel`).
@@ -36,7 +39,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from examples.training_loop import train
-from examples.transformer_blocks import WHERE, CrossAttention, FeedForward, SelfAttention
+from examples.transformer_blocks import (
+    PARAMETER_PLACEMENT,
+    CrossAttention,
+    FeedForward,
+    SelfAttention,
+)
 from schedir.models.language_model import count_tokens, loss, make_normal_init
 from schedir.models.parameter_init import LayerParameters
 from schedir.models.partitioning import split_layers
@@ -48,8 +56,8 @@ from schedir.tensor_parallel.vocab_parallel import (
     shard_vocab,
 )
 
-STAGES, MICROBATCHES, SIZE, STEPS = 4, 8, 2, 10
-THETA = 10000.0  # of the longest wave of positions
+STAGES, MICROBATCHES, MICROBATCH_SIZE, STEPS = 4, 8, 2, 10
+THETA = 10000.0  # the base of the wavelengths of positions (section 3.5)
 
 
 @dataclass(frozen=True)
@@ -71,25 +79,29 @@ class EncoderDecoderConfig:
     seed: int = 0
 
 
-def layers_of(
+def get_stage_layers(
     config: EncoderDecoderConfig, stages: int, layers_per_stage: Sequence[int] | None = None
 ) -> list[range]:
-    """Return the numbers of the layers of each stage; layers of the encoder come first."""
-    counts = split_layers(config.encoder_layers + config.decoder_layers, stages, layers_per_stage)
-    ends = [sum(counts[: s + 1]) for s in range(stages)]
-    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    """Return the layer numbers of each stage. The layers of the encoder come first."""
+    layer_counts = split_layers(
+        config.encoder_layers + config.decoder_layers, stages, layers_per_stage
+    )
+    stops = [sum(layer_counts[: s + 1]) for s in range(stages)]
+    return [range(stop - count, stop) for stop, count in zip(stops, layer_counts, strict=True)]
 
 
 def tied_stages(
     config: EncoderDecoderConfig, stages: int, layers_per_stage: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the stages that share the embedding, as `tied_weights` of `compile` takes them."""
+    """Return the stages that share the embedding, for `tied_weights` of `schedir.compile`."""
     if not config.tied:
         return ()
-    layers = layers_of(config, stages, layers_per_stage)
-    middle = next(s for s, own in enumerate(layers) if config.encoder_layers in own)
-    found = tuple(sorted({0, middle, stages - 1}))
-    return (found,) if len(found) > 1 else ()
+    layers = get_stage_layers(config, stages, layers_per_stage)
+    decoder_stage = next(
+        s for s, stage_layers in enumerate(layers) if config.encoder_layers in stage_layers
+    )
+    tied_group = tuple(sorted({0, decoder_stage, stages - 1}))
+    return (tied_group,) if len(tied_group) > 1 else ()
 
 
 def build_stage(
@@ -103,15 +115,20 @@ def build_stage(
 ) -> Stage:
     """Return this rank's shard of stage `stage` of `stages`.
 
-    With `sequence_parallel`, tensor-parallel ranks share the tokens of both sequences, too, as a
+    With `sequence_parallel`, tensor-parallel ranks also divide the tokens of both sequences, as a
     program with `sequence_parallel yes` requires. `layers_per_stage` is the number of layers of
-    each stage; layers of the encoder come first. A stage may have the last layers of the encoder
-    and the first layers of the decoder.
+    each stage. The layers of the encoder come first. One stage may have the last layers of the
+    encoder and the first layers of the decoder.
     """
-    layers = layers_of(config, stages, layers_per_stage)
-    ends = stage == 0, stage == stages - 1
+    layers = get_stage_layers(config, stages, layers_per_stage)
+    sequence_parallel = sequence_parallel and tp_size(tp) > 1
     return Stage(
-        config, layers[stage], *ends, tp, sequence_parallel=sequence_parallel and tp_size(tp) > 1
+        config,
+        layers[stage],
+        stage == 0,
+        stage == stages - 1,
+        tp,
+        sequence_parallel=sequence_parallel,
     )
 
 
@@ -124,69 +141,88 @@ def boundaries(
     *,
     layers_per_stage: Sequence[int] | None = None,
 ) -> dict[int, tuple[Boundary, ...]]:
-    """Return the outputs of all stages but the last, as `boundary` of an Executor takes them.
+    """Return the output shapes of all stages but the last, for the `boundary` of an `Executor`.
 
-    `source` and `target` are the numbers of tokens. If ranks share the tokens, they are those of
-    one rank.
+    `source` and `target` are the numbers of tokens of a sample. With sequence parallelism, they are
+    the numbers of tokens of one rank.
     """
-    memory, hidden = (Boundary((batch, n, config.hidden)) for n in (source, target))
-    ends = [own.stop for own in layers_of(config, stages, layers_per_stage)[:-1]]
+    memory, hidden = (Boundary((batch, tokens, config.hidden)) for tokens in (source, target))
+    stops = [
+        stage_layers.stop
+        for stage_layers in get_stage_layers(config, stages, layers_per_stage)[:-1]
+    ]
     return {
-        s: (memory,) if end <= config.encoder_layers else (hidden, memory)
-        for s, end in enumerate(ends)
+        s: (memory,) if stop <= config.encoder_layers else (hidden, memory)
+        for s, stop in enumerate(stops)
     }
 
 
 class Stage(nn.Module):
-    """Consecutive layers. The first stage has the embedding of the source, the last has the head.
+    """Consecutive layers. The first stage embeds the source, and the last has the head.
 
     The first stage takes the tokens of the source, int64 (b, S). The output of an encoder stage is
     (b, S, hidden). The outputs of a decoder stage are (b, T, hidden) and the memory, (b, S,
     hidden). The last stage returns the logits of this rank, (b, T, ceil(V/t)). With
-    `sequence_parallel`, the tensors between stages are those of the tokens of this rank: (b, S/t,
+    `sequence_parallel`, the tensors between stages have only the tokens of this rank: (b, S/t,
     hidden) and (b, T/t, hidden).
 
-    All stages get two keyword arguments. `target`, int64 (b, T), are the target tokens; the stage
-    with the first layer of the decoder embeds them. `mask`, bool (b, S), is true for tokens of the
-    source that are no padding; by default, no token is padding.
+    All stages get two keyword arguments. `target`, int64 (b, T), has the target tokens. The stage
+    with the first layer of the decoder embeds them. `mask`, bool (b, S), is false for padding
+    tokens of the source. By default, no token is padding.
     """
 
     def __init__(
         self,
         config: EncoderDecoderConfig,
         layers: range,
-        first: bool,
-        last: bool,
+        is_first: bool,
+        is_last: bool,
         tp: ProcessGroup | None,
         *,
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.config, begin = config, config.encoder_layers
+        self.config, encoder_layers = config, config.encoder_layers
         self.tp, self.sequence_parallel = tp, sequence_parallel
-        how: dict[str, Any] = {"sequence_parallel": sequence_parallel}
-        ends = {"embedding": first, "decoder_embedding": begin in layers, "head": last}
-        weights = _ends([name for name, here in ends.items() if here], config, tp)
+        parallel_options: dict[str, Any] = {"sequence_parallel": sequence_parallel}
+        has_table = {
+            "embedding": is_first,
+            "decoder_embedding": encoder_layers in layers,
+            "head": is_last,
+        }
+        weights = _make_vocab_weights(
+            [name for name, on_stage in has_table.items() if on_stage], config, tp
+        )
         self.embedding = self.decoder_embedding = self.head = None
-        if first:
-            self.embedding = VocabParallelEmbedding(weights["embedding"], tp, **how)
-        if begin in layers:
-            own = weights["decoder_embedding"]
-            self.decoder_embedding = VocabParallelEmbedding(own, tp, **how)
+        if is_first:
+            self.embedding = VocabParallelEmbedding(weights["embedding"], tp, **parallel_options)
+        if encoder_layers in layers:
+            decoder_weight = weights["decoder_embedding"]
+            self.decoder_embedding = VocabParallelEmbedding(decoder_weight, tp, **parallel_options)
         self.encoder = nn.ModuleDict(
-            {str(i): EncoderLayer(config, i, tp, **how) for i in layers if i < begin}
+            {
+                str(i): EncoderLayer(config, i, tp, **parallel_options)
+                for i in layers
+                if i < encoder_layers
+            }
         )
         self.decoder = nn.ModuleDict(
-            {str(i): DecoderLayer(config, i, tp, **how) for i in layers if i >= begin}
+            {
+                str(i): DecoderLayer(config, i, tp, **parallel_options)
+                for i in layers
+                if i >= encoder_layers
+            }
         )
         self.encoder_norm = self.norm = None
-        if begin - 1 in layers:
+        if encoder_layers - 1 in layers:
             self.encoder_norm = mark_sequence_parallel(
-                nn.LayerNorm(config.hidden, **WHERE), tp, **how
+                nn.LayerNorm(config.hidden, **PARAMETER_PLACEMENT), tp, **parallel_options
             )
-        if last:
-            self.norm = mark_sequence_parallel(nn.LayerNorm(config.hidden, **WHERE), tp, **how)
-            self.head = VocabParallelHead(weights["head"], config.vocab, tp, **how)
+        if is_last:
+            self.norm = mark_sequence_parallel(
+                nn.LayerNorm(config.hidden, **PARAMETER_PLACEMENT), tp, **parallel_options
+            )
+            self.head = VocabParallelHead(weights["head"], config.vocab, tp, **parallel_options)
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
@@ -194,8 +230,8 @@ class Stage(nn.Module):
 
         The gradients of the copies are summed.
         """
-        ends = [end for end in (self.embedding, self.decoder_embedding, self.head) if end]
-        return ends[0].weight if self.config.tied and 0 < len(ends) < 3 else None
+        tables = [table for table in (self.embedding, self.decoder_embedding, self.head) if table]
+        return tables[0].weight if self.config.tied and 0 < len(tables) < 3 else None
 
     def forward(
         self,
@@ -205,20 +241,20 @@ class Stage(nn.Module):
         target: Tensor,
         mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        parts = tp_size(self.tp) if self.sequence_parallel and self.embedding is None else 1
-        if max(length := x.shape[1] * parts, target.shape[1]) > self.config.context:
+        token_shards = tp_size(self.tp) if self.sequence_parallel and self.embedding is None else 1
+        if max(length := x.shape[1] * token_shards, target.shape[1]) > self.config.context:
             raise ValueError(
                 f"{length} and {target.shape[1]} tokens do not fit a context of "
                 f"{self.config.context}"
             )
         if self.embedding is not None:
-            x = self._placed(self.embedding(x), x.shape[1])
+            x = self._add_positions(self.embedding(x), x.shape[1])
         for block in self.encoder.values():
             x = block(x, mask)
         if self.encoder_norm is not None:
             x = self.encoder_norm(x)
         if self.decoder_embedding is not None:
-            x, memory = self._placed(self.decoder_embedding(target), target.shape[1]), x
+            x, memory = self._add_positions(self.decoder_embedding(target), target.shape[1]), x
         for block in self.decoder.values():
             x = block(x, memory, mask)
         if self.norm is not None and self.head is not None:
@@ -226,15 +262,15 @@ class Stage(nn.Module):
             return logits
         return x if memory is None else (x, memory)
 
-    def _placed(self, x: Tensor, length: int) -> Tensor:
-        """Return the embeddings of tokens, times the root of the width, plus their positions.
+    def _add_positions(self, x: Tensor, length: int) -> Tensor:
+        """Return `x` times the square root of the hidden size, plus the encodings of positions.
 
-        With `sequence_parallel`, these are the tokens of this rank.
+        `x` has the embeddings of tokens. With `sequence_parallel`, it has only those of this rank.
         """
-        where = select_local_tokens(
+        positions = select_local_tokens(
             waves(length, x), self.tp, sequence_parallel=self.sequence_parallel
         )
-        return x * math.sqrt(x.shape[-1]) + where
+        return x * math.sqrt(x.shape[-1]) + positions
 
 
 class EncoderLayer(nn.Module):
@@ -249,10 +285,16 @@ class EncoderLayer(nn.Module):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        adds = 2 * config.encoder_layers
+        residual_adds = 2 * config.encoder_layers
         name = f"encoder.{index}"
         weights = LayerParameters(
-            config.seed, name, config.hidden, adds, tp, WHERE, sequence_parallel
+            config.seed,
+            name,
+            config.hidden,
+            residual_adds,
+            tp,
+            PARAMETER_PLACEMENT,
+            sequence_parallel,
         )
         self.attention = SelfAttention(weights, config.heads, causal=False)
         self.feed_forward = FeedForward(weights)
@@ -274,14 +316,20 @@ class DecoderLayer(nn.Module):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        adds = 3 * config.decoder_layers
+        residual_adds = 3 * config.decoder_layers
         name = f"decoder.{index}"
         weights = LayerParameters(
-            config.seed, name, config.hidden, adds, tp, WHERE, sequence_parallel
+            config.seed,
+            name,
+            config.hidden,
+            residual_adds,
+            tp,
+            PARAMETER_PLACEMENT,
+            sequence_parallel,
         )
         self.attention = SelfAttention(weights, config.heads, causal=True)
-        across = weights._replace(name=f"decoder.{index}.across")
-        self.across = CrossAttention(across, config.heads)
+        cross_weights = weights._replace(name=f"decoder.{index}.across")
+        self.across = CrossAttention(cross_weights, config.heads)
         self.feed_forward = FeedForward(weights)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
@@ -289,58 +337,62 @@ class DecoderLayer(nn.Module):
         return x
 
 
-def _ends(
+def _make_vocab_weights(
     names: Sequence[str], config: EncoderDecoderConfig, tp: ProcessGroup | None
 ) -> dict[str, nn.Parameter]:
-    """Return the embeddings and the head that a stage has. Tied weights share one Parameter."""
+    """Return the weights of a stage's embeddings and head, by name. Tied ones are one Parameter."""
 
-    def made(name: str) -> nn.Parameter:
+    def make_weight(name: str) -> nn.Parameter:
         key = f"{name}.weight"
         return shard_vocab(
-            make_normal_init(config.seed, key, config.vocab, config.hidden, WHERE), tp
+            make_normal_init(config.seed, key, config.vocab, config.hidden, PARAMETER_PLACEMENT), tp
         )
 
     if config.tied:
-        return dict.fromkeys(names, made("embedding")) if names else {}
-    return {name: made(name) for name in names}
+        return dict.fromkeys(names, make_weight("embedding")) if names else {}
+    return {name: make_weight(name) for name in names}
 
 
 def waves(length: int, like: Tensor) -> Tensor:
-    """Return the sines and then the cosines of each position, (T, hidden), in the type of `like`.
+    """Return the encodings of positions, (T, hidden), with the dtype of `like`.
 
-    Sine i and cosine i have the angle p / theta^(2i / hidden) at position p (1706.03762, section
-    3.5).
+    A row has all sines first, then all cosines. At position p, the angle of sine i and cosine i is
+    p / THETA^(2i / hidden) (1706.03762, section 3.5).
     """
     hidden = like.shape[-1]
-    pairs = torch.arange(0, hidden, 2, device=like.device, dtype=torch.float32)
-    at = torch.arange(length, device=like.device, dtype=torch.float32)
-    angles = torch.outer(at, 1.0 / THETA ** (pairs / hidden))
+    dimensions = torch.arange(0, hidden, 2, device=like.device, dtype=torch.float32)
+    positions = torch.arange(length, device=like.device, dtype=torch.float32)
+    angles = torch.outer(positions, 1.0 / THETA ** (dimensions / hidden))
     return torch.cat([angles.sin(), angles.cos()], 1).to(like.dtype)
 
 
 def batch(
     config: EncoderDecoderConfig, text: bytes, step: int
 ) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
-    """Return the sources and the targets of a step, and the keywords of each microbatch.
+    """Return the sources and targets of a step, and the keyword arguments of each microbatch.
 
     Sources and targets have shape (microbatches, b, T). All results depend only on the number of
-    the step.
+    the step, so each process can compute them.
     """
-    numbers = torch.Generator().manual_seed(step)
-    size = config.context
-    shape = (MICROBATCHES, SIZE, 1)
-    begins = torch.randint(len(text) - 2 * size, shape, generator=numbers)
-    tokens = torch.tensor([*text])[begins + torch.arange(2 * size + 1)]
-    source, target = tokens[..., :size], tokens[..., size:]
-    return source, target[..., 1:], [{"target": each[:, :-1]} for each in target]
+    generator = torch.Generator().manual_seed(step)
+    length = config.context
+    shape = (MICROBATCHES, MICROBATCH_SIZE, 1)
+    starts = torch.randint(len(text) - 2 * length, shape, generator=generator)
+    tokens = torch.tensor([*text])[starts + torch.arange(2 * length + 1)]
+    source, target = tokens[..., :length], tokens[..., length:]
+    return (
+        source,
+        target[..., 1:],
+        [{"target": decoder_tokens[:, :-1]} for decoder_tokens in target],
+    )
 
 
 def main() -> None:
-    """Train for ten steps, as one of the ranks that torchrun has started."""
+    """Train for ten steps as one of the ranks that torchrun started."""
     config, text = EncoderDecoderConfig(), Path(__file__).read_bytes()
     train(
         partial(build_stage, config), partial(batch, config, text), loss, count_tokens,
-        boundaries(config, STAGES, SIZE, config.context, config.context),
+        boundaries(config, STAGES, MICROBATCH_SIZE, config.context, config.context),
         tied_stages(config, STAGES),
         stages=STAGES, microbatches=MICROBATCHES, steps=STEPS,
     )  # fmt: skip

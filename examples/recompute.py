@@ -3,8 +3,8 @@
     python examples/recompute.py [FOLDER]
 
 The script writes its results to FOLDER, by default ./recompute-output, and replaces results of an
-earlier run. The exit code is 0 if schedir refuses the run without recomputation, and trains the run
-that recomputes as much as needed.
+earlier run. The exit code is 0 if schedir refuses the run without recomputation, and completes the
+run that recomputes as few forwards as the limit requires.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def main() -> int:
     except SchedirError as error:
         print(error)
         return 2
-    output = [f"output.dir={json.dumps(str(folder))}", "output.overwrite=true"]
+    set_options = [f"output.dir={json.dumps(str(folder))}", "output.overwrite=true"]
     print("Keeping all that forwards save:", flush=True)
-    refused = run(str(CONFIG), output)
+    first_exit_code = run(str(CONFIG), set_options)
     print("\nRunning again what does not fit:", flush=True)
-    code = run(str(CONFIG), [*output, "memory.recompute=fit"])
-    if not refused:
+    exit_code = run(str(CONFIG), [*set_options, "memory.recompute=fit"])
+    if not first_exit_code:
         print("FAILED: the limit is not exceeded")
-    return code or int(not refused)
+    return exit_code or int(not first_exit_code)
 
 
 if __name__ == "__main__":

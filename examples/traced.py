@@ -1,13 +1,15 @@
-"""Run a schedule of torch on four processes of this machine, under torch.profiler.
+"""Record torch's interleaved 1F1B on four processes of this machine with torch.profiler.
 
     python examples/traced.py traces
     schedir import traces -o run.timeline
     schedir draw run.timeline -o run.svg
 
-The trainer does not use schedir. The tutorial docs/tutorials/read-a-trace.md explains its traces.
+The script writes a trace of each rank to the folder `traces`. The trainer in it does not use
+schedir. The tutorial docs/tutorials/read-a-trace.md explains the traces.
+
 The trainer can also run another schedule for the same stages, from a CSV file:
 
-    python examples/traced.py again best.csv
+    python examples/traced.py again best.csv     # the traces are in the folder `again`
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from torch.profiler import ProfilerActivity, profile, schedule
 RANKS, MICROBATCHES, WIDTH, ROWS = 4, 8, 768, 128
 
 
-def train(rank: int, folder: str, store: str, csv: str | None) -> None:
+def train(rank: int, folder: str, store_path: str, csv_path: str | None) -> None:
     """Run four steps, and profile the last one."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", f"file://{store_path}", rank=rank, world_size=RANKS)
     stages = [
         PipelineStage(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)),
@@ -39,17 +41,17 @@ def train(rank: int, folder: str, store: str, csv: str | None) -> None:
         )
         for index in (rank, rank + RANKS)
     ]
-    kind = ScheduleInterleaved1F1B if csv is None else _PipelineScheduleRuntime
-    pipe = kind(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
-    if csv is not None:
-        pipe._load_csv(csv, format="compute_comms")
+    schedule_class = ScheduleInterleaved1F1B if csv_path is None else _PipelineScheduleRuntime
+    pipe = schedule_class(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    if csv_path is not None:
+        pipe._load_csv(csv_path, format="compute_comms")
     optimizers = [torch.optim.AdamW(stage.submod.parameters()) for stage in stages]
     batch = torch.randn(MICROBATCHES * ROWS, WIDTH)
-    # From here on it is what one pastes into a trainer.
+    # To record your own trainer, put this `with` block around its loop over steps.
     with profile(
         activities=[ProfilerActivity.CPU],
         schedule=schedule(wait=2, warmup=1, active=1),
-        on_trace_ready=lambda p: p.export_chrome_trace(f"{folder}/rank{rank}.json"),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(f"{folder}/rank{rank}.json"),
     ) as profiler:
         for _ in range(4):
             args = (batch,) if rank == 0 else ()
@@ -65,8 +67,8 @@ def train(rank: int, folder: str, store: str, csv: str | None) -> None:
 if __name__ == "__main__":
     folder = sys.argv[1] if len(sys.argv) > 1 else "traces"
     Path(folder).mkdir(parents=True, exist_ok=True)
-    store = str(Path(folder, f".store-{os.getpid()}").resolve())
-    csv = sys.argv[2] if len(sys.argv) > 2 else None
-    torch.multiprocessing.spawn(train, (folder, store, csv), nprocs=RANKS)
-    Path(store).unlink(missing_ok=True)
+    store_path = str(Path(folder, f".store-{os.getpid()}").resolve())
+    csv_path = sys.argv[2] if len(sys.argv) > 2 else None
+    torch.multiprocessing.spawn(train, (folder, store_path, csv_path), nprocs=RANKS)
+    Path(store_path).unlink(missing_ok=True)
     print(f"wrote {folder}/rank0.json to rank{RANKS - 1}.json")

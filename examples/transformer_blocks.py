@@ -1,6 +1,6 @@
 """Transformer blocks of bert.py and encoder_decoder.py, each with a residual connection.
 
-Tensor-parallel ranks share heads and feed-forward width as in Megatron-LM (arXiv 1909.08053,
+Tensor-parallel ranks shard heads and feed-forward width as in Megatron-LM (arXiv 1909.08053,
 section 3). Masks are bool (b, S), and true for tokens to which other tokens can attend.
 """
 
@@ -16,7 +16,7 @@ from schedir.kernels.gelu import bias_gelu
 from schedir.models.language_model import ParameterPlacement
 from schedir.models.parameter_init import LayerParameters
 
-WHERE: Final[ParameterPlacement] = {"device": "cpu", "dtype": torch.float32}
+PARAMETER_PLACEMENT: Final[ParameterPlacement] = {"device": "cpu", "dtype": torch.float32}
 
 
 class SelfAttention(nn.Module):
@@ -26,13 +26,13 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.width, self.causal = weights.hidden // heads, causal
         self.norm = weights.make_norm()
-        # Rows in the order (head, q k v, width): a slice of them is whole heads.
+        # Row order: head, then q, k and v, then width. So the slice of a rank has complete heads.
         self.qkv = weights.make_column_linear("qkv", 3 * weights.hidden)
         self.proj = weights.make_row_linear("proj", weights.hidden)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = _heads(self.qkv(self.norm(x)), 3, self.width)
-        x = x + self.proj(_attended(q, k, v, mask, self.causal))
+        q, k, v = _split_heads(self.qkv(self.norm(x)), 3, self.width)
+        x = x + self.proj(_attend(q, k, v, mask, self.causal))
         return x
 
 
@@ -44,13 +44,14 @@ class CrossAttention(nn.Module):
         self.width = weights.hidden // heads
         self.norm = weights.make_norm()
         self.q = weights.make_column_linear("q", weights.hidden)
-        self.kv = weights.make_column_linear("kv", 2 * weights.hidden)  # rows (head, k v, width)
+        # Row order: head, then k and v, then width.
+        self.kv = weights.make_column_linear("kv", 2 * weights.hidden)
         self.proj = weights.make_row_linear("proj", weights.hidden)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
-        (q,) = _heads(self.q(self.norm(x)), 1, self.width)
-        k, v = _heads(self.kv(memory), 2, self.width)
-        x = x + self.proj(_attended(q, k, v, mask, False))
+        (q,) = _split_heads(self.q(self.norm(x)), 1, self.width)
+        k, v = _split_heads(self.kv(memory), 2, self.width)
+        x = x + self.proj(_attend(q, k, v, mask, False))
         return x
 
 
@@ -69,14 +70,14 @@ class FeedForward(nn.Module):
         return x
 
 
-def _heads(x: Tensor, parts: int, width: int) -> tuple[Tensor, ...]:
-    """Split (b, T, heads * parts * width) into parts, each (b, heads, T, width)."""
-    each = x.view(*x.shape[:2], -1, parts, width).permute(3, 0, 2, 1, 4)
-    return tuple(each.unbind(0))
+def _split_heads(x: Tensor, tensors: int, width: int) -> tuple[Tensor, ...]:
+    """Split (b, T, heads * tensors * width) into tensors of shape (b, heads, T, width)."""
+    stacked = x.view(*x.shape[:2], -1, tensors, width).permute(3, 0, 2, 1, 4)
+    return tuple(stacked.unbind(0))
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """Return the outputs of the attention heads, (b, T, heads * width)."""
-    allowed = None if mask is None else mask[:, None, None, :]
-    heads = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=causal)
-    return heads.transpose(1, 2).flatten(2)
+    attention_mask = None if mask is None else mask[:, None, None, :]
+    outputs = F.scaled_dot_product_attention(q, k, v, attention_mask, is_causal=causal)
+    return outputs.transpose(1, 2).flatten(2)

@@ -3,8 +3,12 @@
     python examples/zero.py [FOLDER]
 
 The script writes its results to FOLDER, by default ./zero-output, and replaces results of an
-earlier run. The exit code is 0 if schedir refuses three runs and trains the fourth. The refused
-runs have plain replicas, ZeRO without recomputation, and recomputation without ZeRO.
+earlier run. The exit code is 0 if schedir refuses the first three runs and completes the fourth:
+
+1. replicas without ZeRO and without recomputation
+2. recomputation without ZeRO
+3. ZeRO without recomputation
+4. ZeRO and recomputation
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ from schedir.training.train import run
 
 CONFIG = Path(__file__).with_suffix(".toml")
 MEMORY = read_config(str(CONFIG)).memory
-ZERO, AGAIN = "pipeline.zero=3", "memory.recompute=fit"
-REFUSED = {
+ZERO, RECOMPUTE = "pipeline.zero=3", "memory.recompute=fit"
+REFUSED_SETTINGS = {
     "Two replicas, each with all weights, gradients and the optimizer's state": [],
-    "Running forwards again as far as that helps": [AGAIN],
+    "Running forwards again as far as that helps": [RECOMPUTE],
     "Each replica with a part of weights, gradients and the optimizer's state (zero 3)": [ZERO],
 }
 
@@ -35,16 +39,16 @@ def main() -> int:
     except SchedirError as error:
         print(error)
         return 2
-    output = [f"output.dir={json.dumps(str(folder))}", "output.overwrite=true"]
-    wrong = []
-    for title, sets in REFUSED.items():
+    set_options = [f"output.dir={json.dumps(str(folder))}", "output.overwrite=true"]
+    errors = []
+    for title, settings in REFUSED_SETTINGS.items():
         print(f"{title}:", flush=True)
-        if run(str(CONFIG), [*output, *sets]) != 2:
-            wrong.append(f"was not refused: {title}")
+        if run(str(CONFIG), [*set_options, *settings]) != 2:
+            errors.append(f"was not refused: {title}")
         print(flush=True)
     print("Both:", flush=True)
-    if code := run(str(CONFIG), [*output, ZERO, AGAIN]):
-        return code
+    if exit_code := run(str(CONFIG), [*set_options, ZERO, RECOMPUTE]):
+        return exit_code
     summary = json.loads((folder / "summary.json").read_text())
     (predicted,), (counted,) = (summary["memory"][name] for name in ("predicted", "counted"))
     print(
@@ -52,10 +56,10 @@ def main() -> int:
         f"{MEMORY.memory_limit}"
     )
     if max(predicted, counted) > (MEMORY.limit_bytes or 0):
-        wrong.append("the limit was exceeded")
-    for fact in wrong:
-        print(f"FAILED: {fact}")
-    return 1 if wrong else 0
+        errors.append("the limit was exceeded")
+    for message in errors:
+        print(f"FAILED: {message}")
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":
