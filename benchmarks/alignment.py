@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import parse
 
-LINE = 64  # bytes
+CACHE_LINE_BYTES = 64  # bytes
 SEED = 0
 Kernel = Callable[..., Tensor]
 ELEMENTWISE_AND_SUMS: dict[str, Kernel] = {
@@ -54,7 +54,7 @@ class Case(NamedTuple):
     operands: Sequence[Tensor]
 
 
-def cases_of(dtype: torch.dtype) -> list[Case]:
+def build_cases(dtype: torch.dtype) -> list[Case]:
     """Return every kernel on operands of one random shape."""
     rows, inner, columns = torch.randint(1, 70, (3,)).tolist()
 
@@ -72,21 +72,21 @@ def cases_of(dtype: torch.dtype) -> list[Case]:
     ]
 
 
-def moved(t: Tensor, offset: int) -> Tensor:
+def copy_at_offset(t: Tensor, offset: int) -> Tensor:
     """Return a copy of `t`, with its strides, that begins `offset` bytes after a 64-byte line."""
-    memory = torch.empty(t.nbytes + 2 * LINE, dtype=torch.uint8)
-    begin = -memory.data_ptr() % LINE + offset
+    memory = torch.empty(t.nbytes + 2 * CACHE_LINE_BYTES, dtype=torch.uint8)
+    begin = -memory.data_ptr() % CACHE_LINE_BYTES + offset
     flat = memory[begin : begin + t.nbytes].view(t.dtype)
     return flat.as_strided(t.shape, t.stride()).copy_(t)
 
 
-def offsets_that_matter(case: Case) -> set[int]:
+def find_rounding_offsets(case: Case) -> set[int]:
     """Return the offsets, in bytes, by which a moved operand changes the bits of the result."""
-    expected = case.kernel(*(moved(t, 0) for t in case.operands))
+    expected = case.kernel(*(copy_at_offset(t, 0) for t in case.operands))
     found = set()
     for k, operand in enumerate(case.operands):
         for offset in (operand.element_size(), 16, 32, 48):
-            operands = [moved(t, offset * (j == k)) for j, t in enumerate(case.operands)]
+            operands = [copy_at_offset(t, offset * (j == k)) for j, t in enumerate(case.operands)]
             if not torch.equal(case.kernel(*operands), expected):
                 found.add(offset)
     return found
@@ -103,9 +103,9 @@ def main() -> None:
     differ: Counter[tuple[str, str, int]] = Counter()
     for dtype in (torch.float32, torch.float64):
         for _ in range(shapes):
-            for case in cases_of(dtype):
+            for case in build_cases(dtype):
                 kind = str(dtype).removeprefix("torch.")
-                differ.update((case.name, kind, offset) for offset in offsets_that_matter(case))
+                differ.update((case.name, kind, offset) for offset in find_rounding_offsets(case))
     setting = os.environ.get("MKL_CBWR", "not set")
     print(f"{torch.backends.cpu.get_cpu_capability()} kernels, MKL_CBWR {setting}, seed {SEED}")
     for (name, kind, offset), count in sorted(differ.items()):

@@ -64,7 +64,7 @@ class Row(NamedTuple):
         return (name, *map(str, self[1:4]))
 
 
-SMALL = (
+SMALL_ROWS = (
     Row("one_f_one_b", 4, 1, 8, turns=9),
     Row("one_f_one_b", 8, 1, 64, turns=15),
     Row("one_f_one_b", 64, 1, 1024, turns=3),
@@ -72,43 +72,43 @@ SMALL = (
     Row("interleaved", 64, 2, 1024, turns=3, step=64),
     Row("interleaved", 128, 4, 512, turns=1),
 )
-SMOKE = (Row("one_f_one_b", 4, 1, 8, turns=2), Row("interleaved", 4, 2, 8))
-LARGE = (
+SMOKE_ROWS = (Row("one_f_one_b", 4, 1, 8, turns=2), Row("interleaved", 4, 2, 8))
+LARGE_ROWS = (
     Row("interleaved", 256, 8, 512),
     Row("interleaved", 256, 8, 2048),
     Row("one_f_one_b", 1024, 1, 8192),
 )
-ZERO = tuple(
+ZERO_ROWS = tuple(
     Row(name, 8, v, m, turns=3, zero=3)
     for name, v in (("one_f_one_b", 1), ("interleaved", 2))
     for m in (64, 128, 256, 512, 1024)
 )
-TORCH = SMALL[3:5] + SMOKE[1:]  # torch needs hours for larger programs
+TORCH_ROWS = SMALL_ROWS[3:5] + SMOKE_ROWS[1:]  # torch needs hours for larger programs
 PARTS = ("draft", "compile", "simulate", "memory", "show", "parse")
-COUNTED = PARTS[:3]  # the parts whose times are the time of a turn
-MOST_TEXT = 2**24  # instructions; larger programs are measured without their text
+TURN_PARTS = PARTS[:3]  # the parts whose times are the time of a turn
+MAX_TEXT_INSTRUCTIONS = 2**24  # instructions; larger programs are measured without their text
 
-Measured = dict[str, float]
+Measurement = dict[str, float]
 
 
 # ------------------------------------------------------------ in the process that is measured
 
 
-def peak() -> float:
+def read_peak_memory() -> float:
     """Return the peak memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
-def timed(into: Measured, part: str, call: Callable[..., Any], *args: Any) -> Any:
+def time_part(into: Measurement, part: str, call: Callable[..., Any], *args: Any) -> Any:
     begin = process_time()
     result = call(*args)
     into[part] = process_time() - begin
     return result
 
 
-def ours(
+def measure_schedir(
     name: str, ranks: int, v: int, microbatches: int, zero: int, turn: int, text: bool
-) -> Measured:
+) -> Measurement:
     """Return the seconds of each part, and the bytes per instruction.
 
     It uses only names that every checkout has.
@@ -117,25 +117,29 @@ def ours(
 
     shape, costs = schedir.PipelineShape(ranks, microbatches, v), schedir.Costs(F=1 + turn / 1024)
     more: dict[str, Any] = {"dp": 2, "zero": zero} if zero else {}
-    got: Measured = {}
+    got: Measurement = {}
     gc.collect()
-    base = peak()
-    draft = timed(got, "draft", schedir.expand_schedule, getattr(schedir.schedules, name), shape)
-    program = timed(got, "compile", partial(schedir.compile, draft, costs=costs, **more))
+    base = read_peak_memory()
+    draft = time_part(
+        got, "draft", schedir.expand_schedule, getattr(schedir.schedules, name), shape
+    )
+    program = time_part(got, "compile", partial(schedir.compile, draft, costs=costs, **more))
     del draft
-    compiled = peak()
-    timeline = timed(got, "simulate", schedir.simulate, program, costs)
-    simulated, n = peak(), len(program)
+    compiled = read_peak_memory()
+    timeline = time_part(got, "simulate", schedir.simulate, program, costs)
+    simulated, n = read_peak_memory(), len(program)
     if text:
-        timed(got, "memory", lambda: timeline.peak_in_flight)
-        if n < MOST_TEXT:
-            timed(got, "parse", schedir.from_text, timed(got, "print", schedir.to_text, program))
+        time_part(got, "memory", lambda: timeline.peak_in_flight)
+        if n < MAX_TEXT_INSTRUCTIONS:
+            time_part(
+                got, "parse", schedir.from_text, time_part(got, "print", schedir.to_text, program)
+            )
     got |= {"instructions": n, "B/instr": compiled - base, "with Timeline": simulated - base}
     return {key: value / n if key in ("B/instr", "with Timeline") else value
             for key, value in got.items()}  # fmt: skip
 
 
-def torchs(name: str, ranks: int, v: int, microbatches: int, *_: object) -> Measured:
+def measure_torch(name: str, ranks: int, v: int, microbatches: int, *_: object) -> Measurement:
     """Measure torch: its constructor builds and lowers, its simulator runs the lists."""
     from unittest.mock import create_autospec
 
@@ -151,9 +155,9 @@ def torchs(name: str, ranks: int, v: int, microbatches: int, *_: object) -> Meas
         stage.is_first, stage.is_last, stage.has_backward = j == 0, False, True
         stage.stage_index_to_group_rank = {s: s % ranks for s in range(ranks * v)}
         stages.append(stage)
-    got: Measured = {}
-    base = peak()
-    schedule = timed(
+    got: Measurement = {}
+    base = read_peak_memory()
+    schedule = time_part(
         got,
         "compile",
         lambda: schedules.ScheduleInterleaved1F1B(
@@ -167,20 +171,20 @@ def torchs(name: str, ranks: int, v: int, microbatches: int, *_: object) -> Meas
         for rank, actions in schedule.pipeline_order_with_comms.items()
     }
     n = sum(map(len, order.values()))
-    timed(
+    time_part(
         got,
         "simulate",
         lambda: schedules._simulate_comms_compute(
             order, stage_to_rank=lambda s: s % ranks, num_stages=ranks * v
         ),
     )
-    return got | {"instructions": n, "with Timeline": (peak() - base) / n}
+    return got | {"instructions": n, "with Timeline": (read_peak_memory() - base) / n}
 
 
 def serve(who: str) -> None:
     """Read a row and a turn from each line of stdin, and print their measurement as JSON."""
-    measures: dict[str, Callable[..., Measured]] = {
-        "schedir": ours, "compiled": ours, "torch": torchs,
+    measures: dict[str, Callable[..., Measurement]] = {
+        "schedir": measure_schedir, "compiled": measure_schedir, "torch": measure_torch,
     }  # fmt: skip
     measure = measures[who]
     if who == "compiled":
@@ -190,7 +194,7 @@ def serve(who: str) -> None:
         sys.modules["numba"] = None  # type: ignore[assignment]
     if who != "torch":
         for turn in range(2):
-            ours("gpipe", 3, 1, 5 + turn, 0, turn, True)
+            measure_schedir("gpipe", 3, 1, 5 + turn, 0, turn, True)
     for line in sys.stdin:
         print(json.dumps(measure(*json.loads(line))), flush=True)
 
@@ -207,10 +211,10 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            **_in(checkout),
+            **_make_process_options(checkout),
         )
 
-    def turn(self, row: Row, turn: int, text: bool = False) -> Measured:
+    def turn(self, row: Row, turn: int, text: bool = False) -> Measurement:
         """Measure a turn. Turn 0 has the microbatches of the row, others a few more or fewer."""
         assert self.process.stdin and self.process.stdout
         away = (turn + 1) // 2 * (1 if turn % 2 else -1)
@@ -218,7 +222,7 @@ class Worker:
         print(json.dumps(asked), file=self.process.stdin, flush=True)
         if not (line := self.process.stdout.readline()):
             raise SystemExit(f"a process that measured {row} ended with {self.process.wait()}")
-        got: Measured = json.loads(line)
+        got: Measurement = json.loads(line)
         return got
 
     def __enter__(self) -> Worker:
@@ -228,13 +232,13 @@ class Worker:
         self.process.communicate()  # closes stdin, which ends the process
 
 
-def _in(checkout: Path) -> dict[str, Any]:
+def _make_process_options(checkout: Path) -> dict[str, Any]:
     """Return the arguments that start a process which imports schedir from a folder."""
     return {"cwd": checkout, "env": os.environ | {"PYTHONPATH": str(checkout)}}
 
 
 @contextmanager
-def checkout_of(named: str) -> Iterator[Path]:
+def open_checkout(named: str) -> Iterator[Path]:
     """Yield the folder, or for a commit a temporary work tree."""
     if Path(named, "schedir").is_dir():
         yield Path(named).resolve()
@@ -251,11 +255,11 @@ def checkout_of(named: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(where)], check=True)
 
 
-def command_time(checkout: Path, *command: str) -> float:
+def measure_command(checkout: Path, *command: str) -> float:
     """Return the processor time of a command, in seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, check=True,
-                   **_in(checkout))  # fmt: skip
+                   **_make_process_options(checkout))  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
@@ -266,12 +270,12 @@ COMMANDS = {
 }
 
 
-def total(got: Measured) -> float:
+def sum_turn_parts(got: Measurement) -> float:
     """Return the time of a turn."""
-    return sum(got.get(part, 0.0) for part in COUNTED)
+    return sum(got.get(part, 0.0) for part in TURN_PARTS)
 
 
-def spread(values: list[float], form: str = ".2f") -> str:
+def format_quartiles(values: list[float], form: str = ".2f") -> str:
     """Return the median and the quartiles as text."""
     low, middle, high = (
         statistics.quantiles(values, method="inclusive") if values[1:] else values * 3
@@ -279,7 +283,7 @@ def spread(values: list[float], form: str = ".2f") -> str:
     return f"{middle:{form}} [{low:{form}}, {high:{form}}]"
 
 
-def compare(
+def compare_checkouts(
     here: Path, other: Path, rows: tuple[Row, ...], rounds: int, who: str, say: Any
 ) -> list[Any]:
     """Print a table with the times of each row in two checkouts, and their ratios per turn."""
@@ -293,37 +297,39 @@ def compare(
             with Worker(other, who) as before, Worker(here, who) as after:
                 for turn in range(row.turns):
                     old, new = before.turn(row, turn), after.turn(row, turn)
-                    for part in COUNTED:
+                    for part in TURN_PARTS:
                         ratios.setdefault(part, []).append(new[part] / old[part])
-                    ratios.setdefault("all", []).append(total(new) / total(old))
-                    times[0].append(total(old))
-                    times[1].append(total(new))
+                    ratios.setdefault("all", []).append(sum_turn_parts(new) / sum_turn_parts(old))
+                    times[0].append(sum_turn_parts(old))
+                    times[1].append(sum_turn_parts(new))
                     if turn == 0:
                         n = new["instructions"]
                         for part in ("B/instr", "with Timeline"):
                             more = new[part] / old[part] if old[part] else float("nan")
                             ratios.setdefault(part, []).append(more)
         seconds = [f"{1e3 * statistics.median(each):.2f}" for each in times]
-        told = [*COUNTED, "all", "B/instr", "with Timeline"]
+        told = [*TURN_PARTS, "all", "B/instr", "with Timeline"]
         if n < 2**16:
             told[-2:] = []  # the memory of a small program is within the noise
-        cells.append([*row.shape, f"{n:,.0f}", *seconds, *(spread(ratios[p]) for p in told)])
+        cells.append(
+            [*row.shape, f"{n:,.0f}", *seconds, *(format_quartiles(ratios[p]) for p in told)]
+        )
     for name, command in COMMANDS.items():
         say(name)
-        pairs = [[command_time(at, *command) for at in (other, here)] for _ in range(3 * rounds)]
+        pairs = [[measure_command(at, *command) for at in (other, here)] for _ in range(3 * rounds)]
         seconds = [f"{1e3 * statistics.median(each):.2f}" for each in zip(*pairs, strict=True)]
-        ratio = spread([after / before for before, after in pairs])
-        cells.append([name, *[""] * 4, *seconds, *[""] * len(COUNTED), ratio])
+        ratio = format_quartiles([after / before for before, after in pairs])
+        cells.append([name, *[""] * 4, *seconds, *[""] * len(TURN_PARTS), ratio])
     return cells
 
 
-def alone(
+def measure_this_checkout(
     rows: tuple[Row, ...], rounds: int, ours: str, torch: bool, say: Any
 ) -> Iterator[list[str]]:
     """Print a table with the times of each row in this checkout, and those of torch."""
     for row in rows:
-        whose = (ours, "torch")[: 1 + (torch and row in TORCH)]
-        got: dict[str, list[Measured]] = {who: [] for who in whose}
+        whose = (ours, "torch")[: 1 + (torch and row in TORCH_ROWS)]
+        got: dict[str, list[Measurement]] = {who: [] for who in whose}
         for k in range(rounds):
             say(f"{row}")
             with ExitStack() as stack:
@@ -337,20 +343,22 @@ def alone(
             first = each[0]
             cells = [f"{1e3 * statistics.median(g[p] for g in each if p in g):.2f}"
                      if p in first else "" for p in PARTS]  # fmt: skip
-            sums = spread([1e3 * total(g) for g in each])
+            sums = format_quartiles([1e3 * sum_turn_parts(g) for g in each])
             bytes_ = [f"{first[p]:.0f}" if p in first else "" for p in ("B/instr", "with Timeline")]
             yield [who, *row.shape, f"{first['instructions']:,.0f}", *cells, sums, *bytes_]
         if len(whose) > 1:
-            ratios = [total(got["torch"][0]) / total(g) for g in got[ours]]
+            ratios = [sum_turn_parts(got["torch"][0]) / sum_turn_parts(g) for g in got[ours]]
             yield [
                 "",
                 *row.shape,
                 *[""] * (1 + len(PARTS)),
-                f"torch x {spread(ratios, '.0f')}",
+                f"torch x {format_quartiles(ratios, '.0f')}",
             ]
-    numpy, check = ([command_time(ROOT, *c) for _ in range(3 * rounds)] for c in COMMANDS.values())
+    numpy, check = (
+        [measure_command(ROOT, *c) for _ in range(3 * rounds)] for c in COMMANDS.values()
+    )
     for name, seconds in zip(COMMANDS, (numpy, check), strict=True):
-        yield ["", name, *[""] * (4 + len(PARTS)), spread([1e3 * s for s in seconds])]
+        yield ["", name, *[""] * (4 + len(PARTS)), format_quartiles([1e3 * s for s in seconds])]
 
 
 def main() -> None:
@@ -374,7 +382,13 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    rows = SMOKE if args.smoke else ZERO if args.zero else SMALL + LARGE * args.large
+    rows = (
+        SMOKE_ROWS
+        if args.smoke
+        else ZERO_ROWS
+        if args.zero
+        else SMALL_ROWS + LARGE_ROWS * args.large
+    )
     if args.rows:
         rows = tuple(rows[int(k)] for k in args.rows.split(","))
     who = "compiled" if args.compiled else "schedir"
@@ -386,15 +400,15 @@ def main() -> None:
     shape = ["schedule", "P", "v", "m", "instructions"]
     bytes_ = ["B/instr", "with Timeline"]
     if args.against or args.smoke:
-        with checkout_of(args.against or str(ROOT)) as other:
-            table = Table(*shape, "ms before", "ms now", *COUNTED, "all", *bytes_)
-            for cells in compare(ROOT, other, rows, args.rounds, who, say):
+        with open_checkout(args.against or str(ROOT)) as other:
+            table = Table(*shape, "ms before", "ms now", *TURN_PARTS, "all", *bytes_)
+            for cells in compare_checkouts(ROOT, other, rows, args.rounds, who, say):
                 table.add_row(*cells)
         console.print(table)
         console.print("ms are of the whole; ratios, now by before: the median and the quartiles")
     if not args.against:
         table = Table("", *shape, *PARTS, "compiled and simulated", *bytes_)
-        for cells in alone(rows, args.rounds, who, args.torch, say):
+        for cells in measure_this_checkout(rows, args.rounds, who, args.torch, say):
             table.add_row(*cells)
         console.print(table)
         console.print("medians in milliseconds of processor time; in brackets the quartiles")

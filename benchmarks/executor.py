@@ -54,16 +54,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import schedir
 from benchmarks.harness import (
-    WARM,
+    WARM_UP_STEPS,
     Times,
-    gathered,
-    head,
-    line,
-    milliseconds,
-    on_ranks,
-    pair_ratios,
+    format_milliseconds,
+    format_pair_ratios,
+    gather_times,
+    measure_in_rounds,
     parse,
-    take_turns,
+    print_header,
+    print_row,
+    run_on_ranks,
 )
 from schedir import PipelineShape, schedules
 from schedir.io import torch_csv
@@ -78,23 +78,26 @@ from schedir.transports.json_collectives import RecordTypes
 from schedir.transports.shared_memory import SharedMemoryTransport
 from schedir.transports.transport import Transport
 
-WHOSE = ("shared", "gloo", "torch")
+RUNTIMES = ("shared", "gloo", "torch")
 # Model, schedule, ranks, stages per rank, microbatches.
 Row = tuple[str, str, int, int, int]
-ALONE: list[Row] = [
+FAKE_BACKEND_ROWS: list[Row] = [
     ("tiny", "one_f_one_b", 4, 1, 256),
     ("tiny", "interleaved", 4, 2, 128),
     ("tiny", "interleaved_zb", 4, 2, 128),
 ]
-TOGETHER: list[Row] = [
+PROCESS_ROWS: list[Row] = [
     (model, schedule, ranks, v, m)
     for model, m in (("tiny", 64), ("gpt", 16))
     for ranks in (2, 4)
     for schedule, v in (("one_f_one_b", 1), ("interleaved", 2))
 ]
-SMOKE_ALONE: list[Row] = [("tiny", "one_f_one_b", 4, 1, 8), ("tiny", "interleaved_zb", 4, 2, 8)]
-SMOKE_TOGETHER: list[Row] = [("tiny", "interleaved", 2, 2, 4), ("gpt", "one_f_one_b", 2, 1, 2)]
-RANK_ALONE = 1  # an inner rank: it receives from both neighbours, and sends to both
+SMOKE_FAKE_BACKEND_ROWS: list[Row] = [
+    ("tiny", "one_f_one_b", 4, 1, 8),
+    ("tiny", "interleaved_zb", 4, 2, 8),
+]
+SMOKE_PROCESS_ROWS: list[Row] = [("tiny", "interleaved", 2, 2, 4), ("gpt", "one_f_one_b", 2, 1, 2)]
+FAKE_BACKEND_RANK = 1  # an inner rank: it receives from both neighbours, and sends to both
 
 
 class Model(NamedTuple):
@@ -107,7 +110,7 @@ class Model(NamedTuple):
     boundary: tuple[int, ...]
 
 
-class Tiny(nn.Module):
+class TinyStage(nn.Module):
     """A stage with almost no work."""
 
     def __init__(self) -> None:
@@ -118,18 +121,18 @@ class Tiny(nn.Module):
         return x * self.weight
 
 
-def squares(y: Tensor, target: Tensor) -> Tensor:
+def sum_squared_errors(y: Tensor, target: Tensor) -> Tensor:
     """Return the sum of squared errors."""
     return (y - target).square().sum()
 
 
-def tiny(stages: int, m: int) -> Model:
+def build_tiny_model(stages: int, m: int) -> Model:
     """Return a model with almost no work, on microbatches of eight numbers."""
     x = torch.randn(m, 1, 8, generator=torch.Generator().manual_seed(0))
-    return Model([Tiny() for _ in range(stages)], x, x + 1, squares, (1, 8))
+    return Model([TinyStage() for _ in range(stages)], x, x + 1, sum_squared_errors, (1, 8))
 
 
-def small_gpt(stages: int, m: int) -> Model:
+def build_small_gpt(stages: int, m: int) -> Model:
     """Return a GPT of 8 layers, hidden 128, on microbatches of 2 x 64 tokens."""
     config = gpt.GPTConfig(layers=8, hidden=128, context=64, tied=False)
     tokens = torch.randint(256, (m, 2, 65), generator=torch.Generator().manual_seed(0))
@@ -137,10 +140,10 @@ def small_gpt(stages: int, m: int) -> Model:
     return Model(built, tokens[:, :, :-1], tokens[:, :, 1:], gpt.loss, (2, 64, 128))
 
 
-MODELS = {"tiny": tiny, "gpt": small_gpt}
+MODELS = {"tiny": build_tiny_model, "gpt": build_small_gpt}
 
 
-class Nowhere(GlooTransport):
+class FakeTransport(GlooTransport):
     """Gloo's transport for one rank of a world in which no other rank exists.
 
     torch's "fake" backend ends each of its messages at once.
@@ -153,7 +156,7 @@ class Nowhere(GlooTransport):
         return [payload]
 
 
-class Bench:
+class RuntimeBenchmark:
     """Both runtimes of one rank, and the work of its stages without a runtime."""
 
     def __init__(
@@ -228,7 +231,7 @@ class Bench:
                 module.zero_grad(set_to_none=False)
             wait()
 
-        return take_turns(self.steps, pairs, prepare, rotate=False, clock=thread_time)
+        return measure_in_rounds(self.steps, pairs, prepare, rotate=False, clock=thread_time)
 
 
 class Result(NamedTuple):
@@ -243,28 +246,28 @@ class Result(NamedTuple):
         return (step - work) / self.counts[whose] * 1e6
 
 
-def together(rank: int, row: Row, pairs: int) -> Result:
+def measure_processes(rank: int, row: Row, pairs: int) -> Result:
     """Measure a row, as one of its processes."""
-    bench = Bench(row, rank, {"shared": SharedMemoryTransport, "gloo": GlooTransport})
+    bench = RuntimeBenchmark(row, rank, {"shared": SharedMemoryTransport, "gloo": GlooTransport})
     return Result(bench.run(pairs, dist.barrier), bench.counts)
 
 
-def alone(_: int, row: Row, pairs: int) -> Result:
+def measure_fake_backend(_: int, row: Row, pairs: int) -> Result:
     """Measure a row without a transport."""
     enter_fake_world(row)
     # torch's stages ask all ranks whether they know their shapes. No other rank exists here.
     PipelineStage._warmup_backward_result = lambda *_, **__: torch.ones(1)  # type: ignore[method-assign]
-    bench = Bench(row, RANK_ALONE, {"alone": Nowhere})
+    bench = RuntimeBenchmark(row, FAKE_BACKEND_RANK, {"alone": FakeTransport})
     return Result(bench.run(pairs, lambda: None), bench.counts)
 
 
 def enter_fake_world(row: Row) -> None:
     """Make this process one rank of a world that has no others."""
     dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK_ALONE, world_size=row[2])
+    dist.init_process_group("fake", store=FakeStore(), rank=FAKE_BACKEND_RANK, world_size=row[2])
 
 
-def unnoted(executor: Executor) -> None:
+def run_without_black_box(executor: Executor) -> None:
     """Run a step as `Running._run` does, but without a black box."""
     executor.resources.is_in_step = True
     try:
@@ -276,7 +279,7 @@ def unnoted(executor: Executor) -> None:
         raise executor.state.wrap_error(0, error) from error
 
 
-def box_costs(_: int, row: Row, pairs: int) -> list[float]:
+def measure_black_box(_: int, row: Row, pairs: int) -> list[float]:
     """Return the microseconds per instruction of a black box in a file, for each pair of steps."""
     enter_fake_world(row)
     model, shape = MODELS[row[0]](row[2] * row[3], row[4]), PipelineShape(row[2], row[4], row[3])
@@ -284,8 +287,9 @@ def box_costs(_: int, row: Row, pairs: int) -> list[float]:
         getattr(schedules, row[1]), shape, progress_model="per_edge", overlap=True
     )
     executor = Executor(
-        program, RANK_ALONE, {s: model.stages[s] for s in shape.stages_on_rank[RANK_ALONE]},
-        Nowhere(program),
+        program, FAKE_BACKEND_RANK,
+        {s: model.stages[s] for s in shape.stages_on_rank[FAKE_BACKEND_RANK]},
+        FakeTransport(program),
         loss=model.loss, boundary=Boundary(model.boundary),
         execution=ExecutionOptions(record_timestamps=False),
     )  # fmt: skip
@@ -294,15 +298,17 @@ def box_costs(_: int, row: Row, pairs: int) -> list[float]:
     took: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
         runner.progress = BlackBox(Path(folder, "0")).values
-        for turn in range(WARM + pairs):
+        for turn in range(WARM_UP_STEPS + pairs):
             own = []
-            for run in (noted, partial(unnoted, executor))[:: 1 if turn % 2 else -1]:
+            for run in (noted, partial(run_without_black_box, executor))[:: 1 if turn % 2 else -1]:
                 runner._run_instructions = run  # type: ignore[method-assign]
                 began = thread_time()
                 executor.step(list(model.inputs), list(model.targets))
                 own.append(thread_time() - began)
             took.append(own if turn % 2 else own[::-1])
-    return [(a - b) / len(program.streams[RANK_ALONE]) * 1e6 for a, b in took[WARM:]]
+    return [
+        (a - b) / len(program.streams[FAKE_BACKEND_RANK]) * 1e6 for a, b in took[WARM_UP_STEPS:]
+    ]
 
 
 # ------------------------------------------------------------ in the place of torch's schedules
@@ -311,7 +317,7 @@ def box_costs(_: int, row: Row, pairs: int) -> list[float]:
 DROP_IN_RANKS = 4
 
 
-class Pair(NamedTuple):
+class SchedulePair(NamedTuple):
     """A schedule of torch, and the schedule of schedir with this name."""
 
     theirs: str
@@ -325,27 +331,27 @@ class Pair(NamedTuple):
         return [*range(rank, self.stages, DROP_IN_RANKS)]
 
 
-DROP_IN = (
-    Pair("ScheduleGPipe", "gpipe", 4),
-    Pair("Schedule1F1B", "one_f_one_b", 4),
-    Pair("ScheduleInterleaved1F1B", "interleaved", 8),
-    Pair("ScheduleInterleavedZeroBubble", "zb_h1", 4),
-    Pair("ScheduleInterleavedZeroBubble", "interleaved_zb", 8),
-    Pair("ScheduleZBVZeroBubble", "zb_v", 8, "vee"),
-    Pair("ScheduleDualPipeV", "dualpipe_v", 8, "vee"),
+DROP_IN_PAIRS = (
+    SchedulePair("ScheduleGPipe", "gpipe", 4),
+    SchedulePair("Schedule1F1B", "one_f_one_b", 4),
+    SchedulePair("ScheduleInterleaved1F1B", "interleaved", 8),
+    SchedulePair("ScheduleInterleavedZeroBubble", "zb_h1", 4),
+    SchedulePair("ScheduleInterleavedZeroBubble", "interleaved_zb", 8),
+    SchedulePair("ScheduleZBVZeroBubble", "zb_v", 8, "vee"),
+    SchedulePair("ScheduleDualPipeV", "dualpipe_v", 8, "vee"),
 )
-SMOKE_DROP_IN = (DROP_IN[1], DROP_IN[5])
-THREE: tuple[Literal["theirs", "torch", "schedir"], ...] = ("theirs", "torch", "schedir")
+SMOKE_DROP_IN_PAIRS = (DROP_IN_PAIRS[1], DROP_IN_PAIRS[5])
+PIPELINES: tuple[Literal["theirs", "torch", "schedir"], ...] = ("theirs", "torch", "schedir")
 
 
-class DropIn:
+class DropInBenchmark:
     """The three pipelines of a row, of one rank."""
 
-    def __init__(self, rank: int, kind: str, pair: Pair, microbatches: int) -> None:
+    def __init__(self, rank: int, kind: str, pair: SchedulePair, microbatches: int) -> None:
         own, last = pair.held(rank), pair.stages - 1
         self.modules: list[torch.nn.Module] = []
         self.steps: dict[str, Callable[[], Any]] = {}
-        for whose in THREE:
+        for whose in PIPELINES:
             torch.manual_seed(0)
             model = MODELS[kind](pair.stages, microbatches)
             self.modules += [model.stages[s] for s in own]
@@ -379,48 +385,51 @@ class DropIn:
                 module.zero_grad()
             dist.barrier()
 
-        return gathered(take_turns(self.steps, rounds, prepare))
+        return gather_times(measure_in_rounds(self.steps, rounds, prepare))
 
 
-def drop_in(rank: int, pairs: int, model: str, rows: Sequence[Pair], smoke: bool) -> None:
+def measure_drop_in(
+    rank: int, pairs: int, model: str, rows: Sequence[SchedulePair], smoke: bool
+) -> None:
     """Measure each row with schedules in the place of torch's, and print it on rank 0."""
     for kind, microbatches in (("gpt", 16), ("tiny", 64)):
         for pair in rows if model in ("", kind) else ():
-            bench = DropIn(rank, kind, pair, 2 * DROP_IN_RANKS if smoke else microbatches)
+            bench = DropInBenchmark(rank, kind, pair, 2 * DROP_IN_RANKS if smoke else microbatches)
             took = bench.run(pairs)
             if not rank:
-                ratios = (pair_ratios(took[w], took["theirs"], 2) for w in THREE[1:])
-                medians = (milliseconds(took[w]) for w in THREE)
+                ratios = (format_pair_ratios(took[w], took["theirs"], 2) for w in PIPELINES[1:])
+                medians = (format_milliseconds(took[w]) for w in PIPELINES)
                 name = f"{pair.ours}, {pair.stages} stages"
-                line(kind, name, *medians, *(cell for cells in ratios for cell in cells))
+                print_row(kind, name, *medians, *(cell for cells in ratios for cell in cells))
 
 
 # ------------------------------------------------------------ tables
 
 
-def print_alone(rows: Sequence[Row], pairs: int) -> None:
+def print_fake_backend(rows: Sequence[Row], pairs: int) -> None:
     """Print the table of steps without a transport, each row when it is measured."""
-    head("model", "schedule", "P", "v", "m", "own, us", "torch's", "ratio")
+    print_header("model", "schedule", "P", "v", "m", "own, us", "torch's", "ratio")
     for row in rows:
-        (result,) = on_ranks(alone, 1, row, pairs)
+        (result,) = run_on_ranks(measure_fake_backend, 1, row, pairs)
         ours, torchs = result.own("alone"), result.own("torch")
-        line(*row, f"{ours:.1f}", f"{torchs:.1f}", f"{ours / torchs:.2f}")
+        print_row(*row, f"{ours:.1f}", f"{torchs:.1f}", f"{ours / torchs:.2f}")
 
 
-def print_together(rows: Sequence[Row], pairs: int) -> None:
+def print_processes(rows: Sequence[Row], pairs: int) -> None:
     """Print the table of steps with a process for each rank, each row when it is measured."""
-    head("model", "schedule", "P", "v", "m", "step, ms: shared", "gloo", "torch", "shared/torch",
+    print_header("model", "schedule", "P", "v", "m", "step, ms: shared", "gloo", "torch",
+         "shared/torch",
          "gloo/torch", "own, us: shared", "gloo", "torch")  # fmt: skip
     for row in rows:
-        results = on_ranks(together, row[2], row, pairs)
+        results = run_on_ranks(measure_processes, row[2], row, pairs)
         steps = {whose: [wall for wall, _ in took] for whose, took in results[0].took.items()}
         ratios = [
             statistics.median(a / b for a, b in zip(steps[ours], steps["torch"], strict=True))
             for ours in ("shared", "gloo")
         ]
-        medians = (statistics.median(steps[whose]) * 1e3 for whose in WHOSE)
-        own = (statistics.mean(r.own(whose) for r in results) for whose in WHOSE)
-        line(
+        medians = (statistics.median(steps[whose]) * 1e3 for whose in RUNTIMES)
+        own = (statistics.mean(r.own(whose) for r in results) for whose in RUNTIMES)
+        print_row(
             *row,
             *(f"{ms:.1f}" for ms in medians),
             *(f"{ratio:.2f}" for ratio in ratios),
@@ -428,9 +437,9 @@ def print_together(rows: Sequence[Row], pairs: int) -> None:
         )
 
 
-def print_box(row: Row, pairs: int) -> None:
+def print_black_box(row: Row, pairs: int) -> None:
     """Print the cost of a black box."""
-    (costs,) = on_ranks(box_costs, 1, row, pairs)
+    (costs,) = run_on_ranks(measure_black_box, 1, row, pairs)
     costs.sort()
     low, high = costs[len(costs) // 4], costs[-1 - len(costs) // 4]
     print(f"{statistics.median(costs):.3f} us an instruction, half of {pairs} pairs from "
@@ -439,10 +448,10 @@ def print_box(row: Row, pairs: int) -> None:
 
 def print_drop_in(pairs: int, model: str, smoke: bool) -> None:
     """Print the table of schedules in the place of torch's, each row when it is measured."""
-    head("model", "schedule", "step, ms: torch's", "runtime=torch", "runtime=schedir",
+    print_header("model", "schedule", "step, ms: torch's", "runtime=torch", "runtime=schedir",
          "torch: ratio", "CPU", "schedir: ratio", "CPU")  # fmt: skip
-    rows = SMOKE_DROP_IN if smoke else DROP_IN
-    on_ranks(drop_in, DROP_IN_RANKS, pairs, model, rows, smoke)
+    rows = SMOKE_DROP_IN_PAIRS if smoke else DROP_IN_PAIRS
+    run_on_ranks(measure_drop_in, DROP_IN_RANKS, pairs, model, rows, smoke)
 
 
 def main() -> None:
@@ -455,15 +464,19 @@ def main() -> None:
     )
     parser.add_argument("--model", default="", choices=("", *MODELS), help="rows of --drop-in")
     args = parse(parser, pairs=1, model="tiny")
-    by_one, by_all = (SMOKE_ALONE, SMOKE_TOGETHER) if args.smoke else (ALONE, TOGETHER)
+    by_one, by_all = (
+        (SMOKE_FAKE_BACKEND_ROWS, SMOKE_PROCESS_ROWS)
+        if args.smoke
+        else (FAKE_BACKEND_ROWS, PROCESS_ROWS)
+    )
     if args.box or args.smoke:
-        print_box(by_one[0], args.pairs)
+        print_black_box(by_one[0], args.pairs)
     if args.drop_in or args.smoke:
         print_drop_in(args.pairs, args.model, args.smoke)
     if not (args.box or args.drop_in):
-        print_alone(by_one, args.pairs)
+        print_fake_backend(by_one, args.pairs)
         print()
-        print_together(by_all, args.pairs)
+        print_processes(by_all, args.pairs)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import head, line, parse
+from benchmarks.harness import parse, print_header, print_row
 from schedir import Costs, PipelineShape, compile, planner, schedules, simulate
 from schedir.schedules.schedule_algebra import B, F, I, W, overlapped_pair
 
@@ -46,16 +46,16 @@ SPREAD = {
 
 def print_dualpipe() -> None:
     """Print the bubble of DualPipeV, and the time of a microbatch with all-to-alls."""
-    head("ranks", "longest idle time of a rank", "(PP/2 - 1)(FB + B - 3W)")
+    print_header("ranks", "longest idle time of a rank", "(PP/2 - 1)(FB + B - 3W)")
     for ranks in (4, 8):
         costs = Costs(F=1, I=1, B=1.8, W=0.8, FB=2.4)
         shape = PipelineShape(ranks, 4 * ranks, 2, "vee")
         idle = simulate(compile(schedules.dualpipe_v, shape), costs).idle.max()
-        line(ranks, f"{idle:.2f}", f"{(ranks - 1) * (2.4 + 1.8 - 3 * 0.8):.2f}")
+        print_row(ranks, f"{idle:.2f}", f"{(ranks - 1) * (2.4 + 1.8 - 3 * 0.8):.2f}")
     print()
-    head("layers of a stage", "pairs of F and B", "pairs of F and I, W in the waits")
+    print_header("layers of a stage", "pairs of F and B", "pairs of F and I, W in the waits")
     for layers in (1, 2, 4):
-        line(
+        print_row(
             layers,
             *(f"{compute_exposed_share(layers, is_split=split):.2f}" for split in (False, True)),
         )
@@ -106,11 +106,11 @@ def print_order(draws: int) -> None:
     order = sorted(SCHEDULES, key=lambda name: steps[name][0])
     ranked = np.argsort([steps[name][1:] for name in order], axis=0)
     same = float((ranked == np.arange(len(order))[:, None]).all(0).mean()) if draws else 1.0
-    head("schedule", "step, s", "step over that of 1F1B", "memory, GB")
+    print_header("schedule", "step, s", "step over that of 1F1B", "memory, GB")
     for name in order:
         ratios = [a / b for a, b in zip(steps[name], steps["one_f_one_b"], strict=True)]
         low, high = np.quantile(ratios[1:] or ratios, [0.025, 0.975])
-        line(name, f"{steps[name][0]:.2f}", f"{median(ratios):.3f} ({low:.3f} to {high:.3f})",
+        print_row(name, f"{steps[name][0]:.2f}", f"{median(ratios):.3f} ({low:.3f} to {high:.3f})",
              f"{memory[name] / 1e9:.0f}")  # fmt: skip
     print(f"\n{same:.0%} of {draws} draws have this order")
 

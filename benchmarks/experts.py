@@ -26,7 +26,15 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import deviation, gathered, head, line, on_ranks, parse, take_turns
+from benchmarks.harness import (
+    format_deviation,
+    gather_times,
+    measure_in_rounds,
+    parse,
+    print_header,
+    print_row,
+    run_on_ranks,
+)
 from examples.expert_parallel import combined_1f1b
 from schedir import Costs, Program, compile, simulate
 from schedir.models import moe_gpt
@@ -174,7 +182,7 @@ def measure(rank: int, rounds: int, forward: float) -> dict[str, list[float]]:
     executors = {name: make_executor(make_program(name, costs), forward) for name in SCHEDULES}
     tokens = torch.randint(MODEL.vocab, (2, MICROBATCHES, 1, MODEL.context))
     steps = {name: partial(one.step, tokens[0], tokens[1], 1e-2) for name, one in executors.items()}
-    took = gathered(take_turns(steps, rounds, dist.barrier))
+    took = gather_times(measure_in_rounds(steps, rounds, dist.barrier))
     return {name: [wall for wall, _ in times] for name, times in took.items()}
 
 
@@ -186,8 +194,8 @@ def main() -> None:
     )
     args = parse(parser, rounds=1, forward=0.002)
     costs = make_costs(args.forward)
-    measured = on_ranks(measure, RANKS * REPLICAS, args.rounds, args.forward)[0]
-    head("schedule", "all-to-alls free, ms", "predicted, ms", "measured, ms",
+    measured = run_on_ranks(measure, RANKS * REPLICAS, args.rounds, args.forward)[0]
+    print_header("schedule", "all-to-alls free, ms", "predicted, ms", "measured, ms",
          "predicted less measured")  # fmt: skip
     for name, times in measured.items():
         program = make_program(name, costs)
@@ -196,9 +204,9 @@ def main() -> None:
             simulate(program, one, progress_model="per_edge", blocking_hosts=True).span
             for one in (free, costs)
         ]
-        line(
+        print_row(
             name, *(f"{1e3 * span:.0f}" for span in spans), f"{1e3 * median(times):.0f}",
-            deviation([spans[1] / seconds for seconds in times]),
+            format_deviation([spans[1] / seconds for seconds in times]),
         )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ class Figure(NamedTuple):
         return f"{self.name:44} {self.value:9.2f} {self.unit:8} {goal:>6}{' missed' * self.missed}"
 
 
-def write(path: Path | None, figure: Figure) -> None:
+def append_figure(path: Path | None, figure: Figure) -> None:
     """Append a figure to the file of figures, if a file is given."""
     if path is not None:
         goal = figure.goal and figure.goal.name
@@ -59,14 +59,14 @@ def write(path: Path | None, figure: Figure) -> None:
             file.write(f"{line}\n")
 
 
-def read(path: Path) -> list[Figure]:
+def read_figures(path: Path) -> list[Figure]:
     """Return the figures of a file, without a last line that is incomplete."""
     text = path.read_text() if path.exists() else ""
     whole, _, _ = text.rpartition("\n")
-    return made(map(json.loads, whole.splitlines()))
+    return parse_figures(map(json.loads, whole.splitlines()))
 
 
-def made(lines: Iterable[list[object]]) -> list[Figure]:
+def parse_figures(lines: Iterable[list[object]]) -> list[Figure]:
     """Return the figures from the lines that `write` has written."""
     goals = {goal.name: goal for goal in GOALS}
     return [

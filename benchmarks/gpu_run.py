@@ -38,11 +38,11 @@ from benchmarks.harness import parse
 ROOT: Final = Path(__file__).resolve().parents[1]
 STATE = "results.json"
 FIGURES, FOLDER = "FIGURES", "FOLDER"  # placeholders in commands: the file of figures, the folder
-CUT = "cut, as the run's time was over"
+OUT_OF_TIME = "cut, as the run's time was over"
 NOT_REHEARSED = "needs a GPU", "skipped"
 SANITIZER = "TORCH_CUDA_SANITIZER"
-LEAST = 20.0  # seconds; with less time left, no step begins
-GRACE = 5.0  # seconds that a step gets to end after a signal
+MIN_STEP_SECONDS = 20.0  # seconds; with less time left, no step begins
+GRACE_SECONDS = 5.0  # seconds that a step gets to end after a signal
 
 
 class Step(NamedTuple):
@@ -66,17 +66,17 @@ class Step(NamedTuple):
         )
 
 
-def tests(*given: str) -> list[str]:
+def make_test_command(*given: str) -> list[str]:
     """Return the command of pytest. Warnings of other packages on the machine fail no test."""
     return ["-m", "pytest", "-q", "-rfEs", "-W", "default", "-p", "no:cacheprovider",
             "--durations=3", *given]  # fmt: skip
 
 
-def part(name: str) -> list[str]:
+def make_part_command(name: str) -> list[str]:
     return ["benchmarks/gpu.py", "--only", name, "--figures", FIGURES]
 
 
-def training(*sets: str) -> list[str]:
+def make_training_command(*sets: str) -> list[str]:
     given = ["pipeline.ranks=1", "pipeline.tp=1", "train.steps=20", "train.log_every=5", *sets]
     given += [f'output.dir="{FOLDER}/train"', "output.overwrite=true"]
     return ["-m", "schedir", "train", "examples/demo.toml", f"--trace={FOLDER}/train",
@@ -87,40 +87,45 @@ NCCL: Final = {"NCCL_DEBUG": "WARN"}
 REHEARSAL: Final = {"SCHEDIR_REHEARSAL": "1"}  # makes tests/gpu run on a CPU
 STREAMS: Final = "tests/gpu/test_streams.py"
 STEPS: Final = (
-    Step("machine", "the machine and its versions", 60, part("machine"),
-         rehearsal=part("machine")),
-    Step("queues", "streams that share a hardware queue", 60, part("queues")),
-    Step("kernels", "kernels compared with float64", 240, tests("tests/gpu/test_kernels.py")),
+    Step("machine", "the machine and its versions", 60, make_part_command("machine"),
+         rehearsal=make_part_command("machine")),
+    Step("queues", "streams that share a hardware queue", 60, make_part_command("queues")),
+    Step("kernels", "kernels compared with float64", 240,
+         make_test_command("tests/gpu/test_kernels.py")),
     Step("sanitizer", "virtual ranks with torch's sanitizer of streams", 180,
-         tests("-x", STREAMS), {SANITIZER: "1"}),
-    Step("streams", "virtual ranks: no host waits, and Timelines", 120, tests(STREAMS)),
+         make_test_command("-x", STREAMS), {SANITIZER: "1"}),
+    Step("streams", "virtual ranks: no host waits, and Timelines", 120, make_test_command(STREAMS)),
     Step("nccl grouped", "2 x 2 processes on one GPU, one group", 280,
-         tests("-x", "tests/gpu/test_nccl.py", "-k", "eager and grouped and one_f_one_b"), NCCL),
+         make_test_command("-x", "tests/gpu/test_nccl.py", "-k", "eager and grouped and one_f_one_b"),
+         NCCL),
     Step("nccl edge", "2 x 2 processes on one GPU, a group per edge", 280,
-         tests("-x", "tests/gpu/test_nccl.py", "-k", "eager and edge and one_f_one_b"), NCCL),
+         make_test_command("-x", "tests/gpu/test_nccl.py", "-k", "eager and edge and one_f_one_b"),
+         NCCL),
     Step("nccl gather", "a late gather delays no layer", 120,
-         tests("tests/gpu/test_nccl.py", "-k", "late_gather"), NCCL),
+         make_test_command("tests/gpu/test_nccl.py", "-k", "late_gather"), NCCL),
     Step("bandwidth", "kernels compared with eager torch, torch.compile and Liger-Kernel", 420,
          ["benchmarks/kernels.py"]),
-    *(Step(name, about, limit, part(name)) for name, about, limit in (
+    *(Step(name, about, limit, make_part_command(name)) for name, about, limit in (
         ("stage", "a stage compared with its products and attention alone", 120),
         ("instruction", "the overhead of an instruction", 90),
         ("sleep", "four virtual ranks that sleep", 90),
         ("gpt", "four virtual ranks of a GPT", 240),
     )),
     Step("train", "schedir train, 20 steps in bfloat16", 180,
-         training("train.device=cuda", "train.precision=bfloat16"),
-         rehearsal=training("train.precision=bfloat16", "train.steps=2")),
-    Step("loop", "a training loop without host waits", 180, tests("tests/gpu/test_loop.py")),
+         make_training_command("train.device=cuda", "train.precision=bfloat16"),
+         rehearsal=make_training_command("train.precision=bfloat16", "train.steps=2")),
+    Step("loop", "a training loop without host waits", 180,
+         make_test_command("tests/gpu/test_loop.py")),
     Step("nccl steps", "memory, waits for the device, all options at once, failures", 560,
-         tests("tests/gpu/test_nccl_steps.py"), NCCL),
+         make_test_command("tests/gpu/test_nccl_steps.py"), NCCL),
     Step("nccl rest", "all other tests over NCCL", 560,
-         tests("tests/gpu/test_nccl.py", "-k", "not one_f_one_b and not late_gather"), NCCL),
-    Step("random", "random numbers", 120, tests("tests/gpu/test_random.py")),
+         make_test_command("tests/gpu/test_nccl.py", "-k", "not one_f_one_b and not late_gather"),
+         NCCL),
+    Step("random", "random numbers", 120, make_test_command("tests/gpu/test_random.py")),
     Step("offload", "saved activations on the host and its disk", 180,
-         tests("tests/gpu/test_offload.py")),
+         make_test_command("tests/gpu/test_offload.py")),
     Step("windows", "attention with windows, by FlexAttention", 300,
-         tests("tests/gpu/test_attention.py")),
+         make_test_command("tests/gpu/test_attention.py")),
     Step("gains", "measured and predicted speedup of windows", 560,
          ["benchmarks/kernels.py", "--only", "windows", "--device", "cuda"]),
 )  # fmt: skip
@@ -162,8 +167,8 @@ class Run:
         return result
 
     def _run(self, step: Step, command: Sequence[str], limit: float) -> Result:
-        out = self.folder / f"{file_of(step)}.part"
-        found = self.folder / f"{file_of(step)}.figures"
+        out = self.folder / f"{name_output_file(step)}.part"
+        found = self.folder / f"{name_output_file(step)}.figures"
         found.unlink(missing_ok=True)
         given = [
             word.replace(FIGURES, str(found)).replace(FOLDER, str(self.folder)) for word in command
@@ -182,14 +187,16 @@ class Run:
                 code = process.wait(max(limit, 1.0))
                 ended = "ok" if code == 0 else f"failed: {code}"
             except subprocess.TimeoutExpired:
-                ended = f"cut after {limit:.0f} s" if limit == step.limit else CUT
+                ended = f"cut after {limit:.0f} s" if limit == step.limit else OUT_OF_TIME
             finally:
-                end(process)
+                stop_process(process)
         seconds = time.monotonic() - began
         lines = [line for line in out.read_text(errors="replace").splitlines() if line.strip()]
-        measured = [[f.name, f.value, f.unit, f.goal and f.goal.name] for f in figures.read(found)]
+        measured = [
+            [f.name, f.value, f.unit, f.goal and f.goal.name] for f in figures.read_figures(found)
+        ]
         found.unlink(missing_ok=True)
-        out.replace(self.folder / file_of(step))
+        out.replace(self.folder / name_output_file(step))
         said = lines[-1].strip("= ") if lines else ""
         # `said` is the last line of pytest's output.
         if ended == "ok" and " skipped" in said and " passed" not in said:
@@ -198,43 +205,45 @@ class Run:
 
     def write(self) -> None:
         """Write the results so far, each file in one operation."""
-        replace(self.folder / STATE, json.dumps(self.results, indent=1))
-        replace(self.folder / "README.md", page(self.folder, self.results, self.device))
+        write_atomically(self.folder / STATE, json.dumps(self.results, indent=1))
+        write_atomically(
+            self.folder / "README.md", format_page(self.folder, self.results, self.device)
+        )
 
 
-def file_of(step: Step) -> str:
+def name_output_file(step: Step) -> str:
     return f"{step.name.replace(' ', '_')}.txt"
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def stop_process(process: subprocess.Popen[bytes]) -> None:
     """End a process that still runs, and all processes that it has started."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, how)
         # A process that waits in a driver may not end at all. The run then continues.
         with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
+            process.wait(GRACE_SECONDS)
 
 
-def replace(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file under another name, then rename it, so that it is complete or absent."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text)
     part.replace(path)
 
 
-def page(folder: Path, results: Mapping[str, Result], device: str) -> str:
+def format_page(folder: Path, results: Mapping[str, Result], device: str) -> str:
     """Return the page with machine, steps and goals, as Markdown."""
-    machine = folder / file_of(STEPS[0])
+    machine = folder / name_output_file(STEPS[0])
     lines = machine.read_text().splitlines() if machine.exists() else []
     rows = ["# Run on a GPU" if device == "cuda" else "# A rehearsal without a GPU", ""]
     rows += [f"- {line}" for line in lines]
     rows += ["", "| step | what | ended | s | last line |", "| --- | --- | --- | --- | --- |"]
     for step in STEPS:
         r = results.get(step.name, Result("not run", 0, "", []))
-        rows.append(f"| [{step.name}]({file_of(step)}) | {step.about} | {r.ended} "
-                    f"| {r.seconds:.0f} | {cell(r.said)} |")  # fmt: skip
-    found = [(name, f) for name, r in results.items() for f in figures.made(r.figures)]
+        rows.append(f"| [{step.name}]({name_output_file(step)}) | {step.about} | {r.ended} "
+                    f"| {r.seconds:.0f} | {format_cell(r.said)} |")  # fmt: skip
+    found = [(name, f) for name, r in results.items() for f in figures.parse_figures(r.figures)]
     rows += ["", "| goal | | measured | met |", "| --- | --- | --- | --- |"]
     for goal in figures.GOALS:
         own = [(name, f) for name, f in found if f.goal == goal]
@@ -248,7 +257,7 @@ def page(folder: Path, results: Mapping[str, Result], device: str) -> str:
     return "\n".join(rows) + "\n"
 
 
-def cell(text: str) -> str:
+def format_cell(text: str) -> str:
     """Return a line as the text of a table cell."""
     return text.replace("|", "/")[:120]
 
@@ -283,10 +292,10 @@ def run_steps(options: argparse.Namespace, folder: Path) -> int:
         asks = step == STEPS[0] and options.device == "cuda"
         if options.only and step.name not in options.only and not asks:
             continue
-        known = step.name in run.results and run.results[step.name].ended != CUT
+        known = step.name in run.results and run.results[step.name].ended != OUT_OF_TIME
         if options.rest and known and not asks:
             continue
-        if run.until is not None and run.until - time.monotonic() < LEAST:
+        if run.until is not None and run.until - time.monotonic() < MIN_STEP_SECONDS:
             print(f"{step.name}: not run, there is no time left", flush=True)
             continue
         if not there:
@@ -297,7 +306,7 @@ def run_steps(options: argparse.Namespace, folder: Path) -> int:
         if asks:
             there = result.ended != "failed: 2"
         rehearsed = options.device == "cpu" and (step == STEPS[0] or result.ended in NOT_REHEARSED)
-        missed = any(f.missed for f in figures.made(result.figures))
+        missed = any(f.missed for f in figures.parse_figures(result.figures))
         well = well and (result.is_well or rehearsed) and not missed
     print(f"\n{run.folder / 'README.md'}")
     return 2 if not there else int(not well)

@@ -39,7 +39,7 @@ import torch._dynamo  # every optimizer imports it, so import it before processe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import fork_ranks, free_port, parse
+from benchmarks.harness import find_free_port, fork_ranks, parse
 from schedir.checkpoints import dcp_storage
 from schedir.errors import SchedirError
 from schedir.ir.isa.instructions import INSTRUCTIONS, Lane, Opcode
@@ -50,11 +50,11 @@ from schedir.training.train import build_program, run
 from tests.cpu import process_faults
 
 assert trainer and process_world and torch._dynamo  # imported here, so forked processes share them
-TIMEOUT, MORE, LONGEST = 12.0, 12.0, 60.0  # seconds
+TIMEOUT, EXTRA_SECONDS, NO_FAULT_TIMEOUT = 12.0, 12.0, 60.0  # seconds
 STEPS = 7
 KINDS = ("raise", "kill", "stop", "interrupt", "exit", "sleep")
-STUCK = ("stop", "sleep")
-WHEN = ("before", "within", "behind")
+HANGING_KINDS = ("stop", "sleep")
+MOMENTS = ("before", "within", "behind")
 RESULTS = {"loss.csv", "run.json", "summary.json", "evaluation.csv"}
 CONFIG = """
 [model]
@@ -98,7 +98,7 @@ class Fault(NamedTuple):
         return self.op == "save" and self.kind == "sleep"
 
 
-class Ends(NamedTuple):
+class Outcome(NamedTuple):
     """How processes ended.
 
     These are the exit codes, the processes that did not end without help, the seconds from the
@@ -111,7 +111,7 @@ class Ends(NamedTuple):
     said: str
 
 
-def configuration(draw: random.Random, folder: Path) -> list[str]:
+def draw_configuration(draw: random.Random, folder: Path) -> list[str]:
     """Return settings of a run. schedir refuses some of them."""
     pp, tp, dp = draw.choice([(2, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 2), (2, 2, 1), (1, 2, 2)])
     model = draw.choice(["gpt", "gpt", "gpt", "llama"])
@@ -151,17 +151,17 @@ def configuration(draw: random.Random, folder: Path) -> list[str]:
         found["train.checkpoint_every"] = 2
     if draw.random() < 0.2:
         found["train.evaluate_every"], found["data.validation"] = 3, 0.2
-    return [f"{name}={_toml(value)}" for name, value in found.items()]
+    return [f"{name}={_format_toml(value)}" for name, value in found.items()]
 
 
-def _toml(value: object) -> str:
+def _format_toml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool | int) else repr(value)
 
 
-def drawn(draw: random.Random, path: Path, folder: Path) -> tuple[list[str], Fault]:
+def draw_trial(draw: random.Random, path: Path, folder: Path) -> tuple[list[str], Fault]:
     """Return a configuration that schedir accepts, and a fault that its program can have."""
     while True:
-        sets = configuration(draw, folder)
+        sets = draw_configuration(draw, folder)
         try:
             config = read_config(str(path), [*sets, f"output.dir={str(folder / 'out')!r}"])
             program = build_program(config)
@@ -176,7 +176,7 @@ def drawn(draw: random.Random, path: Path, folder: Path) -> tuple[list[str], Fau
             return sets, Fault(process, draw.choice(KINDS), "save", 0, "before", draw.randint(1, 2))
         at = draw.choice([k for k, i in enumerate(stream) if i.op == op])
         on_lane = INSTRUCTIONS[op].lane in (Lane.D2H, Lane.H2D, Lane.DISK, Lane.HOST)
-        when = draw.choice((*WHEN, "on the lane") if on_lane else WHEN)
+        when = draw.choice((*MOMENTS, "on the lane") if on_lane else MOMENTS)
         name = Opcode(op).name
         return sets, Fault(process, draw.choice(KINDS), name, at, when, draw.randint(1, STEPS - 1))
 
@@ -184,7 +184,7 @@ def drawn(draw: random.Random, path: Path, folder: Path) -> tuple[list[str], Fau
 # ---------------------------------------------------------------- in a process
 
 
-def arm(fault: Fault, note: Path) -> None:
+def install_fault(fault: Fault, note: Path) -> None:
     """Make the fault happen in this process."""
 
     def fails() -> None:
@@ -200,9 +200,9 @@ def arm(fault: Fault, note: Path) -> None:
         process_faults.install_instruction_fault(fault.at, fault.step, fault.when, fails)
 
 
-def store() -> tuple[int, int]:
+def start_store() -> tuple[int, int]:
     """Start a process that has the store of a run, as an agent of torchrun. Return pid and port."""
-    port = free_port()
+    port = find_free_port()
     if child := os.fork():
         return child, port
     own = torch.distributed.TCPStore(  # type: ignore[attr-defined]
@@ -215,9 +215,9 @@ def store() -> tuple[int, int]:
     os._exit(0)
 
 
-def start(sets: list[str], folder: Path, processes: int, fault: Fault | None) -> Ends:
+def run_processes(sets: list[str], folder: Path, processes: int, fault: Fault | None) -> Outcome:
     """Run all processes until they have ended."""
-    agent, port = store()
+    agent, port = start_store()
     said, note = folder / "said.txt", folder / "at"
     said.write_text("")
     note.unlink(missing_ok=True)
@@ -230,18 +230,18 @@ def start(sets: list[str], folder: Path, processes: int, fault: Fault | None) ->
         (folder / "tmp").mkdir(exist_ok=True)
         tempfile.tempdir = str(folder / "tmp")
         if fault is not None and fault.process == rank:
-            arm(fault, note)
+            install_fault(fault, note)
         run(str(folder / "run.toml"), sets)
 
     children = fork_ranks(processes, port, said, work, TORCHELASTIC_USE_AGENT_STORE="True")
     try:
-        return _ends(children, said, note)
+        return _wait_for_processes(children, said, note)
     finally:
         os.kill(agent, signal.SIGKILL)
         os.waitpid(agent, 0)
 
 
-def _ends(children: list[int], said: Path, note: Path) -> Ends:
+def _wait_for_processes(children: list[int], said: Path, note: Path) -> Outcome:
     """Wait for processes. Print the stacks of those that do not end, and end them."""
     began, codes, hung, last = time.time(), dict[int, int](), list[int](), 0.0
     while len(codes) < len(children):
@@ -251,7 +251,7 @@ def _ends(children: list[int], said: Path, note: Path) -> Ends:
                 if ended:
                     codes[child], last = os.waitstatus_to_exitcode(status), time.time()
         since = float(note.read_text() or began) if note.exists() else 0.0
-        over = since + TIMEOUT + MORE if since else began + LONGEST
+        over = since + TIMEOUT + EXTRA_SECONDS if since else began + NO_FAULT_TIMEOUT
         if time.time() > over and not hung:
             hung = [child for child in children if child not in codes]
             for child in hung:
@@ -262,13 +262,13 @@ def _ends(children: list[int], said: Path, note: Path) -> Ends:
         time.sleep(0.01)
     since = float(note.read_text() or began) if note.exists() else 0.0
     late = last - since if since else 0.0
-    return Ends([codes[c] for c in children], hung, late, said.read_text(errors="replace"))
+    return Outcome([codes[c] for c in children], hung, late, said.read_text(errors="replace"))
 
 
 # ---------------------------------------------------------------- what came of it
 
 
-def wrong(fault: Fault, ends: Ends, happened: bool) -> list[str]:
+def find_errors(fault: Fault, ends: Outcome, happened: bool) -> list[str]:
     """Return what is wrong with a run that has a fault."""
     found = []
     if ends.hung:
@@ -295,10 +295,10 @@ def wrong(fault: Fault, ends: Ends, happened: bool) -> list[str]:
     return found
 
 
-def broken(folder: Path, sets: list[str], processes: int) -> list[str]:
+def find_resume_errors(folder: Path, sets: list[str], processes: int) -> list[str]:
     """Resume the run and run it from the beginning. Return what is wrong."""
-    sets = [*sets, f"train.timeout={LONGEST}"]  # on a busy machine no process may time out
-    again = start(sets, folder, processes, None)
+    sets = [*sets, f"train.timeout={NO_FAULT_TIMEOUT}"]  # on a busy machine no process may time out
+    again = run_processes(sets, folder, processes, None)
     if any(again.codes):
         return [f"did not go on: {again.said}"]
     got = (folder / "out" / "loss.csv").read_bytes()
@@ -309,7 +309,7 @@ def broken(folder: Path, sets: list[str], processes: int) -> list[str]:
     found = [f"left {', '.join(sorted(left))}"] if left else []
     for name in ("out", "saved"):
         shutil.rmtree(folder / name)
-    whole = start(sets, folder, processes, None)
+    whole = run_processes(sets, folder, processes, None)
     if any(whole.codes):
         return [*found, f"fails unbroken: {whole.said}"]
     if (folder / "out" / "loss.csv").read_bytes() != got:
@@ -336,12 +336,12 @@ def main() -> None:
         folder.mkdir()
         path = folder / "run.toml"
         path.write_text(config)
-        sets, fault = drawn(draw, path, folder)
+        sets, fault = draw_trial(draw, path, folder)
         processes = read_config(str(path), sets).world_size
-        ends = start(sets, folder, processes, fault)
+        ends = run_processes(sets, folder, processes, fault)
         happened = (folder / "at").exists()
-        found = wrong(fault, ends, happened)
-        patience = TIMEOUT if fault.kind in STUCK else 0.0
+        found = find_errors(fault, ends, happened)
+        patience = TIMEOUT if fault.kind in HANGING_KINDS else 0.0
         counts["trials"] += 1
         counts["faults"] += happened
         counts[fault.kind] += happened
@@ -349,7 +349,7 @@ def main() -> None:
             most = max(most, ends.late - patience)
         if happened and not args.no_resume and any("train.checkpoint_dir" in one for one in sets):
             counts["resumed"] += 1
-            found += broken(folder, sets, processes)
+            found += find_resume_errors(folder, sets, processes)
         if memory := [n for n in {*os.listdir("/dev/shm")} - shared if "schedir" in n]:
             found.append(f"left {memory} in memory")
         counts["wrong"] += bool(found)

@@ -24,7 +24,7 @@ from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 
-WARM = 3  # warm-up steps of each kind, which are not measured
+WARM_UP_STEPS = 3  # warm-up steps of each kind, which are not measured
 Times = list[tuple[float, float]]  # wall and processor seconds of steps
 
 
@@ -53,7 +53,7 @@ def parse(
     return args
 
 
-def lacks(message: str, smoke: bool) -> int:
+def report_missing(message: str, smoke: bool) -> int:
     """Print what this machine lacks for the script, and return the exit code.
 
     The exit code is 2, or 0 with `--smoke`, because no more code can run on this machine.
@@ -62,18 +62,18 @@ def lacks(message: str, smoke: bool) -> int:
     return 0 if smoke else 2
 
 
-def line(*cells: object) -> None:
+def print_row(*cells: object) -> None:
     """Print a row of a Markdown table."""
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
-def head(*cells: object) -> None:
+def print_header(*cells: object) -> None:
     """Print the first two rows of a Markdown table."""
-    line(*cells)
-    line(*["---"] * len(cells))
+    print_row(*cells)
+    print_row(*["---"] * len(cells))
 
 
-def spread(values: Iterable[float]) -> tuple[float, float]:
+def compute_median_interval(values: Iterable[float]) -> tuple[float, float]:
     """Return a 95 % confidence interval of the median, from the sample `values`.
 
     Both ends are values of the sample. It is the interval of the sign test.
@@ -85,19 +85,19 @@ def spread(values: Iterable[float]) -> tuple[float, float]:
     return ordered[max(low - 1, 0)], ordered[n - max(low, 1)]
 
 
-def ratio(values: Sequence[float], digits: int = 3) -> str:
+def format_ratio(values: Sequence[float], digits: int = 3) -> str:
     """Format the median of ratios, and its confidence interval."""
-    low, high = spread(values)
+    low, high = compute_median_interval(values)
     return f"{median(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def deviation(values: Sequence[float]) -> str:
+def format_deviation(values: Sequence[float]) -> str:
     """Format the median of `value - 1`, and its confidence interval, in percent."""
-    low, high = spread(values)
+    low, high = compute_median_interval(values)
     return f"{median(values) - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
 
 
-def on_ranks(
+def run_on_ranks(
     work: Callable[..., Any], processes: int, *args: Any, limit: float = 3600
 ) -> list[Any]:
     """Run `work(rank, *args)` in forked processes of one Gloo world; return the results by rank.
@@ -109,15 +109,17 @@ def on_ranks(
     from schedir.transports.local_processes import run_processes
 
     context = multiprocessing.get_context("fork")
-    return run_processes(_quiet, processes, work, *args, context=context, timeout=limit)
+    return run_processes(
+        _run_without_warnings, processes, work, *args, context=context, timeout=limit
+    )
 
 
-def _quiet(rank: int, work: Callable[..., Any], *args: Any) -> Any:
+def _run_without_warnings(rank: int, work: Callable[..., Any], *args: Any) -> Any:
     warnings.simplefilter("ignore")  # otherwise each process would print torch's warnings
     return work(rank, *args)
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
@@ -158,7 +160,7 @@ def fork_ranks(
     return children
 
 
-def take_turns(
+def measure_in_rounds(
     steps: Mapping[str, Callable[[], object]],
     rounds: int,
     prepare: Callable[[], object],
@@ -181,18 +183,18 @@ def take_turns(
     """
     took: dict[str, Times] = {name: [] for name in steps}
     names = [*steps]
-    for turn in range(WARM + rounds):
+    for turn in range(WARM_UP_STEPS + rounds):
         first = turn % len(names) if rotate else 0
         for name in names[first:] + names[:first]:
             prepare()
             began, processor = perf_counter(), clock()
             steps[name]()
-            if turn >= WARM:
+            if turn >= WARM_UP_STEPS:
                 took[name].append((perf_counter() - began, clock() - processor))
     return took
 
 
-def gathered(took: dict[str, Times]) -> dict[str, Times]:
+def gather_times(took: dict[str, Times]) -> dict[str, Times]:
     """Gather the times of all processes of a Gloo world.
 
     Returns:
@@ -211,13 +213,16 @@ def gathered(took: dict[str, Times]) -> dict[str, Times]:
     }
 
 
-def milliseconds(times: Times) -> str:
+def format_milliseconds(times: Times) -> str:
     """Format the median wall time in ms."""
     return f"{median(wall for wall, _ in times) * 1e3:.1f}"
 
 
-def pair_ratios(times: Times, base: Times, digits: int) -> list[str]:
+def format_pair_ratios(times: Times, base: Times, digits: int) -> list[str]:
     """Format the ratio of wall times to those of `base`, round by round, and that of CPU times."""
     both = [*zip(times, base, strict=True)]
     cpu = median(one / other for (_, one), (_, other) in both)
-    return [ratio([one / other for (one, _), (other, _) in both], digits), f"{cpu:.{digits}f}"]
+    return [
+        format_ratio([one / other for (one, _), (other, _) in both], digits),
+        f"{cpu:.{digits}f}",
+    ]

@@ -43,7 +43,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import head, lacks, line, parse
+from benchmarks.harness import parse, print_header, print_row, report_missing
 from schedir.kernels import backend_choice, cross_entropy, gelu, layer_norm, weight_gradient
 from schedir.models.attention import attention
 from schedir.models.gpt import Layer
@@ -55,20 +55,20 @@ from schedir.tensor_parallel.vocab_parallel import fused_cross_entropy
 
 DEVICE = "cuda"
 GOAL = 0.8
-CLOCK = 2e9  # upper limit of a GPU's clock, in cycles per second
-CACHE = 1 << 28  # bytes, more than the cache of a GPU
-WAYS = "ours", "eager", "compiled", "Liger"
+MAX_CLOCK_RATE = 2e9  # upper limit of a GPU's clock, in cycles per second
+CACHE_BYTES = 1 << 28  # bytes, more than the cache of a GPU
+IMPLEMENTATIONS = "ours", "eager", "compiled", "Liger"
 
 Run = Callable[[], Any]
 Window = tuple[int, int]
 WINDOWS = "128:1", "256:1", "256:64", "256:256", "512:128", "512:512", "1024:256"
-HEAD = (
+HEADER = (
     *("length", "window", "stride", "tiles", "predicted", "forward", "and backward", "over SDPA"),
     *("layer, predicted", "measured"),
 )
 
 
-class Work(NamedTuple):
+class Operation(NamedTuple):
     """An operation limited by bandwidth: the bytes that it must move, and its implementations."""
 
     name: str
@@ -100,33 +100,37 @@ def main(words: Sequence[str] | None = None) -> int:
         lengths=[200], windows=["64:64", "128:1"], rounds=2,
     )  # fmt: skip
     if options.smoke:
-        windows(options)
-    return windows(options) if options.only == "windows" else bandwidth(options)
+        print_windows(options)
+    return print_windows(options) if options.only == "windows" else print_bandwidth(options)
 
 
-def bandwidth(options: argparse.Namespace) -> int:
+def print_bandwidth(options: argparse.Namespace) -> int:
     """Print the share of a copy's bandwidth that each kernel reaches; return the exit code."""
     if not torch.cuda.is_available():
-        return lacks("needs a GPU, but torch finds none", options.smoke)
+        return report_missing("needs a GPU, but torch finds none", options.smoke)
     if not backend_choice.uses_triton(torch.empty(0, device=DEVICE)):
-        return lacks(
+        return report_missing(
             f"needs triton, and no {backend_choice.BACKEND_VARIABLE}=reference", options.smoke
         )
     # Each backward runs several times over the same activations, so they must not be donated.
     torch._functorch.config.donated_buffer = False
-    copy = copied()
+    copy = measure_copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {copy / 1e9:.2f} TB/s")
-    met = table(works(options), copy, milliseconds)
-    for rate in weight_gradients(options, milliseconds):
+    met = print_operations(list_operations(options), copy, measure_milliseconds)
+    for rate in measure_weight_gradients(options, measure_milliseconds):
         print(rate)
     print(f"goal {GOAL} of the copy: {'met' if met else 'missed'}")
     return 0
 
 
-def table(given: Iterator[Work], copy: float, clock: Callable[[Run], float]) -> bool:
+def print_operations(
+    given: Iterator[Operation], copy: float, clock: Callable[[Run], float]
+) -> bool:
     """Print each measurement, and each failure. Return whether schedir's kernels reach the goal."""
     met, failed = True, []
-    print(f"{'operation':34} {'MB':>8} {'ms':>8}" + "".join(f"{way:>10}" for way in WAYS))
+    print(
+        f"{'operation':34} {'MB':>8} {'ms':>8}" + "".join(f"{way:>10}" for way in IMPLEMENTATIONS)
+    )
     for work in given:
         took = {}
         for way, run in work.ways.items():
@@ -138,7 +142,9 @@ def table(given: Iterator[Work], copy: float, clock: Callable[[Run], float]) -> 
                 failed.append(f"{work.name}, {way}: {type(error).__name__} {error}"[:200])
         share = {way: work.bytes / ms / copy for way, ms in took.items()}
         met = met and share["ours"] >= GOAL
-        shares = "".join(f"{share[way]:10.2f}" if way in share else f"{'-':>10}" for way in WAYS)
+        shares = "".join(
+            f"{share[way]:10.2f}" if way in share else f"{'-':>10}" for way in IMPLEMENTATIONS
+        )
         print(f"{work.name:34} {work.bytes / 1e6:8.1f} {took['ours']:8.3f}{shares}", flush=True)
     if find_spec("liger_kernel") is None:
         failed.append("Liger-Kernel is not installed (pip install liger-kernel)")
@@ -147,15 +153,15 @@ def table(given: Iterator[Work], copy: float, clock: Callable[[Run], float]) -> 
     return met
 
 
-def milliseconds(run: Run, times: int = 30) -> float:
+def measure_milliseconds(run: Run, times: int = 30) -> float:
     """Return the median time on the GPU, with a cold cache and a host that is ahead of the GPU."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
     began = perf_counter()
     run()
-    asleep = int(2 * (perf_counter() - began) * CLOCK)
-    cold, spans = torch.empty(CACHE, dtype=torch.uint8, device="cuda"), []
+    asleep = int(2 * (perf_counter() - began) * MAX_CLOCK_RATE)
+    cold, spans = torch.empty(CACHE_BYTES, dtype=torch.uint8, device="cuda"), []
     for _ in range(times):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         cold.zero_()
@@ -168,52 +174,59 @@ def milliseconds(run: Run, times: int = 30) -> float:
     return float(median(begin.elapsed_time(end) for begin, end in spans))
 
 
-def copied() -> float:
+def measure_copy_bandwidth() -> float:
     """Return the bytes that a copy reads and writes in a millisecond."""
     source = torch.randn(1 << 28, device="cuda").bfloat16()
     target = torch.empty_like(source)
-    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source))
+    return 2 * source.nbytes / measure_milliseconds(lambda: target.copy_(source))
 
 
-def random(*shape: int) -> Tensor:
+def make_random_tensor(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE).bfloat16()
 
 
-def works(options: argparse.Namespace) -> Iterator[Work]:
+def list_operations(options: argparse.Namespace) -> Iterator[Operation]:
     """Yield the operations one after the other, because each keeps its memory while it exists."""
     T, t, k = options.tokens, options.tp, options.vocab // options.tp
-    yield from cross_entropies(T, k)
+    yield from list_cross_entropies(T, k)
     n = 4 * options.hidden // t
-    yield from forward_and_backward(
+    yield from list_forward_and_backward(
         "bias + GELU",
         (3, 2),
-        with_compiled(gelu.bias_gelu, gelu.bias_gelu_reference),
-        [random(T, n), random(n)],
-        [random(T, n)],
+        collect_implementations(gelu.bias_gelu, gelu.bias_gelu_reference),
+        [make_random_tensor(T, n), make_random_tensor(n)],
+        [make_random_tensor(T, n)],
     )
     for n in options.widths:
-        ways = with_compiled(layer_norm.add_layer_norm, layer_norm.add_layer_norm_reference)
-        yield from forward_and_backward(
+        ways = collect_implementations(
+            layer_norm.add_layer_norm, layer_norm.add_layer_norm_reference
+        )
+        yield from list_forward_and_backward(
             f"residual + LayerNorm {n}",
             (4, 4),
-            ways | liger_layer_norm(),
-            [random(T, n), random(T, n), random(n), random(n)],
-            [random(T, n), random(T, n)],
+            ways | find_liger_layer_norm(),
+            [
+                make_random_tensor(T, n),
+                make_random_tensor(T, n),
+                make_random_tensor(n),
+                make_random_tensor(n),
+            ],
+            [make_random_tensor(T, n), make_random_tensor(T, n)],
         )
 
 
-def with_compiled(ours: Callable[..., Any], eager: Callable[..., Any]) -> dict[str, Any]:
+def collect_implementations(ours: Callable[..., Any], eager: Callable[..., Any]) -> dict[str, Any]:
     torch._dynamo.reset()  # so that each shape is compiled separately
     return {"ours": ours, "eager": eager, "compiled": torch.compile(eager, dynamic=False)}
 
 
-def forward_and_backward(
+def list_forward_and_backward(
     name: str,
     moved: tuple[int, int],
     ways: dict[str, Callable[..., Any]],
     inputs: Sequence[Tensor],
     gradients: Sequence[Tensor],
-) -> Iterator[Work]:
+) -> Iterator[Operation]:
     """Yield the forward and the backward of an operation.
 
     `moved` has the bytes that the backward and the forward move, as multiples of the first input.
@@ -232,15 +245,17 @@ def forward_and_backward(
 
         return run
 
-    yield Work(
+    yield Operation(
         f"{name}, forward",
         once * size,
         {key: partial(way, *inputs) for key, way in ways.items()},
     )
-    yield Work(f"{name}, backward", again * size, {key: backward(way) for key, way in ways.items()})
+    yield Operation(
+        f"{name}, backward", again * size, {key: backward(way) for key, way in ways.items()}
+    )
 
 
-def liger_layer_norm() -> dict[str, Any]:
+def find_liger_layer_norm() -> dict[str, Any]:
     if find_spec("liger_kernel") is None:
         return {}
 
@@ -253,21 +268,23 @@ def liger_layer_norm() -> dict[str, Any]:
     return {"Liger": way}
 
 
-def cross_entropies(T: int, k: int) -> Iterator[Work]:
-    logits, targets = random(T, k), torch.arange(T, device=DEVICE) % k
+def list_cross_entropies(T: int, k: int) -> Iterator[Operation]:
+    logits, targets = make_random_tensor(T, k), torch.arange(T, device=DEVICE) % k
     parts = cross_entropy.compute_statistics(logits, targets, 0).unsqueeze(0)
     rest = targets, parts, torch.ones((), device=DEVICE), 0, -1
-    ways = with_compiled(
+    ways = collect_implementations(
         cross_entropy.compute_statistics, cross_entropy.compute_statistics_reference
     )
-    yield Work(
+    yield Operation(
         "cross entropy, statistics",
         logits.nbytes,
         {key: partial(way, logits, targets, 0) for key, way in ways.items()},
     )
-    ways = with_compiled(cross_entropy.write_gradient_, cross_entropy.write_gradient_reference_)
+    ways = collect_implementations(
+        cross_entropy.write_gradient_, cross_entropy.write_gradient_reference_
+    )
     each = {way: logits.clone() for way in ways}  # the kernels overwrite their logits
-    yield Work(
+    yield Operation(
         "cross entropy, gradient",
         2 * logits.nbytes,
         {key: partial(way, each[key], *rest) for key, way in ways.items()},
@@ -283,7 +300,7 @@ def cross_entropies(T: int, k: int) -> Iterator[Work]:
         loss: Tensor = LigerCrossEntropyFunction.apply(*given)[0]
         return loss
 
-    ways = with_compiled(fused_cross_entropy, torchs)
+    ways = collect_implementations(fused_cross_entropy, torchs)
     if find_spec("liger_kernel") is not None:
         ways["Liger"] = ligers
 
@@ -296,17 +313,19 @@ def cross_entropies(T: int, k: int) -> Iterator[Work]:
 
         return run
 
-    yield Work(
+    yield Operation(
         "cross entropy, both",
         3 * logits.nbytes,
         {key: whole(way) for key, way in ways.items()},
     )
 
 
-def weight_gradients(options: argparse.Namespace, clock: Callable[[Run], float]) -> Iterator[str]:
+def measure_weight_gradients(
+    options: argparse.Namespace, clock: Callable[[Run], float]
+) -> Iterator[str]:
     """Measure weight gradients: ours, a product followed by a sum, and the product alone."""
     T, h, k = options.tokens, options.hidden, 4 * options.hidden // options.tp
-    dy, x = random(T, k), random(T, h)
+    dy, x = make_random_tensor(T, k), make_random_tensor(T, h)
     main = torch.zeros(k, h, device=DEVICE)
     ms = clock(lambda: weight_gradient.accumulate_(main, dy, x))
     plain, bare = clock(lambda: main.add_(dy.t() @ x)), clock(lambda: dy.t() @ x)
@@ -319,10 +338,10 @@ def weight_gradients(options: argparse.Namespace, clock: Callable[[Run], float])
 # ------------------------------------------------------------ windows
 
 
-def windows(options: argparse.Namespace) -> int:
+def print_windows(options: argparse.Namespace) -> int:
     """Print the predicted and measured speedups of windowed attention; return the exit code."""
     if options.device == "cuda" and not torch.cuda.is_available():
-        return lacks("needs a GPU, but torch finds none", options.smoke)
+        return report_missing("needs a GPU, but torch finds none", options.smoke)
     torch.set_num_threads(1)
     lengths = options.lengths
     if lengths is None:
@@ -331,24 +350,24 @@ def windows(options: argparse.Namespace) -> int:
     where = cpu if options.device == "cpu" else torch.cuda.get_device_name()
     print(f"{where}, torch {torch.__version__}, {options.heads} heads of {options.width}")
     print(f"{options.rounds} rounds; a measured number is a median, with its quartiles\n")
-    head(*HEAD)
+    print_header(*HEADER)
     for length in lengths:
         given = [(int(w), int(s)) for w, _, s in (one.partition(":") for one in options.windows)]
-        for row in _rows(length, [one for one in given if one[0] < length], options):
-            line(*row)
+        for row in _measure_rows(length, [one for one in given if one[0] < length], options):
+            print_row(*row)
     return 0
 
 
-def _rows(length: int, windows: list[Window], options: Any) -> list[list[str]]:
+def _measure_rows(length: int, windows: list[Window], options: Any) -> list[list[str]]:
     """Yield the rows of a length."""
     whole, device = (2 * length, 1), options.device
     runs: dict[tuple[str, Window | None], Run] = {}
     for window in (None, whole, *windows):
-        forward, both = _attention(length, window, options)
+        forward, both = _build_attention(length, window, options)
         runs |= {("forward", window): forward, ("both", window): both}
         if window != whole:
-            runs["layer", window] = _layer(length, window, options)
-    took = _measured(runs, options.rounds, device)
+            runs["layer", window] = _build_layer(length, window, options)
+    took = _measure_in_rounds(runs, options.rounds, device)
 
     def over(kind: str, base: Window | None, window: Window) -> str:
         low, middle, high = quantiles(
@@ -371,17 +390,17 @@ def _rows(length: int, windows: list[Window], options: Any) -> list[list[str]]:
     return rows
 
 
-def _where(options: Any) -> dict[str, Any]:
+def _make_tensor_options(options: Any) -> dict[str, Any]:
     return {
         "device": torch.device(options.device),
         "dtype": torch.float32 if options.device == "cpu" else torch.bfloat16,
     }
 
 
-def _attention(length: int, window: Window | None, options: Any) -> tuple[Run, Run]:
+def _build_attention(length: int, window: Window | None, options: Any) -> tuple[Run, Run]:
     """Return functions for the forward, and for forward and backward."""
     shape = 1, length, options.heads, 3, options.width
-    q, k, v = torch.randn(shape, **_where(options)).permute(3, 0, 2, 1, 4)
+    q, k, v = torch.randn(shape, **_make_tensor_options(options)).permute(3, 0, 2, 1, 4)
     for x in (q := q.detach(), k := k.detach(), v := v.detach()):
         x.requires_grad_()
     grad = torch.randn_like(q)
@@ -396,13 +415,13 @@ def _attention(length: int, window: Window | None, options: Any) -> tuple[Run, R
     return forward, both
 
 
-def _layer(length: int, window: Window | None, options: Any) -> Run:
+def _build_layer(length: int, window: Window | None, options: Any) -> Run:
     """Return a function that runs a layer of the GPT, forward and backward."""
     hidden = options.heads * options.width
     config = GPTConfig(vocab=2, layers=1, hidden=hidden, heads=options.heads, context=length)
     if window is not None:
         config = replace(config, window=window[0], stride=window[1])
-    where: Any = _where(options)
+    where: Any = _make_tensor_options(options)
     block = Layer(config, 0, LayerParameters.from_config(config, 0, None, where))
     x = torch.randn(1, length, hidden, **where).requires_grad_()
     grad = torch.randn_like(x)
@@ -410,9 +429,9 @@ def _layer(length: int, window: Window | None, options: Any) -> Run:
     return lambda: torch.autograd.grad(block(x), inputs, grad)
 
 
-def _measured(runs: dict[Any, Run], rounds: int, device: str) -> dict[Any, list[float]]:
+def _measure_in_rounds(runs: dict[Any, Run], rounds: int, device: str) -> dict[Any, list[float]]:
     """Return the seconds of each function in each round."""
-    clock = _on_cpu if device == "cpu" else _on_gpu
+    clock = _measure_cpu_seconds if device == "cpu" else _measure_gpu_seconds
     took: dict[Any, list[float]] = {name: [] for name in runs}
     for k in range(2 + rounds):
         for name, run in runs.items():
@@ -422,13 +441,13 @@ def _measured(runs: dict[Any, Run], rounds: int, device: str) -> dict[Any, list[
     return took
 
 
-def _on_cpu(run: Run) -> float:
+def _measure_cpu_seconds(run: Run) -> float:
     began = thread_time()
     run()
     return thread_time() - began
 
 
-def _on_gpu(run: Run) -> float:
+def _measure_gpu_seconds(run: Run) -> float:
     """Return seconds on the GPU, measured over several calls, because one call is short."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()

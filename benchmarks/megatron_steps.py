@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import (
     Times,
-    gathered,
-    head,
-    lacks,
-    line,
-    milliseconds,
-    on_ranks,
-    pair_ratios,
+    format_milliseconds,
+    format_pair_ratios,
+    gather_times,
+    measure_in_rounds,
     parse,
-    take_turns,
+    print_header,
+    print_row,
+    report_missing,
+    run_on_ranks,
 )
 from tests.cpu.megatron_gpt import Case, build_chunks, megatron_on_cpu, run_step
 
@@ -57,7 +57,7 @@ def time_steps(rank: int, case: Case, schedules: tuple[str, ...], rounds: int) -
         functions = {"Megatron": get_forward_backward_func(case.pp, several)}
         functions |= {name: schedir.megatron.forward_backward(name) for name in schedules}
         steps = {name: make_step(function) for name, function in functions.items()}
-        return gathered(take_turns(steps, rounds, dist.barrier))
+        return gather_times(measure_in_rounds(steps, rounds, dist.barrier))
 
 
 def main() -> int:
@@ -68,14 +68,14 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
     args = parse(parser, rounds=2, hidden=32, length=16)
     if not find_spec("megatron"):
-        return lacks("megatron-core is not installed", args.smoke)
-    head("chunks per rank", "schedule", "ms per step", "ratio to Megatron's (95 %)")
+        return report_missing("megatron-core is not installed", args.smoke)
+    print_header("chunks per rank", "schedule", "ms per step", "ratio to Megatron's (95 %)")
     for chunks, schedules in SCHEDULES.items():
         case = Case(chunks=chunks, microbatches=8, layers=8, hidden=args.hidden, length=args.length)
-        times = on_ranks(time_steps, case.pp, case, schedules, args.rounds)[0]
+        times = run_on_ranks(time_steps, case.pp, case, schedules, args.rounds)[0]
         for name, own in times.items():
-            ratio = pair_ratios(own, times["Megatron"], 3)[0]
-            line(chunks, name, milliseconds(own), ratio)
+            ratio = format_pair_ratios(own, times["Megatron"], 3)[0]
+            print_row(chunks, name, format_milliseconds(own), ratio)
     return 0
 
 

@@ -45,16 +45,16 @@ CHUNK = 50  # programs of one task
 SEEDS = 100 * CHUNK  # seeds of one task, more than it can need
 COLUMNS = ("rejected", "equivalent", "no program", "disagreements")
 
-NAMES = {
+MUTATION_GROUPS = {
     "all": [*MUTATIONS], "turns": TURNED, "away": AWAY, "parts": SUMMED, "states": STEPPED,
 }  # fmt: skip
 
 Task = tuple[str, int, int, bool]  # mutation, first seed, programs, each under all models
 
 
-def tasks(programs: int, seed: int, only: str) -> Iterator[Task]:
+def list_tasks(programs: int, seed: int, only: str) -> Iterator[Task]:
     """Return chunks of programs, with the same number of programs for each mutation."""
-    names = NAMES[only]
+    names = MUTATION_GROUPS[only]
     for k, name in enumerate(names):
         share = programs // len(names) + (k < programs % len(names))
         for chunk in range(-(-share // CHUNK)):
@@ -62,7 +62,7 @@ def tasks(programs: int, seed: int, only: str) -> Iterator[Task]:
             yield name, first, min(CHUNK, share - chunk * CHUNK), only == "all"
 
 
-def run(task: Task) -> tuple[str, Counter[str], list[Trial]]:
+def run_task(task: Task) -> tuple[str, Counter[str], list[Trial]]:
     """Judge a number of programs. Texts that are no program do not count."""
     name, first, programs, every = task
     done: Counter[str] = Counter()
@@ -86,17 +86,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--jobs", type=int, default=2, metavar="N")
     parser.add_argument(
-        "--only", choices=NAMES, default="all", help="the group of mutations (default: all)"
+        "--only",
+        choices=MUTATION_GROUPS,
+        default="all",
+        help="the group of mutations (default: all)",
     )
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="stop after these seconds"
     )
     options = parse(parser, programs=4, jobs=1)
-    todo = sorted(tasks(options.programs, options.seed, options.only), key=lambda task: task[1])
+    todo = sorted(
+        list_tasks(options.programs, options.seed, options.only), key=lambda task: task[1]
+    )
     table: dict[str, Counter[str]] = {task[0]: Counter() for task in todo}
     begin, differ = perf_counter(), []
     with Pool(options.jobs) as pool:
-        for k, (name, done, wrong) in enumerate(pool.imap_unordered(run, todo), 1):
+        for k, (name, done, wrong) in enumerate(pool.imap_unordered(run_task, todo), 1):
             table[name] += done
             differ += wrong
             print(f"\r{k / len(todo):4.0%}", end="", file=sys.stderr, flush=True)

@@ -39,16 +39,16 @@ from torch.autograd.graph import saved_tensors_hooks
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import (
-    WARM,
-    deviation,
-    gathered,
-    head,
-    line,
-    milliseconds,
-    on_ranks,
-    pair_ratios,
+    WARM_UP_STEPS,
+    format_deviation,
+    format_milliseconds,
+    format_pair_ratios,
+    gather_times,
+    measure_in_rounds,
     parse,
-    take_turns,
+    print_header,
+    print_row,
+    run_on_ranks,
 )
 from schedir import PipelineShape, compile, schedules, simulate
 from schedir.errors import MemoryLimitError
@@ -67,12 +67,12 @@ from schedir.runtime.recording.measured_timeline import gather_timeline
 from schedir.transports.gloo import GlooTransport
 
 RANKS = 2
-CONFIG = gpt.GPTConfig(vocab=512, layers=8, hidden=256, heads=4, context=64, tied=False)
+MEDIUM = gpt.GPTConfig(vocab=512, layers=8, hidden=256, heads=4, context=64, tied=False)
 DEEP = gpt.GPTConfig(vocab=256, layers=2, hidden=1024, heads=8, context=32, tied=False)
 SMALL = gpt.GPTConfig(vocab=256, layers=2, hidden=64, heads=2, context=32, tied=False)
-ROWS = 2  # sequences of a microbatch
+SEQUENCES = 2  # sequences of a microbatch
 # The schedule, the stages that are offloaded, and the time of a copy in forwards.
-SLOWED: tuple[tuple[str, Any, float], ...] = (
+SLOWED_ROWS: tuple[tuple[str, Any, float], ...] = (
     ("gpipe", "all", 0.5),
     ("gpipe", "all", 1.5),
     ("gpipe", [0, 1], 3.0),
@@ -87,46 +87,48 @@ class Run:
 
     def __init__(self, config: gpt.GPTConfig, program: Program, rank: int) -> None:
         shape, m = program.shape, program.shape.microbatches
-        self.stages, self.x, self.y = model(config, shape.stages, m)
+        self.stages, self.x, self.y = build_model(config, shape.stages, m)
         own = [p for s in shape.stages_on_rank[rank] for p in self.stages[s].parameters()]
         self.transport = GlooTransport(program)
         self.executor = Executor(
             program, rank, self.stages, self.transport, loss=gpt.loss,
-            boundary=(ROWS, config.context, config.hidden),
+            boundary=(SEQUENCES, config.context, config.hidden),
             optimizer=torch.optim.AdamW(own, lr=1e-4),
         )  # fmt: skip
-        self.scale = 1 / (m * ROWS * config.context)
+        self.scale = 1 / (m * SEQUENCES * config.context)
 
     def step(self) -> None:
         self.executor.step(self.x, self.y, self.scale)
 
 
-def model(config: gpt.GPTConfig, stages: int, m: int) -> tuple[list[nn.Module], Tensor, Tensor]:
+def build_model(
+    config: gpt.GPTConfig, stages: int, m: int
+) -> tuple[list[nn.Module], Tensor, Tensor]:
     """Return a model and tokens, with the same values in all processes."""
     torch.manual_seed(0)
     made: list[nn.Module] = [gpt.build_stage(config, s, stages) for s in range(stages)]
-    tokens = torch.randint(config.vocab, (m, ROWS, config.context + 1))
+    tokens = torch.randint(config.vocab, (m, SEQUENCES, config.context + 1))
     return made, tokens[:, :, :-1].contiguous(), tokens[:, :, 1:].contiguous()
 
 
-def sizes(config: gpt.GPTConfig, stages: int) -> Sizes:
+def measure_model_sizes(config: gpt.GPTConfig, stages: int) -> Sizes:
     """Return the sizes of such a model, with the states of AdamW."""
-    made, x, y = model(config, stages, 1)
-    boundary = (ROWS, config.context, config.hidden)
+    made, x, y = build_model(config, stages, 1)
+    boundary = (SEQUENCES, config.context, config.hidden)
     return measure_sizes(made, x[0], y[0], loss=gpt.loss, boundary=boundary)
 
 
-def slowed(
+def compare_slowed_copies(
     rank: int, rounds: int, config: gpt.GPTConfig, rows: Sequence[tuple[str, Any, float]]
 ) -> None:
     """Compare predicted and measured steps with free and slowed copies."""
-    saved = sizes(config, RANKS).for_stages("saved", RANKS)
+    saved = measure_model_sizes(config, RANKS).for_stages("saved", RANKS)
     for name, which, share in rows:
         schedule, shape = getattr(schedules, name), PipelineShape(RANKS, 8)
         plain = Run(config, compile(schedule, shape, progress_model="per_edge"), rank)
-        for _ in range(WARM):
+        for _ in range(WARM_UP_STEPS):
             plain.step()
-        told: list[Any] = [_costs(plain)]
+        told: list[Any] = [_calibrate_last_step(plain)]
         dist.broadcast_object_list(told)
         forward = float(np.mean(told[0].F))
         bandwidth = float(saved.mean()) / (share * forward)  # a copy takes `share` forwards
@@ -146,7 +148,7 @@ def slowed(
         for lane in (Lane.D2H, Lane.H2D):
             slow.executor.resources.service(CopyLanes).bandwidth[lane] = bandwidth
         took: list[list[float]] = []  # measured free and slowed, then predicted free and slowed
-        for turn in range(WARM + rounds):
+        for turn in range(WARM_UP_STEPS + rounds):
             spans = [0.0] * 4
             for each in pair if turn % 2 else pair[::-1]:
                 dist.barrier()
@@ -164,25 +166,25 @@ def slowed(
             took.append(spans)
         if rank:
             continue
-        found = np.array(took[WARM:])
+        found = np.array(took[WARM_UP_STEPS:])
         longer = found[:, 3] / found[:, 2]
-        line(
+        print_row(
             f"{name}, of {which}", f"{share:g} F",
             *(f"{1e3 * each:.1f}" for each in np.median(found[:, :2], 0)),
             f"{np.median(longer):.3f}",
-            *(deviation((found[:, a] / found[:, b]).tolist()) for a, b in ((2, 0), (3, 1))),
+            *(format_deviation((found[:, a] / found[:, b]).tolist()) for a, b in ((2, 0), (3, 1))),
         )  # fmt: skip
 
 
-def _costs(of: Run) -> Costs | None:
+def _calibrate_last_step(of: Run) -> Costs | None:
     """Return the costs of the last step, on process 0."""
     timeline = gather_timeline(of.executor, of.transport)
     return None if timeline is None else calibrate(timeline)
 
 
-def fits(rank: int, rounds: int, m: int) -> None:
+def compare_peak_memory(rank: int, rounds: int, m: int) -> None:
     """Compare programs that keep, recompute and offload activations, at one memory limit."""
-    found = sizes(SMALL, RANKS)
+    found = measure_model_sizes(SMALL, RANKS)
     ways: dict[str, dict[str, Any]] = {
         "kept": {}, "recomputed": {"recompute": "all"}, "offloaded": {"offload": "all"}
     }  # fmt: skip
@@ -216,10 +218,10 @@ def fits(rank: int, rounds: int, m: int) -> None:
             first, last = next(each for _, each in lived if each)
             said = f"{max(one for one, _ in lived) / 1e6:.3f}, loss {first:.1f} to {last:.1f}"
         if not rank:
-            line(name, f"{most[name] / 1e6:.3f}", f"{limit / 1e6:.3f}", said)
+            print_row(name, f"{most[name] / 1e6:.3f}", f"{limit / 1e6:.3f}", said)
 
 
-def beside_torch(rounds: int, config: gpt.GPTConfig, microbatches: Sequence[int]) -> None:
+def compare_with_torch(rounds: int, config: gpt.GPTConfig, microbatches: Sequence[int]) -> None:
     """Compare offload with `save_on_cpu` in one process."""
     for m in microbatches:
         program = compile(
@@ -227,7 +229,7 @@ def beside_torch(rounds: int, config: gpt.GPTConfig, microbatches: Sequence[int]
         )
         own = [Run(config, program, 0) for _ in range(2)]
         own[1].executor.resources.service(MemoryTiers).poisons_sources = False
-        stages, x, y = model(config, 1, m)
+        stages, x, y = build_model(config, 1, m)
         whole, scale = stages[0], own[0].scale
         adam = torch.optim.AdamW(whole.parameters(), lr=1e-4)
 
@@ -245,12 +247,16 @@ def beside_torch(rounds: int, config: gpt.GPTConfig, microbatches: Sequence[int]
             adam.step()
 
         first, second = (
-            gathered(take_turns({"theirs": theirs, "ours": one.step}, rounds, dist.barrier))
+            gather_times(
+                measure_in_rounds({"theirs": theirs, "ours": one.step}, rounds, dist.barrier)
+            )
             for one in own
         )
-        medians = (milliseconds(first[whose]) for whose in ("theirs", "ours"))
-        ratios = (pair_ratios(took["ours"], took["theirs"], 3)[0] for took in (first, second))
-        line(f"m={m}", *medians, *ratios)
+        medians = (format_milliseconds(first[whose]) for whose in ("theirs", "ours"))
+        ratios = (
+            format_pair_ratios(took["ours"], took["theirs"], 3)[0] for took in (first, second)
+        )
+        print_row(f"m={m}", *medians, *ratios)
 
 
 def _pack(tensor: Tensor) -> Tensor:
@@ -263,7 +269,7 @@ def _unpack(packed: Tensor) -> Tensor:
     return packed.to("cpu", copy=True)
 
 
-HEADS = {
+HEADERS = {
     "slowed": ["program, m=8", "a copy takes", "free, ms", "slowed, ms",
                "slowed over free, predicted", "free, predicted less measured",
                "slowed, predicted less measured"],
@@ -272,28 +278,32 @@ HEADS = {
 }  # fmt: skip
 
 
-def table(rank: int, rounds: int, name: str, smoke: bool) -> None:
+def print_table(rank: int, rounds: int, name: str, smoke: bool) -> None:
     """Measure a table, and print it on rank 0."""
     if not rank:
-        head(*HEADS[name])
+        print_header(*HEADERS[name])
     match name:
         case "slowed":
-            slowed(rank, rounds, *((SMALL, SLOWED[-1:]) if smoke else (DEEP, SLOWED)))
+            compare_slowed_copies(
+                rank, rounds, *((SMALL, SLOWED_ROWS[-1:]) if smoke else (DEEP, SLOWED_ROWS))
+            )
         case "fits":
-            fits(rank, rounds, 32 if smoke else 96)
+            compare_peak_memory(rank, rounds, 32 if smoke else 96)
         case "torch":
-            beside_torch(rounds, *((SMALL, (2,)) if smoke else (CONFIG, (4, 8))))
+            compare_with_torch(rounds, *((SMALL, (2,)) if smoke else (MEDIUM, (4, 8))))
 
 
 def main() -> None:
     """Print the tables, each row when it is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="number of steps of each kind")
-    parser.add_argument("--only", default="", choices=("", *HEADS), help="print only this table")
+    parser.add_argument("--only", default="", choices=("", *HEADERS), help="print only this table")
     args = parse(parser, rounds=1)
-    for name in HEADS:
+    for name in HEADERS:
         if args.only in ("", name):
-            on_ranks(table, 1 if name == "torch" else RANKS, args.rounds, name, args.smoke)
+            run_on_ranks(
+                print_table, 1 if name == "torch" else RANKS, args.rounds, name, args.smoke
+            )
 
 
 if __name__ == "__main__":

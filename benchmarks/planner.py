@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import head, line, parse
+from benchmarks.harness import parse, print_header, print_row
 from schedir import Cluster, load_cluster, planner
 from schedir.analysis.numba_jit import is_installed
 from schedir.errors import UsageError
@@ -65,7 +65,7 @@ from tests import published_runs as published
 from tests.published_runs import Run
 
 
-def summed(errors: Iterable[float], what: str) -> None:
+def print_error_summary(errors: Iterable[float], what: str) -> None:
     """Return a summary of errors, as a line below a table."""
     all_ = list(errors)
     worst = max(all_, key=abs)
@@ -75,9 +75,9 @@ def summed(errors: Iterable[float], what: str) -> None:
     )
 
 
-def layers() -> None:
+def print_layers() -> None:
     """Print the table of a layer of the model with 22 billion parameters."""
-    head("what runs again", "forward, ms", "paper", "", "backward, ms", "paper", "", "both")
+    print_header("what runs again", "forward, ms", "paper", "", "backward, ms", "paper", "", "both")
     errors = []
     for row in published.read_layer_times():
         times = planner.layer_time(row.model, planner.cluster_preset("a100"), row.choice).total
@@ -87,16 +87,18 @@ def layers() -> None:
         ]
         both = (times.F + times.B) / sum(row.seconds) - 1
         errors.append(both)
-        line(
+        print_row(
             row.name, f"{times.F * 1e3:.2f}", f"{row.seconds[0] * 1e3:.1f}", f"{off[0]:+.1%}",
             f"{times.B * 1e3:.2f}", f"{row.seconds[1] * 1e3:.1f}", f"{off[1]:+.1%}", f"{both:+.1%}",
         )  # fmt: skip
-    summed(errors, "forward and backward")
+    print_error_summary(errors, "forward and backward")
 
 
-def stages() -> None:
+def print_stages() -> None:
     """Print the table of an inner stage: its forward, and both halves of its backward."""
-    head("model", "p", "m", *(x for name in "FIW" for x in (f"{name}, ms", "paper", "")), "all")
+    print_header(
+        "model", "p", "m", *(x for name in "FIW" for x in (f"{name}, ms", "paper", "")), "all"
+    )
     errors = []
     for row in published.read_stage_times():
         cluster = planner.cluster_preset("a100", nodes=row.choice.pp // 8)
@@ -107,14 +109,14 @@ def stages() -> None:
             for told, real in zip(found, row.seconds, strict=True)
         ]
         errors.append(sum(found) / sum(row.seconds) - 1)
-        line(row.name, row.choice.pp, row.choice.microbatches, *cells, f"{errors[-1]:+.1%}")
-    summed(errors, "a microbatch in a stage")
+        print_row(row.name, row.choice.pp, row.choice.microbatches, *cells, f"{errors[-1]:+.1%}")
+    print_error_summary(errors, "a microbatch in a stage")
 
 
 # ------------------------------------------------------------ steps
 
 
-def cluster_of(choice: ParallelPlan) -> Cluster:
+def choose_cluster(choice: ParallelPlan) -> Cluster:
     """Return a cluster with the A100 nodes of a run, or a part of one node if this is enough."""
     node = planner.cluster_preset("a100")
     if choice.gpus < node.gpus_per_node:
@@ -126,32 +128,32 @@ EXACT = False  # True: steps are simulated; False: steps are results of closed f
 SMOKE = False  # True: tables have few rows
 
 
-def weak_scaling() -> list[Run]:
+def read_weak_scaling_runs() -> list[Run]:
     """Return the runs of SC21's table 1, two of them with `--smoke`."""
     return published.read_weak_scaling_runs()[: 2 if SMOKE else None]
 
 
-def step(
+def predict_step(
     run: Run, cluster: Cluster | None = None, constants: SoftwareConstants | None = None
 ) -> PlanEstimate:
     """Return the predicted step of a run, with processes numbered as in Megatron-LM."""
-    cluster = cluster or cluster_of(run.choice)
+    cluster = cluster or choose_cluster(run.choice)
     return planner.estimate_step(run.model, cluster, run.choice, exact=EXACT, constants=constants)
 
 
-def simulated(
+def simulate_step(
     run: Run, cluster: Cluster | None = None, constants: SoftwareConstants | None = None
 ) -> PlanEstimate:
     """Return the step of a run from a simulation of its program."""
-    return simulate_plan(run.model, cluster or cluster_of(run.choice), run.choice, constants)
+    return simulate_plan(run.model, cluster or choose_cluster(run.choice), run.choice, constants)
 
 
-def reached(run: Run) -> float:
+def fit_flops(run: Run) -> float:
     """Return the FLOP/s with which the predicted step equals the measured step (secant method)."""
-    cluster = cluster_of(run.choice)
+    cluster = choose_cluster(run.choice)
 
     def off(flops: float) -> float:
-        return simulated(run, replace(cluster, flops=flops)).step_time / run.seconds - 1
+        return simulate_step(run, replace(cluster, flops=flops)).step_time / run.seconds - 1
 
     before, now = cluster.flops, cluster.flops * (1 + off(cluster.flops))
     was, is_ = off(before), off(now)
@@ -161,120 +163,122 @@ def reached(run: Run) -> float:
     return now
 
 
-def node() -> None:
+def print_node() -> None:
     """Print each row of the sample, and mean errors by t, p, d and b."""
     runs = published.read_one_node_runs()
-    head("model", "GPUs", "batch", "b", "t", "d", "p", "vTrain, ms", "predicted", "")
+    print_header("model", "GPUs", "batch", "b", "t", "d", "p", "vTrain, ms", "predicted", "")
     errors = []
     for run in runs:
-        at, told = run.choice, step(run).step_time
+        at, told = run.choice, predict_step(run).step_time
         errors.append(told / run.seconds - 1)
-        line(
+        print_row(
             run.name, at.gpus, at.batch, at.microbatch_size, at.tp, at.dp, at.pp,
             f"{run.seconds * 1e3:.0f}",
             f"{told * 1e3:.0f}", f"{errors[-1]:+.1%}",
         )  # fmt: skip
-    summed(errors, "all rows")
+    print_error_summary(errors, "all rows")
     for what in ("tp", "pp", "dp", "microbatch_size"):
-        head(what, "rows", "mean", "with signs")
+        print_header(what, "rows", "mean", "with signs")
         for value in sorted({getattr(run.choice, what) for run in runs}):
             of = [e for e, r in zip(errors, runs, strict=True) if getattr(r.choice, what) == value]
-            line(value, len(of), f"{fmean(map(abs, of)):.1%}", f"{fmean(of):+.1%}")
+            print_row(value, len(of), f"{fmean(map(abs, of)):.1%}", f"{fmean(of):+.1%}")
         print()
 
 
-def speed(run: Run, seconds: float) -> float:
+def compute_tflops(run: Run, seconds: float) -> float:
     """Return the TFLOP/s of a GPU as SC21 computes them."""
     return (
         published.count_operations(run.model, run.choice.batch) / seconds / run.choice.gpus / 1e12
     )
 
 
-def sc21() -> None:
+def print_sc21() -> None:
     """Print the table of SC21, and the parts of each predicted step.
 
     One prediction has the constants of Megatron-LM of that time, which are fitted to no row. The
     other has the constants of today, which hide tensor-parallel sums.
     """
-    runs = weak_scaling()
+    runs = read_weak_scaling_runs()
     of_that_time = stack_preset("megatron-2021").constants
-    prices = [simulated(run, constants=of_that_time) for run in runs]
-    today = [simulated(run).step_time for run in runs]
-    head("model", "t", "p", "d", "v", "b", "m", "SC21, s", "predicted", "TFLOP/s", "predicted", "",
-         "sums hidden")  # fmt: skip
+    prices = [simulate_step(run, constants=of_that_time) for run in runs]
+    today = [simulate_step(run).step_time for run in runs]
+    print_header("model", "t", "p", "d", "v", "b", "m", "SC21, s", "predicted", "TFLOP/s",
+         "predicted", "", "sums hidden")  # fmt: skip
     off = [price.step_time / run.seconds - 1 for run, price in zip(runs, prices, strict=True)]
     hidden = [seconds / run.seconds - 1 for run, seconds in zip(runs, today, strict=True)]
     for k, run in enumerate(runs):
         at, told = run.choice, prices[k].step_time
-        line(
+        print_row(
             run.name, at.tp, at.pp, at.dp, at.stages_per_rank, at.microbatch_size, at.microbatches,
             f"{run.seconds:.2f}", f"{told:.2f}",
-            f"{speed(run, run.seconds):.0f}", f"{speed(run, told):.0f}", f"{off[k]:+.1%}",
-            f"{hidden[k]:+.1%}",
+            f"{compute_tflops(run, run.seconds):.0f}", f"{compute_tflops(run, told):.0f}",
+            f"{off[k]:+.1%}", f"{hidden[k]:+.1%}",
         )  # fmt: skip
-    summed(off, "steps")
-    summed(hidden, "with sums hidden")
-    head("model", *StepBreakdown._fields, "memory, GB")
+    print_error_summary(off, "steps")
+    print_error_summary(hidden, "with sums hidden")
+    print_header("model", *StepBreakdown._fields, "memory, GB")
     for run, price in zip(runs, prices, strict=True):
         shares = (f"{part / price.step_time:.1%}" for part in price.breakdown)
-        line(run.name, *shares, f"{price.memory.total / 1e9:.0f}")
+        print_row(run.name, *shares, f"{price.memory.total / 1e9:.0f}")
 
 
-def left_out() -> None:
+def print_left_out() -> None:
     """Predict each row with the median FLOP/s of the other rows."""
-    runs = weak_scaling()
-    found = [reached(run) for run in runs]
-    head("model", "its own TFLOP/s", "of the others", "")
+    runs = read_weak_scaling_runs()
+    found = [fit_flops(run) for run in runs]
+    print_header("model", "its own TFLOP/s", "of the others", "")
     errors = []
     for k, run in enumerate(runs):
         others = median(found[:k] + found[k + 1 :])
-        told = simulated(run, replace(cluster_of(run.choice), flops=others)).step_time
+        told = simulate_step(run, replace(choose_cluster(run.choice), flops=others)).step_time
         errors.append(told / run.seconds - 1)
-        line(run.name, f"{found[k] / 1e12:.0f}", f"{others / 1e12:.0f}", f"{errors[-1]:+.1%}")
-    summed(errors, "the one left out")
+        print_row(run.name, f"{found[k] / 1e12:.0f}", f"{others / 1e12:.0f}", f"{errors[-1]:+.1%}")
+    print_error_summary(errors, "the one left out")
 
 
-def anchored() -> None:
+def print_anchored() -> None:
     """Predict the other rows with the FLOP/s of one row.
 
     The result that counts is that for the first row. Its run takes the fewest GPUs, so a user would
     measure it before a larger run.
     """
-    runs = weak_scaling()
-    head("anchor", "its TFLOP/s", *(run.name for run in runs), "mean of the others")
+    runs = read_weak_scaling_runs()
+    print_header("anchor", "its TFLOP/s", *(run.name for run in runs), "mean of the others")
     means = []
     for anchor in runs:
-        flops = reached(anchor)
+        flops = fit_flops(anchor)
         errors = []
         for run in runs:
-            told = simulated(run, replace(cluster_of(run.choice), flops=flops)).step_time
+            told = simulate_step(run, replace(choose_cluster(run.choice), flops=flops)).step_time
             errors.append(told / run.seconds - 1)
         others = [abs(e) for e, run in zip(errors, runs, strict=True) if run is not anchor]
         means.append(fmean(others))
-        line(anchor.name, f"{flops / 1e12:.0f}", *(f"{e:+.1%}" for e in errors), f"{means[-1]:.1%}")
+        print_row(
+            anchor.name, f"{flops / 1e12:.0f}", *(f"{e:+.1%}" for e in errors), f"{means[-1]:.1%}"
+        )
     print(f"\nanchored to {runs[0].name}: {means[0]:.1%}; over all anchors {fmean(means):.1%}\n")
 
 
-def regrets() -> None:
+def print_regrets() -> None:
     """Print the regrets of plans with one model, batch and number of GPUs."""
-    head("model", "batch", "GPUs", "plans", "best", "ms", "chosen", "ms", "regret")
+    print_header("model", "batch", "GPUs", "plans", "best", "ms", "chosen", "ms", "regret")
     lost = []
     for group in published.group_runs(published.read_one_node_runs()):
-        told = [step(run).step_time for run in group]
+        told = [predict_step(run).step_time for run in group]
         real = [run.seconds for run in group]
         best, chosen = group[real.index(min(real))], group[told.index(min(told))]
         lost.append(prediction_regret(told, real))
-        line(
-            group[0].name, best.choice.batch, best.choice.gpus, len(group), layout(best.choice),
-            f"{best.seconds * 1e3:.0f}", layout(chosen.choice), f"{chosen.seconds * 1e3:.0f}",
-            f"{lost[-1]:.1%}",
+        print_row(
+            group[0].name, best.choice.batch, best.choice.gpus, len(group),
+            format_layout(best.choice), f"{best.seconds * 1e3:.0f}",
+            format_layout(chosen.choice), f"{chosen.seconds * 1e3:.0f}", f"{lost[-1]:.1%}",
         )  # fmt: skip
     right = sum(each == 0 for each in lost)
     print(f"\n{fmean(lost):.1%} in the mean, {max(lost):.1%} at worst; right in {right} of "
           f"{len(lost)} groups\n")  # fmt: skip
 
 
-def layout(choice: ParallelPlan) -> str:
+def format_layout(choice: ParallelPlan) -> str:
     """Return the layout of a plan as a short text."""
     says = f"t{choice.tp} p{choice.pp} d{choice.dp}"
     if choice.stages_per_rank > 1:
@@ -285,13 +289,13 @@ def layout(choice: ParallelPlan) -> str:
 # ------------------------------------------------------------ memory
 
 
-def memory() -> None:
+def print_memory() -> None:
     """Compare the model states of ZeRO and the saved bytes of a layer with published numbers."""
     model, cluster = (
         TransformerSpec(72, 4096, 32, vocab=published.VOCAB, sequence=1024),
         planner.cluster_preset("a100"),
     )
-    head("billion", "d", *(x for z in (1, 2, 3) for x in (f"level {z}, GB", "paper")))
+    print_header("billion", "d", *(x for z in (1, 2, 3) for x in (f"level {z}, GB", "paper")))
     same = cells = 0
     for row in published.read_table("zero_table1_memory_GB"):
         billions, d = float(row["params_billion"]), int(row["dp_degree"])
@@ -309,9 +313,9 @@ def memory() -> None:
             same += abs(each * billions - float(printed)) <= 10.0**-digits
             cells += 1
             said += [f"{each * billions:.{digits}f}", printed]
-        line(row["params_billion"], d, *said)
+        print_row(row["params_billion"], d, *said)
     print(f"\n{same} of {cells} cells within one unit of the last digit\n")
-    head("configuration", "a layer keeps, MB", "paper", "")
+    print_header("configuration", "a layer keeps, MB", "paper", "")
     gpt3 = TransformerSpec(3, 12288, 96, vocab=published.VOCAB, sequence=2048)
     for name, choice, paper in published.read_kept_bytes(gpt3):
         more, less = (
@@ -319,7 +323,7 @@ def memory() -> None:
             for layers in (3, 2)
         )
         kept = more - less
-        line(name, f"{kept / 1e6:.2f}", f"{paper / 1e6:.2f}", f"{kept / paper - 1:+.1%}")
+        print_row(name, f"{kept / 1e6:.2f}", f"{paper / 1e6:.2f}", f"{kept / paper - 1:+.1%}")
 
 
 # ------------------------------------------------------------ large ones
@@ -343,28 +347,29 @@ SMALL = [
      ParallelPlan(pp=2, tp=2, dp=2, microbatch_size=1, microbatches=16, recompute="full",
                   rank_order="tp-dp-pp")),
 ]  # fmt: skip
-OLD = ("gpipe", "one_f_one_b", "interleaved")
-ONLY: dict[str, dict[str, Any]] = {
-    "only schedules without halves of a backward": {"schedules": OLD},
+FULL_BACKWARD_SCHEDULES = ("gpipe", "one_f_one_b", "interleaved")
+RESTRICTIONS: dict[str, dict[str, Any]] = {
+    "only schedules without halves of a backward": {"schedules": FULL_BACKWARD_SCHEDULES},
     "only full recomputation": {"recompute": "full"},
     "no sequence cut over slices": {"sequence_parallel": False},
     "no ZeRO": {"zero": 0},
     "only what the paper had": {
-        "schedules": OLD, "recompute": "full", "sequence_parallel": False, "zero": 0,
+        "schedules": FULL_BACKWARD_SCHEDULES, "recompute": "full",
+        "sequence_parallel": False, "zero": 0,
     },
 }  # fmt: skip
 
 
-def told(what: str, price: PlanEstimate) -> None:
+def print_plan(what: str, price: PlanEstimate) -> None:
     """Print the row of a plan."""
     seconds = (f"{part:.2f}" for part in (price.step_time, *price.breakdown))
     also = f"{price.schedule}, {price.recompute}, ZeRO {price.zero}"
     also += ", sequence cut" * price.sequence_parallel
     fits = f"{price.memory.total / 1e9:.0f}" + " (too much)" * (not price.fits)
-    line(what, layout(price), also, *seconds, fits, f"{price.mfu:.1%}")
+    print_row(what, format_layout(price), also, *seconds, fits, f"{price.mfu:.1%}")
 
 
-def large() -> None:
+def print_large() -> None:
     """Simulate the papers' plans, the planner's, and the planner's with fewer options."""
     numba = "with numba" if is_installed() else "without numba"
     for name, model, batch, nodes, paper in SMALL if SMOKE else LARGE:
@@ -373,30 +378,30 @@ def large() -> None:
         ours = planner.plan(model, cluster, batch, rank_order=paper.rank_order, exact=True)
         took = process_time() - began
         print(f"\n### {name}: planned in {took:.1f} s of processor time, {numba}\n")
-        head("plan", "layout", "also", "step, s", *StepBreakdown._fields, "GB", "MFU")
-        told("the paper's", planner.estimate_step(model, cluster, paper, exact=True))
-        told("ours", ours[0])
+        print_header("plan", "layout", "also", "step, s", *StepBreakdown._fields, "GB", "MFU")
+        print_plan("the paper's", planner.estimate_step(model, cluster, paper, exact=True))
+        print_plan("ours", ours[0])
         there = {name: getattr(paper, name) for name in ("pp", "tp", "dp")}
-        for what, few in ({"the paper's pp, tp and dp": there} | ONLY).items():
+        for what, few in ({"the paper's pp, tp and dp": there} | RESTRICTIONS).items():
             try:
                 best, *_ = planner.plan(
                     model, cluster, batch, rank_order=paper.rank_order, top=1, exact=True, **few
                 )
-                told(f"ours: {what}", best)
+                print_plan(f"ours: {what}", best)
             except UsageError as error:
-                line(f"ours: {what}", error.fact, *[""] * (len(StepBreakdown._fields) + 4))
+                print_row(f"ours: {what}", error.fact, *[""] * (len(StepBreakdown._fields) + 4))
         print(f"\n{ours[0].explanation}\n")
 
 
 # ------------------------------------------------------------ this machine
 
-HERE = TransformerSpec(layers=8, hidden=256, heads=8, vocab=256, sequence=128)
-HERE_BATCH, WARM = 16, 2
+HERE_MODEL = TransformerSpec(layers=8, hidden=256, heads=8, vocab=256, sequence=128)
+HERE_BATCH, WARM_UP_STEPS = 16, 2
 SCHEDULES = ("one_f_one_b", "interleaved", "zb_h1")
 GOAL = 0.10
 
 
-class Ran(NamedTuple):
+class MeasuredStep(NamedTuple):
     """The measured median step of a plan, its spread, and the processor seconds of a step."""
 
     step: float
@@ -404,7 +409,7 @@ class Ran(NamedTuple):
     cpu: float
 
 
-def train_all(texts: list[str], processes: int, steps: int) -> list[Ran]:
+def train_all(texts: list[str], processes: int, steps: int) -> list[MeasuredStep]:
     """Train with each configuration in its own processes, one after the other. Return the times."""
     from schedir.transports.local_processes import run_processes
 
@@ -413,17 +418,17 @@ def train_all(texts: list[str], processes: int, steps: int) -> list[Ran]:
     found = []
     began = time.perf_counter()
     for number, text in enumerate(texts):
-        ranks: list[Ran] = run_processes(
+        ranks: list[MeasuredStep] = run_processes(
             train_one, processes, text, steps, context=context, timeout=600
         )
-        found.append(together(ranks))
+        found.append(merge_ranks(ranks))
         left = (time.perf_counter() - began) / (number + 1) * (len(texts) - number - 1)
         print(f"\r{number + 1} of {len(texts)} trained, {left:.0f} s left ", end="",
               file=sys.stderr, flush=True)  # fmt: skip
     return found
 
 
-def train_one(_: int, text: str, steps: int) -> Ran:
+def train_one(_: int, text: str, steps: int) -> MeasuredStep:
     """Train some steps as one rank of a configuration, as `training.trainer` does."""
     import torch
     import torch.distributed as dist
@@ -440,11 +445,15 @@ def train_one(_: int, text: str, steps: int) -> Ran:
         file.flush()
         config = read_config(file.name)
     torch.set_num_threads(config.train.threads)
-    program, size, context = config.request.program, config.data.microbatch_size, HERE.sequence
+    program, size, context = (
+        config.request.program,
+        config.data.microbatch_size,
+        HERE_MODEL.sequence,
+    )
     transport = choose_transport(config.train.transport, "cpu", program)(
         program,
         config.train.timeout,
-        max_message_bytes=4 * size * context * HERE.hidden // program.tp,
+        max_message_bytes=4 * size * context * HERE_MODEL.hidden // program.tp,
     )
     tp, division = transport.tp_group, config.pipeline.layers_per_stage
     assert isinstance(config.model, GPTConfig), "the planner writes no other"
@@ -455,7 +464,7 @@ def train_one(_: int, text: str, steps: int) -> Ran:
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     executor = Executor(
         program, transport.rank, stages, transport,
-        loss=partial(gpt.loss, tp=tp), boundary=(size, context, HERE.hidden),
+        loss=partial(gpt.loss, tp=tp), boundary=(size, context, HERE_MODEL.hidden),
         optimizer=build_optimizer(parameters, config.train),
         gradients=GradientOptions(max_norm=config.train.clip_grad_norm),
         execution=ExecutionOptions(record_timestamps=False),
@@ -463,29 +472,31 @@ def train_one(_: int, text: str, steps: int) -> Ran:
     draw = torch.Generator().manual_seed(transport.dp_rank)
     shape = (2, program.shape.microbatches, size, context)
     took, cpu = [], []
-    for _ in range(WARM + steps):
-        x, y = torch.randint(HERE.vocab, shape, generator=draw)
+    for _ in range(WARM_UP_STEPS + steps):
+        x, y = torch.randint(HERE_MODEL.vocab, shape, generator=draw)
         dist.barrier()
         began, worked = time.perf_counter(), time.process_time()
         executor.step(x, y, 1 / (HERE_BATCH * context))
         dist.barrier()
         took.append(time.perf_counter() - began)
         cpu.append(time.process_time() - worked)
-    own = took[WARM:]
-    return Ran(statistics.median(own), max(own) / min(own) - 1, statistics.median(cpu[WARM:]))
+    own = took[WARM_UP_STEPS:]
+    return MeasuredStep(
+        statistics.median(own), max(own) / min(own) - 1, statistics.median(cpu[WARM_UP_STEPS:])
+    )
 
 
-def plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[PlanEstimate]:
+def list_plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[PlanEstimate]:
     """Return all plans that the trainer can run, with the shortest predicted step first."""
     return plan(
-        HERE, cluster, HERE_BATCH, top=10**6, schedules=SCHEDULES, exact=True,
+        HERE_MODEL, cluster, HERE_BATCH, top=10**6, schedules=SCHEDULES, exact=True,
         microbatch_size=(1, 2, 4) if microbatch is None else microbatch, stages_per_rank=(1, 2),
         zero=zero,
         recompute=("none", "full"), sequence_parallel=False, attention="flash",
     )  # fmt: skip
 
 
-def named(one: PlanEstimate) -> list[object]:
+def format_plan(one: PlanEstimate) -> list[object]:
     """Return a plan as a few table cells."""
     again = "yes" if one.recompute == "full" else ""
     return [
@@ -498,19 +509,19 @@ def named(one: PlanEstimate) -> list[object]:
     ]
 
 
-def together(ranks: list[Ran]) -> Ran:
+def merge_ranks(ranks: list[MeasuredStep]) -> MeasuredStep:
     """Return the longest time of a rank, and the processor time of all ranks."""
     longest = max(ranks)
     return longest._replace(cpu=sum(one.cpu for one in ranks))
 
 
-def report(all_of: list[PlanEstimate], ran: list[Ran], processors: int) -> None:
+def print_report(all_of: list[PlanEstimate], ran: list[MeasuredStep], processors: int) -> None:
     """Print the table and its summary."""
-    line("p", "t", "d", "b", "schedule, stages of a rank", "run again", "predicted, ms",
+    print_row("p", "t", "d", "b", "schedule, stages of a rank", "run again", "predicted, ms",
          "measured, ms", "off", "spread", "worked, ms")  # fmt: skip
-    line(*["---:"] * 4, *["---"] * 2, *["---:"] * 5)
+    print_row(*["---:"] * 4, *["---"] * 2, *["---:"] * 5)
     for one, took in zip(all_of, ran, strict=True):
-        line(*named(one), f"{1e3 * one.step_time:.0f}", f"{1e3 * took.step:.0f}",
+        print_row(*format_plan(one), f"{1e3 * one.step_time:.0f}", f"{1e3 * took.step:.0f}",
              f"{one.step_time / took.step - 1:+.0%}", f"{took.spread:.0%}",
              f"{1e3 * took.cpu / processors:.0f}")  # fmt: skip
     errors = [abs(one.step_time / took.step - 1) for one, took in zip(all_of, ran, strict=True)]
@@ -522,7 +533,7 @@ def report(all_of: list[PlanEstimate], ran: list[Ran], processors: int) -> None:
           f"{steps[0] / min(steps) - 1:.1%} slower than the best (goal: among two)")  # fmt: skip
 
 
-def here(options: argparse.Namespace) -> None:
+def print_here(options: argparse.Namespace) -> None:
     """Print predicted and measured steps of all plans of a small GPT on this machine."""
     began = time.perf_counter()
     if options.cluster:
@@ -534,16 +545,18 @@ def here(options: argparse.Namespace) -> None:
         cluster = taken.cluster
         print("\n".join([*taken.table, *taken.warnings, ""]))
     print(f"{cluster}\n")
-    all_of = plans(cluster, options.microbatch, options.zero)[: 2 if options.smoke else None]
-    ran = train_all([written(HERE, one) for one in all_of], options.processes, options.steps)
+    all_of = list_plans(cluster, options.microbatch, options.zero)[: 2 if options.smoke else None]
+    ran = train_all([written(HERE_MODEL, one) for one in all_of], options.processes, options.steps)
     print(file=sys.stderr)
-    report(all_of, ran, cluster.processors or options.processes)
+    print_report(all_of, ran, cluster.processors or options.processes)
     print(f"\n{len(ran)} plans in {time.perf_counter() - began:.0f} s")
 
 
 TABLES: dict[str, Callable[[], None]] = {
-    "layers": layers, "stages": stages, "node": node, "sc21": sc21, "left-out": left_out,
-    "anchored": anchored, "regret": regrets, "memory": memory, "large": large,
+    "layers": print_layers, "stages": print_stages, "node": print_node, "sc21": print_sc21,
+    "left-out": print_left_out,
+    "anchored": print_anchored, "regret": print_regrets, "memory": print_memory,
+    "large": print_large,
 }  # fmt: skip
 
 
@@ -568,7 +581,7 @@ def main() -> None:
         if options.table in ("all", name):
             table()
     if options.table == "here" or (options.smoke and options.table == "all"):
-        here(options)
+        print_here(options)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import head, line, parse
+from benchmarks.harness import parse, print_header, print_row
 from schedir import Cluster, planner
 from schedir.planner import Stack
 from schedir.planner.calibration import fit_constants
@@ -45,7 +45,7 @@ from tests import published_runs as published
 from tests.published_runs import GridRun
 
 SMOKE, DRAWS, OUTPUT = False, 200, ""
-COUNTS = 0.10  # only runs with a higher MFU are in the summary of errors
+MIN_MFU = 0.10  # only runs with a higher MFU are in the summary of errors
 NANOTRON, CLUSTER = planner.stack_preset("nanotron"), planner.cluster_preset("h100-efa")
 # Fitted constants -> (lower bound, start value, upper bound).
 STACK_CONSTANTS = {
@@ -62,26 +62,26 @@ MEMORY_CONSTANTS = {
 }  # fmt: skip
 
 
-class Predicted(NamedTuple):
+class Prediction(NamedTuple):
     """Predicted seconds and bytes of each run. Seconds are infinite if a plan is impossible."""
 
     seconds: Any
     memory: Any
 
 
-def grid() -> list[GridRun]:
+def read_runs() -> list[GridRun]:
     """Return the runs, or every tenth run with `--smoke`."""
     return published.read_grid_runs()[:: 10 if SMOKE else 1]
 
 
-def measured() -> list[GridRun]:
+def read_measured_runs() -> list[GridRun]:
     """Return the runs that have a result and the batch of 256 sequences."""
-    return [run for run in grid() if run.seconds is not None and run.is_consistent]
+    return [run for run in read_runs() if run.seconds is not None and run.is_consistent]
 
 
-def counting(runs: Iterable[GridRun]) -> list[GridRun]:
+def select_efficient_runs(runs: Iterable[GridRun]) -> list[GridRun]:
     """Return the runs with an MFU above the bound."""
-    return [run for run in runs if run.mfu > COUNTS]
+    return [run for run in runs if run.mfu > MIN_MFU]
 
 
 def is_possible(run: GridRun, stack: Stack) -> bool:
@@ -97,7 +97,7 @@ def is_possible(run: GridRun, stack: Stack) -> bool:
     return plan.zero == 0 or plan.dp == 1 or 0 not in layers[:-1]  # The last stage has the head.
 
 
-def predict(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> Predicted:
+def predict(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> Prediction:
     """Predict runs. Runs with one model and number of nodes share a table of costs."""
     seconds, memory = np.full(len(runs), np.inf), np.full(len(runs), np.inf)
     groups: dict[Any, list[int]] = defaultdict(list)
@@ -121,13 +121,13 @@ def predict(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> Predicte
                 model, replace(cluster, nodes=nodes), plans, stack.constants, stack.state_bytes
             )
         seconds[members], memory[members] = found.step_times, found.total_memory
-    return Predicted(seconds, memory)
+    return Prediction(seconds, memory)
 
 
 # ------------------------------------------------------------ fits
 
 
-def fit(
+def fit_by_gauss_newton(
     names: dict[str, tuple[float, float, float]],
     estimate: Callable[[dict[str, float]], Any],
     real: Any,
@@ -150,7 +150,7 @@ def fit(
     return dict(zip(names, np.exp(now).tolist(), strict=True))
 
 
-def assemble(constants: dict[str, float]) -> tuple[Stack, Cluster]:
+def build_stack(constants: dict[str, float]) -> tuple[Stack, Cluster]:
     """Return the stack nanotron and the cluster with other constants."""
     own = {k: float(v) for k, v in constants.items() if k not in CLUSTER_CONSTANTS}
     machine: dict[str, Any] = {k: float(v) for k, v in constants.items() if k in CLUSTER_CONSTANTS}
@@ -162,30 +162,30 @@ def assemble(constants: dict[str, float]) -> tuple[Stack, Cluster]:
 
 def fit_nanotron(runs: Sequence[GridRun]) -> tuple[Stack, Cluster]:
     """Return constants of times and of memory that are fitted to some of the runs."""
-    some = counting(runs)
-    found = fit(
+    some = select_efficient_runs(runs)
+    found = fit_by_gauss_newton(
         STACK_CONSTANTS | CLUSTER_CONSTANTS,
-        lambda at: predict(some, *assemble(at)).seconds,
+        lambda at: predict(some, *build_stack(at)).seconds,
         np.array([run.seconds for run in some]),
     )
-    sizes = fit(
+    sizes = fit_by_gauss_newton(
         MEMORY_CONSTANTS,
-        lambda at: predict(some, *assemble(at)).memory,
+        lambda at: predict(some, *build_stack(at)).memory,
         np.array([run.memory for run in some]),
     )
-    return assemble(found | sizes)
+    return build_stack(found | sizes)
 
 
 # ------------------------------------------------------------ figures of errors
 
 
-def rank_correlation(a: Any, b: Any) -> float:
+def compute_rank_correlation(a: Any, b: Any) -> float:
     """Return Spearman's rank correlation."""
     first, second = (np.argsort(np.argsort(each)) for each in (a, b))
     return float(np.corrcoef(first, second)[0, 1])
 
 
-def group_of(run: GridRun) -> str:
+def name_group(run: GridRun) -> str:
     """Return the model and the number of nodes as text."""
     size = "1.34 B" if run.model.layers == 16 else "3.57 B"
     return f"{size}, {run.nodes} node{'s' * (run.nodes > 1)}"
@@ -198,34 +198,34 @@ def summarize(errors: Sequence[float]) -> tuple[str, str, str]:
     return f"{median(map(abs, errors)):.1%}", f"{median(errors):+.1%}", str(len(errors))
 
 
-def head_errors() -> None:
-    head("model, nodes", "step: median |error|", "with signs", "n", "MFU of 10 % or less", "", "n",
-         "memory: median |error|", "with signs", "n")  # fmt: skip
+def print_error_header() -> None:
+    print_header("model, nodes", "step: median |error|", "with signs", "n", "MFU of 10 % or less", "",
+         "n", "memory: median |error|", "with signs", "n")  # fmt: skip
 
 
-def print_errors(name: str, runs: Sequence[GridRun], found: Predicted) -> None:
+def print_errors(name: str, runs: Sequence[GridRun], found: Prediction) -> None:
     """Print a row of errors: of steps by MFU, and of memory if the MFU is above 10 %."""
     real = np.array([run.seconds for run in runs])
     size = np.array([run.memory for run in runs])
     there = np.isfinite(found.seconds)
-    counts = np.array([run.mfu > COUNTS for run in runs])
+    counts = np.array([run.mfu > MIN_MFU for run in runs])
     step, memory = found.seconds / real - 1, found.memory / size - 1
     parts = (step[there & counts], step[there & ~counts], memory[there & counts])
-    line(name, *(cell for part in parts for cell in summarize(part.tolist())))
+    print_row(name, *(cell for part in parts for cell in summarize(part.tolist())))
 
 
-def choose(runs: Sequence[GridRun], some: Sequence[int], found: Predicted) -> int:
+def choose_run(runs: Sequence[GridRun], some: Sequence[int], found: Prediction) -> int:
     """Return the run that `schedir plan` prints first: the simplest within 2 % of the best."""
     longest = (1 + PREFERENCE_TOLERANCE) * min(found.seconds[k] for k in some)
     fast = [k for k in some if found.seconds[k] <= longest]
     return min(fast, key=lambda k: measure_complexity(runs[k].choice, found.memory[k]))
 
 
-def regrets(runs: Sequence[GridRun], found: Predicted) -> list[float]:
+def compute_regrets(runs: Sequence[GridRun], found: Prediction) -> list[float]:
     """Return the regrets of the first choice: among all runs, and without one value of tp or pp."""
     groups: dict[str, list[int]] = defaultdict(list)
     for k in np.flatnonzero(np.isfinite(found.seconds)).tolist():
-        groups[group_of(runs[k])].append(k)
+        groups[name_group(runs[k])].append(k)
     lost = []
     for group in groups.values():
         subsets = [group]
@@ -234,39 +234,39 @@ def regrets(runs: Sequence[GridRun], found: Predicted) -> list[float]:
                 subsets.append([k for k in group if getattr(runs[k].choice, name) != value])
         for some in subsets:
             if len(some) > 1:
-                real = runs[choose(runs, some, found)].seconds or 0.0
+                real = runs[choose_run(runs, some, found)].seconds or 0.0
                 lost.append(real / min(runs[k].seconds or 0.0 for k in some) - 1)
     return lost
 
 
-def regrets_of_counting(runs: Sequence[GridRun], found: Predicted) -> list[float]:
+def compute_efficient_regrets(runs: Sequence[GridRun], found: Prediction) -> list[float]:
     """Return the regrets of the first choice among the runs with an MFU above 10 %."""
-    counts = np.array([run.mfu > COUNTS for run in runs])
-    return regrets(runs, found._replace(seconds=np.where(counts, found.seconds, np.inf)))
+    counts = np.array([run.mfu > MIN_MFU for run in runs])
+    return compute_regrets(runs, found._replace(seconds=np.where(counts, found.seconds, np.inf)))
 
 
-def describe_regrets(lost: Sequence[float]) -> str:
+def format_regrets(lost: Sequence[float]) -> str:
     """Return the median, the 90th percentile and the largest regret as text."""
     return (f"regret of the first choice: median {median(lost):.1%}, 90th percentile "
             f"{np.percentile(lost, 90):.1%}, worst {max(lost):.0%}, n = {len(lost)}")  # fmt: skip
 
 
-def describe(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> None:
+def print_comparison(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> None:
     """Print errors by model and nodes, the rank correlation, the regret, and the refused runs."""
-    head_errors()
-    for name in dict.fromkeys(map(group_of, runs)):
-        some = [run for run in runs if group_of(run) == name]
+    print_error_header()
+    for name in dict.fromkeys(map(name_group, runs)):
+        some = [run for run in runs if name_group(run) == name]
         print_errors(name, some, predict(some, stack, cluster))
     found = predict(runs, stack, cluster)
     print_errors("all", runs, found)
-    counts = np.isfinite(found.seconds) & np.array([run.mfu > COUNTS for run in runs])
-    correlation = rank_correlation(
+    counts = np.isfinite(found.seconds) & np.array([run.mfu > MIN_MFU for run in runs])
+    correlation = compute_rank_correlation(
         np.array([run.seconds for run in runs])[counts], found.seconds[counts]
     )
     print(f"\nrank correlation: {correlation:.3f}, n = {counts.sum()}")
-    print(f"\n{describe_regrets(regrets(runs, found))}")
-    print(f"\namong runs that count, {describe_regrets(regrets_of_counting(runs, found))}")
-    every = grid()
+    print(f"\n{format_regrets(compute_regrets(runs, found))}")
+    print(f"\namong runs that count, {format_regrets(compute_efficient_regrets(runs, found))}")
+    every = read_runs()
     no = ~(predict(every, stack, cluster).memory <= cluster.memory)
     ran = np.array([run.seconds is not None for run in every])
     right = (no & ~ran).sum()
@@ -277,22 +277,22 @@ def describe(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> None:
 # ------------------------------------------------------------ tables
 
 
-def defaults() -> None:
+def print_defaults() -> None:
     """Test the default constants on H100. None of them is fitted to these rows."""
     plain = Stack(
         planner.SoftwareConstants(), planner.StateBytes(2, 2, 12), "even", "flash", "tp-dp-pp", ""
     )
-    describe(measured(), plain, planner.cluster_preset("h100"))
+    print_comparison(read_measured_runs(), plain, planner.cluster_preset("h100"))
 
 
-def shipped() -> None:
+def print_shipped() -> None:
     """Print errors with the constants in schedir, which are fitted to all of these rows."""
-    describe(measured(), NANOTRON, CLUSTER)
+    print_comparison(read_measured_runs(), NANOTRON, CLUSTER)
 
 
-def left_out() -> None:
+def print_left_out() -> None:
     """Fit constants of nanotron to some of the rows, and test them with the other rows."""
-    runs = measured()
+    runs = read_measured_runs()
     splits: list[tuple[str, Callable[[GridRun], bool]]] = [
         ("1 and 2 nodes", lambda run: run.nodes <= 2),
         ("1.34 B", lambda run: run.model.layers == 16),
@@ -303,26 +303,26 @@ def left_out() -> None:
         stack, cluster = fit_nanotron([run for run in runs if trains(run)])
         rest = [run for run in runs if not trains(run)]
         print(f"\nfitted on {name}\n")
-        head_errors()
-        for group in dict.fromkeys(map(group_of, rest)):
-            some = [run for run in rest if group_of(run) == group]
+        print_error_header()
+        for group in dict.fromkeys(map(name_group, rest)):
+            some = [run for run in rest if name_group(run) == group]
             print_errors(group, some, predict(some, stack, cluster))
         found = predict(rest, stack, cluster)
         print_errors("all of these", rest, found)
         if name.startswith("all but"):
-            lost += regrets(rest, found)
-    print(f"\nfor each number of nodes, by the others: {describe_regrets(lost or [0.0])}\n")
+            lost += compute_regrets(rest, found)
+    print(f"\nfor each number of nodes, by the others: {format_regrets(lost or [0.0])}\n")
 
 
-def pick(many: Callable[[Cluster], Predicted], rows: list[int], cluster: Cluster) -> Any:
+def predict_rows(many: Callable[[Cluster], Prediction], rows: list[int], cluster: Cluster) -> Any:
     """Return the predictions of some rows."""
     return many(cluster).seconds[rows]
 
 
-def calibrated() -> None:
+def print_calibrated() -> None:
     """Calibrate with three runs on 1 and 2 nodes, and test with runs on other numbers of nodes."""
-    runs = measured()
-    pool = [run for run in counting(runs) if run.nodes <= 2]
+    runs = read_measured_runs()
+    pool = [run for run in select_efficient_runs(runs) if run.nodes <= 2]
     errors: dict[int, list[float]] = defaultdict(list)
     plain: dict[int, list[float]] = defaultdict(list)
     lost: list[float] = []
@@ -334,44 +334,47 @@ def calibrated() -> None:
         for draw in range(DRAWS):
             drawn = random.Random(draw).sample(range(len(pool)), 3)
             real = np.log([pool[k].seconds or 0.0 for k in drawn])
-            own, _ = fit_constants(cluster, partial(pick, many, drawn), real)
+            own, _ = fit_constants(cluster, partial(predict_rows, many, drawn), real)
             found = predict(rest, stack, own)
             for run, seconds in zip(rest, found.seconds.tolist(), strict=True):
-                (errors if run.mfu > COUNTS else plain)[run.nodes].append(
+                (errors if run.mfu > MIN_MFU else plain)[run.nodes].append(
                     seconds / (run.seconds or 0.0) - 1
                 )
-            lost += regrets(rest, found)
-            lost_of_counting += regrets_of_counting(rest, found)
-    head("nodes", "median |error|", "with signs", "rows x draws", "MFU of 10 % or less", "", "n")
+            lost += compute_regrets(rest, found)
+            lost_of_counting += compute_efficient_regrets(rest, found)
+    print_header(
+        "nodes", "median |error|", "with signs", "rows x draws", "MFU of 10 % or less", "", "n"
+    )
     for n in sorted(errors):
-        line(n, *summarize(errors[n]), *summarize(plain[n]))
+        print_row(n, *summarize(errors[n]), *summarize(plain[n]))
     finite = [e for each in errors.values() for e in each]
-    line("all", *summarize(finite), *summarize([e for each in plain.values() for e in each]))
-    print(f"\n{describe_regrets(lost)}")
-    print(f"\namong runs that count, {describe_regrets(lost_of_counting)}\n")
+    print_row("all", *summarize(finite), *summarize([e for each in plain.values() for e in each]))
+    print(f"\n{format_regrets(lost)}")
+    print(f"\namong runs that count, {format_regrets(lost_of_counting)}\n")
 
 
-def b200() -> None:
+def print_b200() -> None:
     """Compare the memory of Megatron-LM on B200. The rows have the bytes of tensors only."""
     stack, node = planner.stack_preset("megatron"), planner.cluster_preset("b200")
     constants = replace(stack.constants, allocator_share=0, reserved_bytes=0)
-    head("layout", "allocated, GB", "predicted, GB", "")
+    print_header("layout", "allocated, GB", "predicted, GB", "")
     errors = []
     for model, choice, size, _ in published.read_b200_runs():
         found = planner.peak_memory(
             model, node, choice, constants, state_bytes=stack.state_bytes
         ).total
         errors.append(found / size - 1)
-        line(f"tp {choice.tp} pp {choice.pp} dp {choice.dp} cp {choice.cp} m {choice.microbatches}",
+        print_row(f"tp {choice.tp} pp {choice.pp} dp {choice.dp} cp {choice.cp} "
+             f"m {choice.microbatches}",
              f"{size / 1e9:.1f}", f"{found / 1e9:.1f}", f"{errors[-1]:+.1%}")  # fmt: skip
     largest = max(map(abs, errors))
     print(f"\nmedian {median(map(abs, errors)):.1%}, largest {largest:.1%}, n = {len(errors)}")
 
 
-def mlperf() -> None:
+def print_mlperf() -> None:
     """Print the table of GPT-3 in FP8. The speedup of FP8 is fitted to the first row."""
     stack = planner.stack_preset("megatron-fp8")
-    head("run", "t", "p", "d", "v", "b", "m", "MLPerf, s", "predicted", "", "in 16 bits")
+    print_header("run", "t", "p", "d", "v", "b", "m", "MLPerf, s", "predicted", "", "in 16 bits")
     errors = []
     for accelerator, run in published.read_mlperf_runs():
         at = run.choice
@@ -381,7 +384,7 @@ def mlperf() -> None:
             .step_time for constants in (stack.constants, planner.SoftwareConstants())
         )  # fmt: skip
         errors.append(told / run.seconds - 1)
-        line(
+        print_row(
             run.name, at.tp, at.pp, at.dp, at.stages_per_rank, at.microbatch_size, at.microbatches,
             f"{run.seconds:.2f}", f"{told:.2f}", f"{errors[-1]:+.1%}",
             f"{plain / run.seconds - 1:+.1%}",
@@ -391,20 +394,20 @@ def mlperf() -> None:
           f"{fmean(rest):+.1%}, largest {max(rest, key=abs):+.1%}, n = {len(rest)}")  # fmt: skip
 
 
-def scatter() -> None:
+def draw_scatter() -> None:
     """Draw measured and predicted steps, with default and with fitted constants."""
     if not OUTPUT:
         return
     from matplotlib.figure import Figure
 
-    runs = counting(measured())
+    runs = select_efficient_runs(read_measured_runs())
     real = np.array([run.seconds for run in runs])
     plain = Stack(
         planner.SoftwareConstants(), planner.StateBytes(2, 2, 12), "even", "flash", "tp-dp-pp", ""
     )
     figure = Figure(figsize=(9, 6.6), layout="constrained")
     grid_of_axes = figure.subplots(2, 3, sharex=True, sharey=True)
-    fitted = fit_nanotron([run for run in measured() if run.nodes <= 2])
+    fitted = fit_nanotron([run for run in read_measured_runs() if run.nodes <= 2])
     ways = (("default constants", (plain, planner.cluster_preset("h100"))),
             ("fitted on 1 and 2 nodes", fitted))  # fmt: skip
     colors: tuple[tuple[str, Callable[[GridRun], int]], ...] = (
@@ -428,8 +431,9 @@ def scatter() -> None:
 
 
 TABLES: dict[str, Callable[[], None]] = {
-    "defaults": defaults, "left-out": left_out, "calibrated": calibrated, "shipped": shipped,
-    "b200": b200, "mlperf": mlperf, "scatter": scatter,
+    "defaults": print_defaults, "left-out": print_left_out, "calibrated": print_calibrated,
+    "shipped": print_shipped,
+    "b200": print_b200, "mlperf": print_mlperf, "scatter": draw_scatter,
 }  # fmt: skip
 
 

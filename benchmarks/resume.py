@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import fork_ranks, free_port, parse
+from benchmarks.harness import find_free_port, fork_ranks, parse
 from schedir.checkpoints.async_saver import Saver
 from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.models import gpt
@@ -43,13 +43,13 @@ from schedir.training.processes import process_world
 from schedir.training.processes.watchdog import Watchdog
 from schedir.training.train import run
 
-EVERY, STEPS = 5, 23
-LONGEST = 180.0  # seconds after which processes count as hung
+CHECKPOINT_INTERVAL, STEPS = 5, 23
+HANG_SECONDS = 180.0  # seconds after which processes count as hung
 SHAPES = {
     "pp 2": ["pipeline.ranks=2"],
     "pp 2 x dp 2, zero 3": ["pipeline.ranks=2", "pipeline.dp=2", "pipeline.zero=3"],
 }
-WHERE = ("set-up", "step", "losses", "save", "file")
+PLACES = ("set-up", "step", "losses", "save", "file")
 CONFIG = """
 [model]
 layers = 2
@@ -85,9 +85,9 @@ class Kill(NamedTuple):
     delay: float
 
 
-def drawn(draw: random.Random, processes: int) -> Kill:
+def draw_kill(draw: random.Random, processes: int) -> Kill:
     """Draw the next kill."""
-    where = draw.choice(WHERE)
+    where = draw.choice(PLACES)
     most = {"set-up": 6, "step": 20, "losses": 20, "save": 4, "file": 30}[where]
     # Only process 0 writes losses and renames files.
     process = 0 if where == "losses" else draw.randrange(processes)
@@ -95,7 +95,7 @@ def drawn(draw: random.Random, processes: int) -> Kill:
     return Kill(process, where, draw.randint(1, most), draw.uniform(0, longest))
 
 
-def arm(kill: Kill) -> None:
+def install_kill(kill: Kill) -> None:
     """Make this process end at the place of the kill."""
     left = [kill.times]
 
@@ -143,18 +143,20 @@ def arm(kill: Kill) -> None:
                 wrap(os, name, after=bool(kill.times % 2))
 
 
-def start(sets: list[str], folder: Path, processes: int, kill: Kill | None) -> tuple[bool, str]:
+def run_processes(
+    sets: list[str], folder: Path, processes: int, kill: Kill | None
+) -> tuple[bool, str]:
     """Run all processes until they have ended. Return whether all succeeded, and their output."""
     said = folder / "said.txt"
     said.write_text("")
 
     def work(rank: int) -> None:
         if kill is not None and kill.process == rank:
-            arm(kill)
+            install_kill(kill)
         run(str(folder / "run.toml"), sets)
 
-    children = fork_ranks(processes, free_port(), said, work)
-    over, codes = time.monotonic() + LONGEST, []
+    children = fork_ranks(processes, find_free_port(), said, work)
+    over, codes = time.monotonic() + HANG_SECONDS, []
     for child in children:
         while True:
             ended, status = os.waitpid(child, os.WNOHANG)
@@ -168,14 +170,14 @@ def start(sets: list[str], folder: Path, processes: int, kill: Kill | None) -> t
     return not any(codes), said.read_text()
 
 
-def made(folder: Path) -> int:
+def read_last_step(folder: Path) -> int:
     """Return the last step whose loss is written."""
     path = folder / "out" / "loss.csv"
     rows = path.read_text().splitlines()[1:] if path.exists() else []
     return int(rows[-1].partition(",")[0]) if rows else 0
 
 
-def saved(folder: Path) -> int:
+def find_newest_checkpoint(folder: Path) -> int:
     """Return the newest step with a checkpoint."""
     return CheckpointDirectory(folder / "saved").find_newest_step() or 0
 
@@ -201,31 +203,31 @@ def main() -> None:
         processes = 2 if shape == "pp 2" else 4
         base = [*SHAPES[shape], f'output.dir="{folder / "out"}"']
         if shape not in whole:
-            good, text = start(base, folder, processes, None)
+            good, text = run_processes(base, folder, processes, None)
             assert good, text
             whole[shape] = (folder / "out" / "loss.csv").read_bytes()
             shutil.rmtree(folder / "out")
         sets = [
             *base,
             f'train.checkpoint_dir="{folder / "saved"}"',
-            f"train.checkpoint_every={EVERY}",
+            f"train.checkpoint_every={CHECKPOINT_INTERVAL}",
         ]
         through, before, had = False, 0, 0
         kill: Kill | None = None
         while not through:
             more = counts["kills"] < options.kills
-            last, kill = kill, drawn(draw, processes) if more else None
-            through, text = start(sets, folder, processes, kill)
+            last, kill = kill, draw_kill(draw, processes) if more else None
+            through, text = run_processes(sets, folder, processes, kill)
             found = re.search(r"^resumed at step (\d+) ", text, re.M)
             # A run that was killed before it printed a line does not show where it resumed.
             if found or " step " in text:
                 at = int(found[1]) if found else 0
                 # Two intervals may be lost: a checkpoint is due while another one is written.
-                if at != before or had - at > 2 * EVERY:
+                if at != before or had - at > 2 * CHECKPOINT_INTERVAL:
                     raise SystemExit(f"after {last} resumed at {at}, not {before}: {text}")
             if through:
                 break
-            before, had = saved(folder), made(folder)
+            before, had = find_newest_checkpoint(folder), read_last_step(folder)
             assert kill is not None, text
             counts["kills"] += 1
             counts[kill.where] += 1

@@ -45,7 +45,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import schedir
-from benchmarks.harness import head, lacks, line, parse
+from benchmarks.harness import parse, print_header, print_row, report_missing
 from schedir import Costs, PipelineShape
 from schedir.analysis import numba_jit
 from schedir.errors import MemoryLimitError, SchedirError, UsageError
@@ -67,17 +67,17 @@ from tests.laws import ZOO
 from tests.zero_bubble_figures import PRINTED, read_rows
 
 Options = argparse.Namespace
-DRAWN = 5  # number of draws of random costs
+COST_DRAWS = 5  # number of draws of random costs
 SHAPES = [(4, 16), (4, 64), (8, 24), (8, 64), (16, 48), (16, 128)]
 BELOW_FILE = Path(__file__).parents[1] / "docs" / "results" / "search-below.csv"
 BELOW_SHAPES = [(6, 12, 3), (8, 16, 4), (8, 16, 6), (8, 24, 4), (8, 24, 6)]  # ranks, m, in flight
 # Stages per rank -> the largest number of (stage, microbatch) pairs of a drawn case.
-MOST_CELLS = {1: 130, 2: 64, 3: 36}
+MAX_CELLS = {1: 130, 2: 64, 3: 36}
 
 
-def table5(options: Options) -> None:
+def print_table5(options: Options) -> None:
     """Print the bubble rates of the longest active span, with the memory limits of the paper."""
-    head("model", "p", "m", "limit", "paper", "found", "bound", "", "stopped", "s")
+    print_header("model", "p", "m", "limit", "paper", "found", "bound", "", "stopped", "s")
     for row in read_rows()[:1] if options.smoke else read_rows():
         for limit, column in ((1, "rate_ZB_1p"), (2, "rate_ZB_2p")):
             began = process_time()
@@ -89,24 +89,24 @@ def table5(options: Options) -> None:
             paper, rate = row.rates[column], row.rate(found.span)
             beside = "better" if rate < paper - PRINTED / 2 else "equal"
             beside = "worse" if rate > paper + PRINTED / 2 else beside
-            line(
+            print_row(
                 row.model, row.shape.ranks, row.shape.microbatches, f"{limit}p", f"{paper:.2%}",
                 f"{rate:.3%}", f"{row.rate(found.bound):.3%}", beside, found.stop_reason,
                 f"{took:.1f}",
             )  # fmt: skip
 
 
-def families(ranks: int) -> Iterator[tuple[str, Costs]]:
+def list_uneven_costs(ranks: int) -> Iterator[tuple[str, Costs]]:
     """Yield costs that differ between stages."""
     last = (1.0,) * (ranks - 1) + (1.5,)
     yield "last x 1.5", Costs(F=last, I=last, W=last)
-    for seed in range(DRAWN):
+    for seed in range(COST_DRAWS):
         rng = random.Random(seed)
         F, I, W = (tuple(rng.uniform(0.7, 1.3) for _ in range(ranks)) for _ in range(3))
         yield f"0.7 to 1.3, {seed}", Costs(F=F, I=I, W=W)
 
 
-def best_of_zoo(shape: PipelineShape, costs: Costs, room: int) -> float:
+def find_shortest_span(shape: PipelineShape, costs: Costs, room: int) -> float:
     """Return the shortest span of the built-in schedules that fit into a limit of activations."""
     spans = []
     for schedule in get_built_in_schedules().values():
@@ -123,13 +123,13 @@ def best_of_zoo(shape: PipelineShape, costs: Costs, room: int) -> float:
     return min(spans)
 
 
-def uneven(options: Options) -> None:
+def print_uneven(options: Options) -> None:
     """Print how far the best built-in schedule and the found order are above the bound."""
-    head("p x m", "in flight", "costs", "recommend of the zoo", "found", "stopped", "s")
+    print_header("p x m", "in flight", "costs", "recommend of the zoo", "found", "stopped", "s")
     over, zoo = [], []
     for p, m in SHAPES[:1] if options.smoke else SHAPES:
         for room in (p, p * 3 // 2):
-            for name, costs in families(p):
+            for name, costs in list_uneven_costs(p):
                 shape = PipelineShape(p, m)
                 began = process_time()
                 found = schedir.search_schedule(
@@ -137,8 +137,8 @@ def uneven(options: Options) -> None:
                 )
                 took = process_time() - began
                 over.append(found.gap_to_bound)
-                zoo.append(best_of_zoo(shape, costs, room) / found.bound - 1)
-                line(
+                zoo.append(find_shortest_span(shape, costs, room) / found.bound - 1)
+                print_row(
                     f"{p} x {m}", room, name, f"{zoo[-1]:.2%}", f"{found.gap_to_bound:.2%}",
                     found.stop_reason, f"{took:.1f}",
                 )  # fmt: skip
@@ -146,7 +146,7 @@ def uneven(options: Options) -> None:
         print(f"{name}: {sum(gaps) / len(gaps):.2%} in the mean, {max(gaps):.2%} at worst")
 
 
-def time(options: Options) -> None:
+def print_times(options: Options) -> None:
     """Print the times of a bound, a proof, an order within 1 % of the bound, and a first order."""
     try:
         numba_jit.enable_numba()
@@ -154,21 +154,21 @@ def time(options: Options) -> None:
         print("numba: no\n")
     else:
         print("numba: yes\n")
-    head("what", "p x m", "processor s", "clock s", "over the bound")
+    print_header("what", "p x m", "processor s", "clock s", "over the bound")
     paper = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
-    uneven_ = dict(families(16))["0.7 to 1.3, 0"]
+    uneven_ = dict(list_uneven_costs(16))["0.7 to 1.3, 0"]
     for p, m in ((8, 24),) if options.smoke else ((8, 24), (16, 128), (32, 256)):
         times = []
         for _ in range(3):
             began = process_time()
             schedir.lower_bound(PipelineShape(p, m), paper, max_in_flight=p)
             times.append(process_time() - began)
-        line("bound, the best of three", f"{p} x {m}", f"{min(times):.4f}", "", "")
+        print_row("bound, the best of three", f"{p} x {m}", f"{min(times):.4f}", "", "")
     searches = (
         ("search, even", 8, 24, paper),
         ("search, 0.7 to 1.3", 16, 128, uneven_),
         ("search, even", 32, 256, paper),
-        ("search, 0.7 to 1.3", 32, 256, dict(families(32))["0.7 to 1.3, 0"]),
+        ("search, 0.7 to 1.3", 32, 256, dict(list_uneven_costs(32))["0.7 to 1.3, 0"]),
     )
     for what, p, m, costs in searches[:1] if options.smoke else searches:
         began, clock = process_time(), perf_counter()
@@ -180,18 +180,20 @@ def time(options: Options) -> None:
             ),
         )  # fmt: skip
         took, shown = process_time() - began, perf_counter() - clock
-        line(f"{what}: {found.stop_reason}", f"{p} x {m}", f"{took:.2f}", f"{shown:.2f}",
+        print_row(f"{what}: {found.stop_reason}", f"{p} x {m}", f"{took:.2f}", f"{shown:.2f}",
              f"{found.gap_to_bound:.2%}")  # fmt: skip
         if seen:  # empty if the time limit ended the search before its first schedule
-            line("its first schedule", f"{p} x {m}", f"{seen[0][0]:.2f}", "", f"{seen[0][1]:.2%}")
+            print_row(
+                "its first schedule", f"{p} x {m}", f"{seen[0][0]:.2f}", "", f"{seen[0][1]:.2%}"
+            )
         close = [each for each in seen if each[1] <= 0.01]
         if close:
-            line("within 1 %", f"{p} x {m}", f"{close[0][0]:.2f}", "", f"{close[0][1]:.2%}")
-    shape, costs = PipelineShape(16, 64), dict(families(16))["0.7 to 1.3, 0"]
+            print_row("within 1 %", f"{p} x {m}", f"{close[0][0]:.2f}", "", f"{close[0][1]:.2%}")
+    shape, costs = PipelineShape(16, 64), dict(list_uneven_costs(16))["0.7 to 1.3, 0"]
     for asked in (0.1,) if options.smoke else (1.0, 3.0):
         clock = perf_counter()
         schedir.search_schedule(shape, costs, max_in_flight=16, time_limit=asked)
-        line(f"--seconds {asked:g}", "16 x 64", "", f"{perf_counter() - clock:.2f}", "")
+        print_row(f"--seconds {asked:g}", "16 x 64", "", f"{perf_counter() - clock:.2f}", "")
 
 
 # ------------------------------------------------------------ beside certified optima
@@ -206,7 +208,7 @@ class Result(NamedTuple):
     by: str
 
 
-def searched(case: Case, seconds: float) -> Result:
+def search_case(case: Case, seconds: float) -> Result:
     """Return the result of a search. If its bound is above the optimum, the script ends."""
     began = process_time()
     found = schedir.search_schedule(
@@ -225,7 +227,7 @@ def searched(case: Case, seconds: float) -> Result:
     return Result(case, taken / case.optimum - 1, slack, queued, took, last.method)
 
 
-def groups(case: Case) -> Iterator[str]:
+def list_groups(case: Case) -> Iterator[str]:
     yield "all"
     yield "S*m <= 72" if case.cells <= 72 else "S*m > 72"
     yield "below p activations" if case.tight else "p or more"
@@ -235,10 +237,10 @@ def groups(case: Case) -> Iterator[str]:
     yield "in bytes" if case.limit is not None else "in counts"
 
 
-def summary(results: list[Result]) -> Iterator[str]:
+def format_summary(results: list[Result]) -> Iterator[str]:
     by_group: dict[str, list[Result]] = {}
     for result in results:
-        for group in groups(result.case):
+        for group in list_groups(result.case):
             by_group.setdefault(group, []).append(result)
     yield "| cases | n | optimal | worst excess | bound exact | mean slack | s | queues |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
@@ -252,20 +254,20 @@ def summary(results: list[Result]) -> Iterator[str]:
         )
 
 
-def certified(options: Options) -> None:
+def print_certified(options: Options) -> None:
     """Print how often a search finds the optimum, and the errors of the order and of the bound."""
     results = []
     for case in [c for c in load_cases() if c.cells <= options.cells][:: options.every]:
-        results.append(searched(case, options.seconds))
+        results.append(search_case(case, options.seconds))
         if results[-1].excess > PROOF_TOLERANCE:
             print(f"{results[-1].excess:.3%} over: {case}, {results[-1].by}", flush=True)
-    print("\n".join(summary(results)))
+    print("\n".join(format_summary(results)))
 
 
 # ------------------------------------------------------------ below p activations, with CP-SAT
 
 
-def below_costs(ranks: int) -> Iterator[tuple[str, Row, Row, Row, float]]:
+def list_below_costs(ranks: int) -> Iterator[tuple[str, Row, Row, Row, float]]:
     """Return even costs, costs of arXiv 2401.10241, table 9, and uneven costs."""
     last = (1.0,) * (ranks - 1) + (1.5,)
     rng = random.Random(ranks)
@@ -276,7 +278,9 @@ def below_costs(ranks: int) -> Iterator[tuple[str, Row, Row, Row, float]]:
     yield "0.7 to 1.3", *drawn, 0.0  # type: ignore[misc]
 
 
-def by_solver(path: Path, seconds: float, shapes: Sequence[tuple[int, int, int]]) -> None:
+def write_solver_results(
+    path: Path, seconds: float, shapes: Sequence[tuple[int, int, int]]
+) -> None:
     """Write the results of CP-SAT for each case to a file."""
     names = [*(f.name for f in fields(Case)), "bound", "costs"]
     with path.open("w", newline="") as file:
@@ -286,7 +290,7 @@ def by_solver(path: Path, seconds: float, shapes: Sequence[tuple[int, int, int]]
         out = csv.DictWriter(file, names, lineterminator="\n")
         out.writeheader()
         for ranks, microbatches, room in shapes:
-            for name, forward, backward, weight, send in below_costs(ranks):
+            for name, forward, backward, weight, send in list_below_costs(ranks):
                 case = Case(
                     ranks, microbatches, 1, "loop", True, "span", forward, backward, weight, send,
                     room, None, None, None, None, 0.0, None, "",
@@ -298,11 +302,11 @@ def by_solver(path: Path, seconds: float, shapes: Sequence[tuple[int, int, int]]
                 file.flush()
 
 
-def beside_solver(path: Path, seconds: float) -> None:
+def print_solver_comparison(path: Path, seconds: float) -> None:
     """Print the results of a search next to the results of CP-SAT, which are read from a file."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    head(
+    print_header(
         "p x m", "in flight", "costs", "CP-SAT", "its bound", "search", "over CP-SAT", "bound", "s"
     )
     over = []
@@ -315,7 +319,7 @@ def beside_solver(path: Path, seconds: float) -> None:
         # There are no improvements if the time limit ended the search before it found an order.
         taken = found.improvements[-1].span if found.improvements else found.span
         over.append(taken / case.optimum - 1)
-        line(
+        print_row(
             f"{case.ranks} x {case.microbatches}", case.in_flight, row["costs"],
             f"{case.optimum:.6g}", f"{float(row['bound']):.6g}", f"{taken:.6g}", f"{over[-1]:+.2%}",
             f"{found.bound:.6g}", f"{took:.1f}",
@@ -323,32 +327,32 @@ def beside_solver(path: Path, seconds: float) -> None:
     print(f"\nmean {sum(over) / len(over):+.2%}, at most {max(over):+.2%}")
 
 
-def below(options: Options) -> None:
+def print_below(options: Options) -> None:
     """Search with a limit below p activations, or write the results of CP-SAT for these cases."""
     if options.smoke:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, BELOW_FILE.name)
-            by_solver(path, 0.5, BELOW_SHAPES[:1])
-            beside_solver(path, options.seconds)
+            write_solver_results(path, 0.5, BELOW_SHAPES[:1])
+            print_solver_comparison(path, options.seconds)
     elif options.certify:
-        by_solver(BELOW_FILE, 60.0, BELOW_SHAPES)
+        write_solver_results(BELOW_FILE, 60.0, BELOW_SHAPES)
     else:
-        beside_solver(BELOW_FILE, options.seconds)
+        print_solver_comparison(BELOW_FILE, options.seconds)
 
 
 # ------------------------------------------------------------ certified optima, made
 
 
-def drawn(seed: int) -> Case:
+def draw_case(seed: int) -> Case:
     """Return the case of a seed, without its optimum."""
     rng = random.Random(seed)
     v = rng.choices((1, 2, 3), (7, 3, 1))[0]
     ranks = rng.randint(2, 8 if v == 1 else 4)
-    most = min(24, MOST_CELLS[v] // (ranks * v))
+    most = min(24, MAX_CELLS[v] // (ranks * v))
     microbatches = rng.randint(min(2, most), most)
     placement = rng.choice(("loop", "vee")) if v == 2 else "loop"
     stages, split = ranks * v, rng.random() < 0.75
-    forward, backward, weight, send = _drawn_costs(rng, stages)
+    forward, backward, weight, send = _draw_costs(rng, stages)
     if not split:
         backward, weight = (
             tuple(round(sum(both), 15) for both in zip(backward, weight, strict=True)),
@@ -363,7 +367,7 @@ def drawn(seed: int) -> Case:
     share = rng.choice((0.5, 0.5, 0.6, 0.75, 1, 1, 1.25, 1.5, 2))
     if rng.random() < 0.5:
         return replace(case, in_flight=max(ceil(share * ranks * v), v))
-    saved = _drawn_row(rng, stages, lambda: float(rng.randint(8, 20)), rng.random() < 0.7)
+    saved = _draw_row(rng, stages, lambda: float(rng.randint(8, 20)), rng.random() < 0.7)
     part = rng.choice((0.25, 0.4, 0.7, 1.0))
     tape = tuple(float(ceil(part * s)) for s in saved)
     both = tuple(s + float(rng.randint(0, int(t))) for s, t in zip(saved, tape, strict=True))
@@ -371,7 +375,7 @@ def drawn(seed: int) -> Case:
     return replace(case, saved=saved, tape=tape, both=rng.choice((None, both)), limit=limit)
 
 
-def _drawn_costs(rng: random.Random, stages: int) -> tuple[Row, Row, Row, float]:
+def _draw_costs(rng: random.Random, stages: int) -> tuple[Row, Row, Row, float]:
     kind = rng.choice(("even", "last", "whole", "decimal", "real"))
     if kind in ("even", "last"):
         each = rng.choice(
@@ -391,12 +395,12 @@ def _drawn_costs(rng: random.Random, stages: int) -> tuple[Row, Row, Row, float]
     return (*(row[:1] if len(set(row)) == 1 else row for row in rows), send)  # type: ignore[return-value]
 
 
-def _drawn_row(rng: random.Random, stages: int, one: object, alike: bool) -> Row:
+def _draw_row(rng: random.Random, stages: int, one: object, alike: bool) -> Row:
     assert callable(one)
     return (one(),) if alike else tuple(one() for _ in range(stages))
 
 
-def of_the_zoo(problem: SchedulingProblem) -> Iterator[tuple[str, Order]]:
+def list_built_in_orders(problem: SchedulingProblem) -> Iterator[tuple[str, Order]]:
     """Return the orders of built-in schedules for a shape. If the case splits backwards, all do."""
     shape = problem.shape
     for name, schedule in ZOO.items():
@@ -423,10 +427,10 @@ def of_the_zoo(problem: SchedulingProblem) -> Iterator[tuple[str, Order]]:
             yield name, order
 
 
-def shortest_of_zoo(problem: SchedulingProblem) -> tuple[float | None, str]:
+def find_shortest_order(problem: SchedulingProblem) -> tuple[float | None, str]:
     """Return the shortest time of a built-in order that fits, and its name."""
     best, found = inf, ""
-    for name, order in of_the_zoo(problem):
+    for name, order in list_built_in_orders(problem):
         taken = compute_length(problem, order)
         if taken is None or taken >= best:
             continue
@@ -447,7 +451,7 @@ def certify(options: Options) -> None:
         file.write(f"# benchmarks/search.py certify, CP-SAT {version('ortools')}\n")
         out.writeheader()
     for seed in range(*map(int, options.seeds.split(":"))):
-        case = drawn(seed)
+        case = draw_case(seed)
         try:
             problem = case.problem
         except SchedirError:  # the memory limit of the case is too small
@@ -457,16 +461,16 @@ def certify(options: Options) -> None:
         took = perf_counter() - began
         print(f"{seed} {case}: {solved.value:.6g} {solved.is_proved} {took:.1f} s", file=sys.stderr)
         if solved.is_proved:
-            zoo, name = shortest_of_zoo(problem)
+            zoo, name = find_shortest_order(problem)
             out.writerow(replace(case, optimum=solved.value, zoo=zoo, schedule=name).line())
             file.flush()
 
 
 TABLES: dict[str, tuple[Callable[[Options], None], float]] = {
-    "table5": (table5, 6.0), "uneven": (uneven, 4.0), "time": (time, 10.0),
-    "certified": (certified, 2.0), "below": (below, 10.0), "certify": (certify, 6.0),
+    "table5": (print_table5, 6.0), "uneven": (print_uneven, 4.0), "time": (print_times, 10.0),
+    "certified": (print_certified, 2.0), "below": (print_below, 10.0), "certify": (certify, 6.0),
 }  # fmt: skip
-MAKES = "certify"  # this command draws cases and prints no table, so `all` leaves it out
+DRAWS_CASES = "certify"  # this command draws cases and prints no table, so `all` leaves it out
 
 
 def main() -> int:
@@ -483,12 +487,14 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:60", help="`certify`: seeds, as from:to")
     parser.add_argument("--add", action="store_true", help=f"`certify`: add to {FILE.name}")
     options = parse(parser, seconds=0.1, every=100, seeds="2:4")
-    usual = [name for name in TABLES if name != MAKES or options.smoke]
+    usual = [name for name in TABLES if name != DRAWS_CASES or options.smoke]
     names, code = usual if options.table == "all" else [options.table], 0
     for name in names:
-        asks_solver = name == MAKES or (name == "below" and (options.certify or options.smoke))
+        asks_solver = name == DRAWS_CASES or (
+            name == "below" and (options.certify or options.smoke)
+        )
         if asks_solver and find_spec("ortools") is None:
-            code = lacks("needs ortools: pip install 'schedir[solver]'", options.smoke)
+            code = report_missing("needs ortools: pip install 'schedir[solver]'", options.smoke)
             continue
         table, seconds = TABLES[name]
         own = seconds if options.seconds is None else options.seconds

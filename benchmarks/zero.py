@@ -50,7 +50,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import schedir
-from benchmarks.harness import head, line, parse
+from benchmarks.harness import parse, print_header, print_row
 from schedir import Costs, PipelineShape, Program, Sizes, compile, schedules, simulate
 from schedir.analysis.memory.footprint import Footprint, compute_footprints
 from schedir.analysis.memory.unshard_counts import count_unshards
@@ -74,7 +74,7 @@ from tests.cpu.gloo_processes import run as run_in
 
 STEPS, BATCH, CONTEXT, HIDDEN, VOCAB = 5, 2, 8, 24, 31
 COSTS = Costs(F=1, I=1, W=1, send=0.05, unshard=0.5)
-Found = dict[tuple[int, int, str, str], list[tuple[int, torch.Tensor]]]
+TensorShards = dict[tuple[int, int, str, str], list[tuple[int, torch.Tensor]]]
 _MESSAGES = {kind.name.lower() for kind in BOUNDARY_VALUES} | {"handed_over"}
 
 
@@ -98,7 +98,7 @@ class Case(NamedTuple):
         return self.shape.ranks * self.dp * self.tp
 
 
-def cases() -> dict[str, Case]:
+def list_cases() -> dict[str, Case]:
     """Return all cases by name."""
     found = {}
     for schedule, shape in (
@@ -120,7 +120,7 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def stages_of(case: Case, own: Any, tp: Any) -> dict[int, nn.Module]:
+def build_stages(case: Case, own: Any, tp: Any) -> dict[int, nn.Module]:
     """Return the stages of a rank of a GPT with a tied embedding."""
     cfg = gpt.GPTConfig(
         vocab=VOCAB,
@@ -138,7 +138,7 @@ def stages_of(case: Case, own: Any, tp: Any) -> dict[int, nn.Module]:
     return stages
 
 
-def train(rank: int, case: Case, zero: int, steps: int = STEPS) -> tuple[list[bytes], Found]:
+def train(rank: int, case: Case, zero: int, steps: int = STEPS) -> tuple[list[bytes], TensorShards]:
     """Run as one process. Return losses, norms, and its parts of each parameter and moment."""
     torch.manual_seed(0)
     more = {k: v for k, v in dict(case.options).items() if k != "unsharded_stages" or zero == 3}
@@ -148,7 +148,7 @@ def train(rank: int, case: Case, zero: int, steps: int = STEPS) -> tuple[list[by
     )  # fmt: skip
     transport = GlooTransport(program)
     tp = transport.tp_group
-    stages = stages_of(case, program.shape.stages_on_rank[transport.rank], tp)
+    stages = build_stages(case, program.shape.stages_on_rank[transport.rank], tp)
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     optimizer: Any
     if case.half:
@@ -173,12 +173,12 @@ def train(rank: int, case: Case, zero: int, steps: int = STEPS) -> tuple[list[by
         own = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
         total = executor.step(x[own], y[own], 1 / y.numel())
         told += [t.numpy().tobytes() for t in (total, executor.grad_norm) if t is not None]
-    return told, kept(executor, optimizer, transport)
+    return told, collect_shards(executor, optimizer, transport)
 
 
-def kept(executor: Executor, optimizer: Any, transport: Any) -> Found:
+def collect_shards(executor: Executor, optimizer: Any, transport: Any) -> TensorShards:
     """Return the parts of parameters, gradients and moments of a process, with their offsets."""
-    found: Found = {}
+    found: TensorShards = {}
     main = dict(
         zip(
             getattr(optimizer, "parameters", ()),
@@ -207,7 +207,7 @@ def kept(executor: Executor, optimizer: Any, transport: Any) -> Found:
     return found
 
 
-def whole(all_found: list[tuple[list[bytes], Found]]) -> dict[Any, torch.Tensor]:
+def join_shards(all_found: list[tuple[list[bytes], TensorShards]]) -> dict[Any, torch.Tensor]:
     """Join the parts of all processes to full tensors, by name."""
     pieces: dict[Any, list[tuple[int, torch.Tensor]]] = {}
     for _, found in all_found:
@@ -225,18 +225,18 @@ def whole(all_found: list[tuple[list[bytes], Found]]) -> dict[Any, torch.Tensor]
     return result
 
 
-def run_case(case: Case, zero: int) -> list[tuple[list[bytes], Found]]:
+def run_case(case: Case, zero: int) -> list[tuple[list[bytes], TensorShards]]:
     """Return the results of each process of a run."""
     return run_in(train, case.processes, case, zero, limit=300)
 
 
-def differing(plain: Any, *others: Any) -> list[str]:
+def find_differences(plain: Any, *others: Any) -> list[str]:
     """Return the differences between the results of other runs and those of a plain run."""
-    right, found = whole(plain), []
+    right, found = join_shards(plain), []
     for zero, cut in enumerate(others, 1):
         if [told for told, _ in cut] != [told for told, _ in plain]:
             found.append(f"zero {zero}: losses or norms")
-        got = whole(cut)
+        got = join_shards(cut)
         found += [f"zero {zero}: only in one: {key}" for key in sorted(got.keys() ^ right.keys())]
         found += [
             f"zero {zero}: {key}"
@@ -248,16 +248,16 @@ def differing(plain: Any, *others: Any) -> list[str]:
 
 def compare_bits(options: argparse.Namespace) -> int:
     """Compare cases, and return how many differ."""
-    head("case", "processes", "zero 1, 2, 3 against 0")
+    print_header("case", "processes", "zero 1, 2, 3 against 0")
     bad = 0
-    for name, case in named(cases(), options.names):
-        found = differing(*(run_case(case, zero) for zero in range(4)))
+    for name, case in select_by_name(list_cases(), options.names):
+        found = find_differences(*(run_case(case, zero) for zero in range(4)))
         bad += bool(found)
-        line(name, case.processes, "; ".join(found) or "the same bits")
+        print_row(name, case.processes, "; ".join(found) or "the same bits")
     return bad
 
 
-def named(all_of: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def select_by_name(all_of: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Return the entries whose names begin with one of `names`, or all entries."""
     for name, one in all_of.items():
         if not names or any(name.startswith(begin) for begin in names):
@@ -279,7 +279,7 @@ class ByteRow(NamedTuple):
     states: str = "device"
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """The measurements of one process.
 
     These are the number of comparisons, the differences (instruction, live bytes, predicted bytes)
@@ -291,7 +291,7 @@ class Measured(NamedTuple):
     most: int
 
 
-def byte_rows() -> dict[str, ByteRow]:
+def list_byte_rows() -> dict[str, ByteRow]:
     """Return all rows by name."""
     found = {}
     for schedule, shape in (
@@ -318,7 +318,7 @@ def byte_rows() -> dict[str, ByteRow]:
     return found
 
 
-class Alive(TorchDispatchMode):
+class LiveTensors(TorchDispatchMode):
     """The memory of all tensors: of existing tensors, and of those that operations make."""
 
     def __init__(self, but: Iterable[Tensor]) -> None:
@@ -328,32 +328,34 @@ class Alive(TorchDispatchMode):
         self.made: dict[StorageWeakRef, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = _storages(tree_leaves((args, kwargs)))
+        given = _collect_storages(tree_leaves((args, kwargs)))
         out = func(*args, **(kwargs or {}))
         # Only norms are in float64. They do not count, because a thread of Gloo may keep them.
-        new = _storages(x for x in tree_leaves(out) if getattr(x, "dtype", 0) != torch.float64)
+        new = _collect_storages(
+            x for x in tree_leaves(out) if getattr(x, "dtype", 0) != torch.float64
+        )
         self.made |= {one: size for one, size in new.items() if one not in given}
         return out
 
     def bytes(self, but: Iterable[object]) -> int:
         """Return the live bytes, each storage once, without some tensors."""
         self.made = {one: size for one, size in self.made.items() if not one.expired()}
-        found = self.made | _storages(x for one in self.there if (x := one()) is not None)
-        left = self.but | {*_storages(but)}
+        found = self.made | _collect_storages(x for one in self.there if (x := one()) is not None)
+        left = self.but | {*_collect_storages(but)}
         return sum(size for one, size in found.items() if one not in left)
 
 
-def _storages(values: Iterable[object]) -> dict[StorageWeakRef, int]:
+def _collect_storages(values: Iterable[object]) -> dict[StorageWeakRef, int]:
     tensors = (x for x in values if isinstance(x, Tensor) and not x.is_sparse)
     return {StorageWeakRef(x): x.nbytes() for x in (t.untyped_storage() for t in tensors)}
 
 
-class Witness:
+class MemoryCheck:
     """Compare the live bytes after each instruction of a step with the prediction."""
 
-    def __init__(self, executor: Executor, own: Footprint, alive: Alive) -> None:
+    def __init__(self, executor: Executor, own: Footprint, alive: LiveTensors) -> None:
         self.executor, self.own, self.alive = executor, own, alive
-        self.found = Measured(0, [], 0)
+        self.found = Measurement(0, [], 0)
         self.calls = executor.runner.calls
         executor.runner.calls = [Call(wait, partial(self.run, k, run)) for k, (wait, run) in
                           enumerate(self.calls)]  # fmt: skip
@@ -396,10 +398,10 @@ class Witness:
         right = sum(size for name, size in parts.items() if name not in _MESSAGES)
         looks, beside, most = self.found
         beside += [(str(state.stream[k]), lived, right)] if lived != right else []
-        self.found = Measured(looks + 1, beside, max(most, lived))
+        self.found = Measurement(looks + 1, beside, max(most, lived))
 
 
-def measure(rank: int, row: ByteRow) -> Measured:
+def measure(rank: int, row: ByteRow) -> Measurement:
     """Run as one process, and compare the live bytes of its second step with the prediction."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -432,27 +434,27 @@ def measure(rank: int, row: ByteRow) -> Measured:
     )  # fmt: skip
     executor.step(x, y, 1 / y.numel())
     gc.collect()
-    with Alive([*before, x, y]) as alive:
-        witness = Witness(executor, compute_footprints(program, sizes)[transport.rank], alive)
+    with LiveTensors([*before, x, y]) as alive:
+        witness = MemoryCheck(executor, compute_footprints(program, sizes)[transport.rank], alive)
         executor.step(x, y, 1 / y.numel())
     return witness.found
 
 
-def run_row(row: ByteRow) -> list[Measured]:
+def run_row(row: ByteRow) -> list[Measurement]:
     """Return the measurements of each process of a row."""
     return run_in(measure, row.shape.ranks * row.dp, row, limit=300)
 
 
 def compare_bytes(options: argparse.Namespace) -> int:
     """Measure rows, and return how many differ from the prediction."""
-    head("program", "processes", "looks", "beside", "most bytes, by rank and replica")
+    print_header("program", "processes", "looks", "beside", "most bytes, by rank and replica")
     bad = 0
-    for name, row in named(byte_rows(), options.names):
+    for name, row in select_by_name(list_byte_rows(), options.names):
         found = run_row(row)
         beside = [one for of in found for one in of.beside]
         worst = max((abs(lived - right) for _, lived, right in beside), default=0)
         most = ", ".join(str(of.most) for of in found)
-        line(name, len(found), sum(of.looks for of in found), f"{worst:g}", most)
+        print_row(name, len(found), sum(of.looks for of in found), f"{worst:g}", most)
         if beside:
             print(*beside[:12], sep="\n", file=sys.stderr)
         bad += bool(beside)
@@ -472,7 +474,7 @@ class GatherRow(NamedTuple):
     spans: tuple[float, float, float]
 
 
-def of_torch(program: Program, held: int) -> list[int]:
+def count_torch_gathers(program: Program, held: int) -> list[int]:
     """Return the gathers of each rank in one of torch's lists.
 
     It is the list with the fewest gathers and at most `held` unsharded stages. The result is empty
@@ -494,7 +496,7 @@ def of_torch(program: Program, held: int) -> list[int]:
     return min(found, default=[])
 
 
-def gather_rows(program: Program) -> Iterator[GatherRow]:
+def list_gather_rows(program: Program) -> Iterator[GatherRow]:
     """Yield a row for each possible number of unsharded stages."""
     for active in range(1, max(map(len, program.shape.stages_on_rank)) + 1):
         try:
@@ -509,16 +511,16 @@ def gather_rows(program: Program) -> Iterator[GatherRow]:
         spans = [simulate(one, COSTS).span for one in lowered]
         spans.append(simulate(lowered[1], free).span)
         yield GatherRow(
-            active, few, ours, of_torch(program, active), (spans[0], spans[1], spans[2])
+            active, few, ours, count_torch_gathers(program, active), (spans[0], spans[1], spans[2])
         )
 
 
-def told(times: Sequence[float]) -> str:
+def format_by_rank(times: Sequence[float]) -> str:
     """Return the numbers of all ranks as text, or one number if they are equal."""
     return " ".join(map(str, times if len({*times}) > 1 else times[:1])) or "-"
 
 
-def reductions(program: Program) -> list[str]:
+def format_reductions(program: Program) -> list[str]:
     """Return a row with the reductions and their bytes, at the end and after each backward.
 
     A stage has 1 GB of gradients, and there are 4 replicas.
@@ -527,13 +529,16 @@ def reductions(program: Program) -> list[str]:
     for how in ("update_end", "each_backward"):
         lowered = compile(program, dp=4, zero=2, reduce_scatter_at=how)
         sent = count_sent_bytes(lowered, Sizes(grads=1e9))[Lane.DP] / 1e9
-        found += [told(count_unshards(lowered).reductions), told([round(each, 1) for each in sent])]
+        found += [
+            format_by_rank(count_unshards(lowered).reductions),
+            format_by_rank([round(each, 1) for each in sent]),
+        ]
     return found
 
 
 def count_gathers(options: argparse.Namespace) -> int:
     """Print how often weights are gathered and gradients reduced. Return 0 differences."""
-    head("schedule", "stages of a rank", "whole", "fewest", "one ahead", "torch",
+    print_header("schedule", "stages of a rank", "whole", "fewest", "one ahead", "torch",
          "time, none ahead", "one ahead", "free")  # fmt: skip
     drafts: dict[str, Program] = {}
     for name in schedules.__all__:
@@ -544,14 +549,14 @@ def count_gathers(options: argparse.Namespace) -> int:
             continue  # a rank with one stage gathers it once and keeps it unsharded
         shape = PipelineShape(options.ranks, options.microbatches, v, placement or "loop")
         drafts[name] = expand_schedule(schedule, shape)
-        for row in gather_rows(drafts[name]):
-            times = map(told, (row.few, row.ours, row.torch))
-            line(name, v, row.active, *times, *(f"{span:.1f}" for span in row.spans))
+        for row in list_gather_rows(drafts[name]):
+            times = map(format_by_rank, (row.few, row.ours, row.torch))
+            print_row(name, v, row.active, *times, *(f"{span:.1f}" for span in row.spans))
     print()
-    head("schedule", "at the end", "sent, GB", "in turns", "sent, GB")
+    print_header("schedule", "at the end", "sent, GB", "in turns", "sent, GB")
     for name, program in drafts.items():
         if program.has_backward:
-            line(name, *reductions(program))
+            print_row(name, *format_reductions(program))
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import schedir.__main__
-from docs.pages import ROOT, output_of, page, table
+from docs.pages import ROOT, define_page, format_table, run_command
 from schedir.commands import COMMANDS, import_command
 
 MORE = re.compile(r"^The page (?:docs/)?(\S+\.md) has more\.$", re.MULTILINE)
@@ -24,7 +24,7 @@ class Option(NamedTuple):
     meaning: str
 
 
-def command_parsers() -> dict[str, argparse.ArgumentParser]:
+def build_command_parsers() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each command and subcommand, by name."""
     found: dict[str, argparse.ArgumentParser] = {}
     for command in COMMANDS:
@@ -38,7 +38,7 @@ def command_parsers() -> dict[str, argparse.ArgumentParser]:
     return found
 
 
-def cell(text: str) -> str:
+def format_cell(text: str) -> str:
     """Return a text as it is written in a cell of a table."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
@@ -49,7 +49,7 @@ def read_option(parser: argparse.ArgumentParser, action: argparse.Action) -> Opt
     is_switch = action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction)
     words = ", ".join(action.option_strings) + ("" if is_switch else f" {value}")
     meaning = parser._get_formatter()._expand_help(action) if action.help else ""
-    return Option(f"`{cell(words)}`", cell(meaning))
+    return Option(f"`{format_cell(words)}`", format_cell(meaning))
 
 
 def list_groups(
@@ -62,7 +62,7 @@ def list_groups(
             yield str(group.title), options
 
 
-def own_options(parser: argparse.ArgumentParser) -> list[Option]:
+def list_options(parser: argparse.ArgumentParser) -> list[Option]:
     """Return all options of a parser."""
     return [option for _, options in list_groups(parser) for _, option in options]
 
@@ -85,17 +85,17 @@ def find_shared(parsers: dict[str, argparse.ArgumentParser]) -> Shared:
     """Return the options that several commands have."""
     commands: dict[Option, list[str]] = {}
     for name, parser in parsers.items():
-        for option in own_options(parser):
+        for option in list_options(parser):
             commands.setdefault(option, []).append(name)
     everywhere = [
         option
-        for option in own_options(parsers["options"])
+        for option in list_options(parsers["options"])
         if all(option in commands and (n in commands[option] or " " in n) for n in parsers)
     ]
     shared = {option: names for option, names in commands.items() if len(names) > 1}
     program = [
         option
-        for option in own_options(parsers["compile"])
+        for option in list_options(parsers["compile"])
         if option in shared and option not in everywhere and option.flags.startswith("`-")
     ]
     other = {o: n for o, n in shared.items() if o not in everywhere and o not in program}
@@ -104,7 +104,7 @@ def find_shared(parsers: dict[str, argparse.ArgumentParser]) -> Shared:
 
 def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared) -> Iterator[str]:
     """Yield the blocks of the section of a command."""
-    about = f"{cell(str(parser.description)).rstrip('.')}."
+    about = f"{format_cell(str(parser.description)).rstrip('.')}."
     yield f"### schedir {name}\n\n{about[0].upper()}{about[1:]}"
     positionals = [
         f"[{a.metavar}]" if a.nargs == "?" else f"{a.metavar}{' ...' * (a.nargs in ('+', '*'))}"
@@ -116,11 +116,11 @@ def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared)
     for title, options in list_groups(parser):
         usual = title in ("positional arguments", "options")
         own = [list(option) for _, option in options if option not in common]
-        tables.setdefault("" if usual else f"*{cell(title)}*\n\n", []).extend(own)
+        tables.setdefault("" if usual else f"*{format_cell(title)}*\n\n", []).extend(own)
     for title, rows in tables.items():
         if rows:
-            yield title + table(["option", "meaning"], rows)
-    mine = own_options(parser)
+            yield title + format_table(["option", "meaning"], rows)
+    mine = list_options(parser)
     also = [option.flags for option in mine if option in shared.other]
     programs = [option.flags for option in mine if option in shared.program]
     also += ["all [program options](#program-options)"] * (len(programs) == len(shared.program))
@@ -133,32 +133,33 @@ def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared)
         yield f"```text\n{lines}\n```"
     if found := MORE.search(examples):
         settings = ", [Configuration](configuration.md)" * (name == "train")
-        yield f"More: [{title_of(found[1])}]({link_to(found[1])}){settings}"
+        yield f"More: [{read_title(found[1])}]({make_link(found[1])}){settings}"
 
 
-def link_to(path: str) -> str:
+def make_link(path: str) -> str:
     """Return a link from the page to a page that the help names."""
     if path.startswith("reference/"):
         return path.removeprefix("reference/")
     return f"../{path}" if (ROOT / "docs" / path).is_file() else f"../../{path}"
 
 
-def title_of(path: str) -> str:
+def read_title(path: str) -> str:
     """Return the title of a page."""
-    file = Path(ROOT / "docs" / "reference" / link_to(path))
+    file = Path(ROOT / "docs" / "reference" / make_link(path))
     heading = re.search(r"^# (.*)$", file.read_text(), re.MULTILINE)
     return heading[1] if heading else path
 
 
-def blocks() -> dict[str, str]:
+def build_blocks() -> dict[str, str]:
     """The tables of commands, shared options, options of compiling and exit codes."""
-    parsers = command_parsers()
+    parsers = build_command_parsers()
     shared = find_shared(parsers)
-    takes_all = [n for n, p in parsers.items() if {*shared.program} <= {*own_options(p)}]
-    facts = json.loads(output_of("schedir options --json"))
+    takes_all = [n for n, p in parsers.items() if {*shared.program} <= {*list_options(p)}]
+    facts = json.loads(run_command("schedir options --json"))
     options = [
-        [f"`{cell(row['option'])}`", f"`{row['configuration']}`" if row["configuration"] else "-",
-         cell(row["help"])]
+        [f"`{format_cell(row['option'])}`",
+         f"`{row['configuration']}`" if row["configuration"] else "-",
+         format_cell(row["help"])]
         for row in facts.values()
         if row["option"].startswith("-O")
     ]  # fmt: skip
@@ -168,23 +169,23 @@ def blocks() -> dict[str, str]:
     commands = [
         [
             f"[`schedir {name}`](#schedir-{name.replace(' ', '-')})",
-            cell(COMMANDS.get(name) or str(parser.description)),
+            format_cell(COMMANDS.get(name) or str(parser.description)),
         ]
         for name, parser in parsers.items()
     ]
     codes = re.findall(r"^- (\d+): (.*)$", str(schedir.__main__.__doc__), re.MULTILINE)
     return {
-        "commands": table(["command", "description"], commands),
-        "everywhere": table(["option", "meaning"], [list(one) for one in shared.everywhere]),
-        "program": table(["option", "meaning"], [list(one) for one in shared.program]),
+        "commands": format_table(["command", "description"], commands),
+        "everywhere": format_table(["option", "meaning"], [list(one) for one in shared.everywhere]),
+        "program": format_table(["option", "meaning"], [list(one) for one in shared.program]),
         "takes_all": join_commands(takes_all),
-        "other": table(
+        "other": format_table(
             ["option", "meaning", "commands"],
             [[*option, join_commands(names)] for option, names in shared.other.items()],
         ),
-        "options": table(["option", "configuration", "meaning"], options),
+        "options": format_table(["option", "configuration", "meaning"], options),
         "sections": "\n\n".join(sections),
-        "codes": table(["exit code", "meaning"], [list(row) for row in codes]),
+        "codes": format_table(["exit code", "meaning"], [list(row) for row in codes]),
     }  # fmt: skip
 
 
@@ -193,4 +194,4 @@ def join_commands(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-PAGES = page("reference/command-line", blocks)
+PAGES = define_page("reference/command-line", build_blocks)

@@ -127,7 +127,7 @@ def expand_names(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] = api_page.SITE()
 
 
-SHORTER = {  # pattern in signatures of autodoc -> replacement
+TYPE_REPLACEMENTS = {  # pattern in signatures of autodoc -> replacement
     r"<factory>": "...",  # `<factory>` is not a Python expression
     r"float \| tuple\[float, \.\.\.\] \| tuple\[tuple\[float, \.\.\.\], \.\.\.\]": "PerStage",
     r"TypeAliasForwardRef\('(\w+)'\)": r"\1",
@@ -139,7 +139,7 @@ def shorten_types(
     app: Sphinx, what: str, name: str, obj: object, options: object, *texts: str | None
 ) -> tuple[str | None, ...]:
     """Write the parameters and the result of a signature as their source does."""
-    for long, short in SHORTER.items():
+    for long, short in TYPE_REPLACEMENTS.items():
         texts = tuple(text and re.sub(long, short, text) for text in texts)
     return texts
 
@@ -162,7 +162,7 @@ def add_tree(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += "\n\n```{toctree}\n" + "\n".join([*lines, "", *below]) + "\n```\n"
 
 
-def shown(app: Sphinx, page: str, target: str) -> str:
+def find_source_uri(app: Sphinx, page: str, target: str) -> str:
     """Return the URI of the site's page for a source file that a page links to, or ""."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
     if (ROOT / path / "README.md").is_file():
@@ -182,7 +182,7 @@ def link_source(app: Sphinx, tree: nodes.document) -> None:
         target = node["reftarget"]
         if node.get("refdomain") == "doc" and target not in app.env.found_docs:
             target = posixpath.relpath(f"{target}.md", posixpath.dirname(page))
-        if uri := shown(app, page, target):
+        if uri := find_source_uri(app, page, target):
             node.replace_self(nodes.reference("", "", *node.children, refuri=uri))
 
 

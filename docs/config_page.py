@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from docs.pages import ROOT, one_line, page, table
+from docs.pages import ROOT, define_page, format_cell_text, format_table
 from schedir.training.config.settings_table import (
     Setting,
     format_heading,
@@ -42,7 +42,7 @@ def capitalize(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def section_text(section: str, about: str, settings: list[Setting]) -> str:
+def format_section(section: str, about: str, settings: list[Setting]) -> str:
     """Return a section of the page: its prose, and a table of its settings."""
     prose, meanings = split_docstring(about)
     meanings |= {"kind": "The kind of the model."} if section == "model" else {}
@@ -52,16 +52,16 @@ def section_text(section: str, about: str, settings: list[Setting]) -> str:
     assert not silent, f"[{section}]: {silent} have no meaning"
     rows = [
         [f"`{one.name}`", shorten_type(one.accepted), format_default(one.default),
-         capitalize(one_line(one.meaning))]
+         capitalize(format_cell_text(one.meaning))]
         for one in settings
     ]  # fmt: skip
-    shown = table(["setting", "value", "default", "meaning"], rows)
+    shown = format_table(["setting", "value", "default", "meaning"], rows)
     return f"## {format_heading(section)}\n\n{prose}\n\n{shown}"
 
 
-def blocks() -> dict[str, str]:
+def build_blocks() -> dict[str, str]:
     """Every section with its settings, and the transports."""
-    sections = [section_text(name, *section) for name, section in list_settings().items()]
+    sections = [format_section(name, *section) for name, section in list_settings().items()]
     transports = [
         [row.device, f"`{row.name}`", row.doc, f"`{row.progress_model}`"]
         for row in TRANSPORTS.values()
@@ -69,10 +69,10 @@ def blocks() -> dict[str, str]:
     return {
         "demo": (ROOT / "examples" / "demo.toml").read_text().strip(),
         "sections": "\n\n".join(sections),
-        "transports": table(
+        "transports": format_table(
             ["device", "transport", "how messages move", "progress model"], transports
         ),
     }
 
 
-PAGES = page("reference/configuration", blocks)
+PAGES = define_page("reference/configuration", build_blocks)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from inspect import getdoc, isclass
 
-from docs.pages import entries, one_line, page, table
+from docs.pages import define_page, format_cell_text, format_table, parse_entries
 from schedir import errors
 
 
-def error_classes() -> list[type[errors.SchedirError]]:
+def list_error_classes() -> list[type[errors.SchedirError]]:
     """Return the error classes in the order of their module."""
     return [
         value
@@ -17,18 +17,18 @@ def error_classes() -> list[type[errors.SchedirError]]:
     ]
 
 
-def summary(error: type[errors.SchedirError]) -> str:
+def format_summary(error: type[errors.SchedirError]) -> str:
     """Return the docstring of an error without its sections, as text of a table cell."""
     paragraphs = str(getdoc(error)).split("\n\nArgs:")[0].split("\n\n")
-    return " ".join(one_line(p) for p in paragraphs if not p.startswith("Each argument is"))
+    return " ".join(format_cell_text(p) for p in paragraphs if not p.startswith("Each argument is"))
 
 
-def field_rows(described: type) -> list[list[str]]:
+def list_field_rows(described: type) -> list[list[str]]:
     """Return a row for each field that a class adds, or that has another meaning there."""
     doc = str(getdoc(described))
-    found = entries(doc) | entries(doc, "Attributes")
+    found = parse_entries(doc) | parse_entries(doc, "Attributes")
     if issubclass(described, errors.SchedirError) and described is not errors.SchedirError:
-        base = entries(str(getdoc(errors.SchedirError)))
+        base = parse_entries(str(getdoc(errors.SchedirError)))
         found = {
             "sites" if name in ("window", "site") else name: text
             for name, text in found.items()
@@ -42,21 +42,24 @@ def field_rows(described: type) -> list[list[str]]:
     ]
 
 
-def blocks() -> dict[str, str]:
+def build_blocks() -> dict[str, str]:
     """The tables of the classes and of their fields."""
     classes = [
-        [f"`{error.__name__}`", f"`{base.__name__}`", summary(error)]
-        for error in error_classes()
+        [f"`{error.__name__}`", f"`{base.__name__}`", format_summary(error)]
+        for error in list_error_classes()
         if (base := error.__base__) is not None and error is not errors.SchedirError
     ]
-    described = [*error_classes()[1:], errors.InstructionSite, errors.CycleWait]
+    described = [*list_error_classes()[1:], errors.InstructionSite, errors.CycleWait]
     return {
-        "classes": table(["error", "base", "raised for"], classes),
-        "common": table(["field", "meaning"], [row[1:] for row in field_rows(errors.SchedirError)]),
-        "own": table(
-            ["class", "field", "meaning"], [row for one in described for row in field_rows(one)]
+        "classes": format_table(["error", "base", "raised for"], classes),
+        "common": format_table(
+            ["field", "meaning"], [row[1:] for row in list_field_rows(errors.SchedirError)]
+        ),
+        "own": format_table(
+            ["class", "field", "meaning"],
+            [row for one in described for row in list_field_rows(one)],
         ),
     }
 
 
-PAGES = page("reference/errors", blocks)
+PAGES = define_page("reference/errors", build_blocks)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import redirect_stdout
 from io import StringIO
 
-from docs.pages import DOCS, page
+from docs.pages import DOCS, define_page
 from examples import expert_parallel
 
 
-def blocks() -> dict[str, object]:
+def build_blocks() -> dict[str, object]:
     """Return what the example prints, and the table of the results."""
     with redirect_stdout(StringIO()) as out:
         expert_parallel.main()
@@ -18,4 +18,4 @@ def blocks() -> dict[str, object]:
     return {"comparison": out.getvalue().rstrip(), "measured": "\n".join(measured)}
 
 
-PAGES = page("how-to/hide-expert-parallelism", blocks)
+PAGES = define_page("how-to/hide-expert-parallelism", build_blocks)

@@ -28,7 +28,7 @@ from docs import (  # noqa: E402
     which_schedule_page,
     windows_page,
 )
-from docs.pages import page  # noqa: E402
+from docs.pages import define_page  # noqa: E402
 
 PAGES = {
     **ir_page.PAGES,
@@ -41,7 +41,7 @@ PAGES = {
     **museum_page.PAGES,
     **planner_page.PAGES,
     **offload_page.PAGES,
-    **page("how-to/split-a-stage-into-segments"),
+    **define_page("how-to/split-a-stage-into-segments"),
     **experts_page.PAGES,
     **windows_page.PAGES,
     **which_schedule_page.PAGES,

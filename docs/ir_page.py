@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from docs.pages import page, table
+from docs.pages import define_page, format_table
 from schedir import Costs, PipelineShape, compile, schedules, simulate
 from schedir.analysis.progress_models import MODEL_ROWS
 from schedir.ir.isa.instructions import INSTRUCTIONS, LANES, VALUES, Value
@@ -16,7 +16,7 @@ FORWARD, SEND, GATHER = 1.45, 0.14, 0.12  # ms of a layer's forward, a slice's s
 GATHERED = {"one_f_one_b": 1, "eager_1f1b": 1, "zb_h1": 1, "zb_v": 2, "interleaved": 4}
 
 
-def gathers() -> str:
+def format_gather_table() -> str:
     """Return the table of the additional time of gathers on the compute lane and on their own."""
     rows = []
     for name, v in GATHERED.items():
@@ -47,7 +47,7 @@ def gathers() -> str:
             spans.append(simulate(program, costs, progress_model="per_edge").span)
         more = (f"{span / spans[0] - 1:.1%}" for span in spans[1:])
         rows.append([f"`{name}`", str(v), *more])
-    return table(["schedule", "stages per rank", "compute lane", "own lane"], rows)
+    return format_table(["schedule", "stages per rank", "compute lane", "own lane"], rows)
 
 
 HOSTS = {
@@ -57,7 +57,7 @@ HOSTS = {
 }
 
 
-def blocks() -> dict[str, object]:
+def build_blocks() -> dict[str, object]:
     """The tables of instructions, values, lanes and progress models."""
 
     def names(some: tuple[Value, ...]) -> str:
@@ -88,21 +88,25 @@ def blocks() -> dict[str, object]:
     lanes = [[lane.lane.name.lower(), lane.doc, HOSTS[lane.host_action]] for lane in LANES]
     models = [[f"`{model.name}`", model.description, model.transports] for model in MODEL_ROWS]
     return {
-        "table": table(["name", "text", "lane", "once per", "cost", "meaning"], instructions),
-        "flows": table(["name", "needs", "gives", "frees"], flows),
-        "values": table(["value", "meaning", "one per", "producer", "size"], values),
-        "rules": table(
+        "table": format_table(
+            ["name", "text", "lane", "once per", "cost", "meaning"], instructions
+        ),
+        "flows": format_table(["name", "needs", "gives", "frees"], flows),
+        "values": format_table(["value", "meaning", "one per", "producer", "size"], values),
+        "rules": format_table(
             ["producer", "instruction"],
             [[f"`{rule.name.lower()}`", rule.value] for rule in ProducerRule],
         ),
-        "lanes": table(["lane", "contents", "a blocking host"], lanes),
-        "models": table(["model", "transfers", "used by"], models),
+        "lanes": format_table(["lane", "contents", "a blocking host"], lanes),
+        "models": format_table(["model", "transfers", "used by"], models),
     }
 
 
-def gather_blocks() -> dict[str, object]:
+def build_gather_blocks() -> dict[str, object]:
     """The table of gathers, and the times that it assumes."""
-    return {"gathers": gathers(), "forward": FORWARD, "send": SEND, "gather": GATHER}
+    return {"gathers": format_gather_table(), "forward": FORWARD, "send": SEND, "gather": GATHER}
 
 
-PAGES = page("reference/instructions", blocks) | page("results/gathers", gather_blocks)
+PAGES = define_page("reference/instructions", build_blocks) | define_page(
+    "results/gathers", build_gather_blocks
+)

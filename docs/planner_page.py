@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from inspect import getdoc
 
-from docs.pages import entries, one_line, page, table
+from docs.pages import define_page, format_cell_text, format_table, parse_entries
 from schedir import Cluster
 from schedir.planner import (
     SoftwareConstants,
@@ -21,7 +21,7 @@ from schedir.planner.transformer.model_presets import MODEL_PRESETS
 SHAPE = ("layers", "hidden", "heads", "vocab", "sequence")  # columns of the table of models
 
 
-def blocks() -> dict[str, str]:
+def build_blocks() -> dict[str, str]:
     """The models and clusters that have a name, and the constants of software."""
     models = [
         [
@@ -32,7 +32,7 @@ def blocks() -> dict[str, str]:
         ]
         for name, (model, source) in MODEL_PRESETS.items()
     ]
-    meanings = entries(str(getdoc(SoftwareConstants)))
+    meanings = parse_entries(str(getdoc(SoftwareConstants)))
     constants = [
         [f"`{c.name}`", meanings[c.name], f"{c.value:g}", f"{c.min_value:g} to {c.max_value:g}"]
         for c in SoftwareConstants().list_constants()
@@ -51,19 +51,19 @@ def blocks() -> dict[str, str]:
         stacks.append([*cells, one.source])
     presets = {name: cluster_preset(name) for name in cluster_presets()}
     clusters = [
-        [f"`{f.name}`", *(number(getattr(preset, f.name)) for preset in presets.values())]
+        [f"`{f.name}`", *(format_number(getattr(preset, f.name)) for preset in presets.values())]
         for f in fields(Cluster)
         if any(getattr(preset, f.name) is not None for preset in presets.values())
     ]
     links = [f"[`{name}`](../../schedir/planner/hardware/clusters/{name}.toml)" for name in presets]
     return {
-        "simplest": one_line(str(getdoc(measure_complexity)).split("\n\n")[1]),
-        "models": table(["name", "parameters", *SHAPE, "source"], models),
-        "clusters": table(["field", *links], clusters),
-        "stacks": table(
+        "simplest": format_cell_text(str(getdoc(measure_complexity)).split("\n\n")[1]),
+        "models": format_table(["name", "parameters", *SHAPE, "source"], models),
+        "clusters": format_table(["field", *links], clusters),
+        "stacks": format_table(
             ["name", "constants", "bytes of states", "division", "rank order", "source"], stacks
         ),
-        "calibrated": table(
+        "calibrated": format_table(
             ["constant", "meaning", "bounds", "deviation of the prior"],
             [
                 [
@@ -75,13 +75,13 @@ def blocks() -> dict[str, str]:
                 for name, row in CONSTANTS.items()
             ],
         ),
-        "constants": table(["constant", "meaning", "default", "bounds"], constants),
+        "constants": format_table(["constant", "meaning", "default", "bounds"], constants),
     }
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Return a number as text of a table cell."""
     return "-" if value is None else f"{value:g}"
 
 
-PAGES = page("how-to/plan-a-cluster") | page("reference/planner", blocks)
+PAGES = define_page("how-to/plan-a-cluster") | define_page("reference/planner", build_blocks)

@@ -52,21 +52,21 @@ class Cell(NamedTuple):
         return f"`{self.name}`" + (f" x {self.v}" if self.v > 1 else "")
 
 
-def shapes() -> Iterator[tuple[int, int]]:
+def list_shapes() -> Iterator[tuple[int, int]]:
     """Yield the ranks and microbatches of the tables."""
     for P in RANKS:
         for per_rank in PER_RANK:
             yield P, int(P * per_rank)
 
 
-def measured() -> Iterator[Cell]:
+def simulate_all() -> Iterator[Cell]:
     """Yield all schedules of all shapes, with the numbers of `schedir recommend`."""
     odd = [(ODD[0], m, SENDS[1]) for m in ODD[1]]
-    for P, m, send in [*((*shape, send) for shape in shapes() for send in SENDS), *odd]:
-        yield from asked(P, m, send)
+    for P, m, send in [*((*shape, send) for shape in list_shapes() for send in SENDS), *odd]:
+        yield from run_recommend(P, m, send)
 
 
-def asked(P: int, m: int, send: float) -> Iterator[Cell]:
+def run_recommend(P: int, m: int, send: float) -> Iterator[Cell]:
     """Yield all schedules of a shape, with the numbers of `schedir recommend`."""
     command = f"recommend --ranks {P} --microbatches {m} --costs F=1,B=2,I=1,W=1,send={send}"
     with redirect_stdout(StringIO()) as out:
@@ -79,7 +79,7 @@ def asked(P: int, m: int, send: float) -> Iterator[Cell]:
 
 
 @cache
-def known() -> dict[tuple[int, int, float], list[Cell]]:
+def read_cells() -> dict[tuple[int, int, float], list[Cell]]:
     """Return the rows of the file, by shape and time of messages."""
     found: dict[tuple[int, int, float], list[Cell]] = {}
     with FILE.open(newline="") as file:
@@ -92,16 +92,16 @@ def known() -> dict[tuple[int, int, float], list[Cell]]:
     return found
 
 
-def written() -> str:
+def format_csv() -> str:
     """Return the text of the file."""
     lines = [",".join(Cell._fields)]
     lines += [
-        ",".join(f"{x + 0:.9g}" if not isinstance(x, str) else x for x in c) for c in measured()
+        ",".join(f"{x + 0:.9g}" if not isinstance(x, str) else x for x in c) for c in simulate_all()
     ]
     return "\n".join(lines) + "\n"
 
 
-def best(P: int, m: int, send: float, limit: float | None, *, whole: bool) -> Cell | None:
+def find_best(P: int, m: int, send: float, limit: float | None, *, whole: bool) -> Cell | None:
     """Return the shortest schedule of a table cell.
 
     If several take the same time, this is the one with the least memory, then with the fewest
@@ -109,7 +109,7 @@ def best(P: int, m: int, send: float, limit: float | None, *, whole: bool) -> Ce
     """
     fit = [
         cell
-        for cell in known()[P, m, send]
+        for cell in read_cells()[P, m, send]
         if not cell.twice and not (whole and cell.split) and fits(cell, limit)
     ]
     first = ["one_f_one_b", "gpipe", "eager_1f1b", "interleaved"]
@@ -129,7 +129,7 @@ def fits(cell: Cell, limit: float | None) -> bool:
 # ---------------------------------------------------------------- rules
 
 
-class Where(NamedTuple):
+class TableCell(NamedTuple):
     """A cell of the tables: shape, time of messages, memory limit and kind of backwards."""
 
     P: int
@@ -140,11 +140,11 @@ class Where(NamedTuple):
 
     @property
     def best(self) -> Cell | None:
-        return best(self.P, self.m, self.send, self.limit, whole=self.whole)
+        return find_best(self.P, self.m, self.send, self.limit, whole=self.whole)
 
     def of(self, name: str, v: int) -> Cell | None:
         """Return the row of a schedule for this cell, or None if the schedule does not fit."""
-        every = known()[self.P, self.m, self.send]
+        every = read_cells()[self.P, self.m, self.send]
         own = [cell for cell in every if (cell.name, cell.v) == (name, v)]
         return own[0] if own and fits(own[0], self.limit) else None
 
@@ -156,15 +156,15 @@ class Where(NamedTuple):
         return min(cell.span for cell in found) <= best.span * (1 + share)
 
 
-def everywhere() -> Iterator[Where]:
-    for P, m in shapes():
+def list_table_cells() -> Iterator[TableCell]:
+    for P, m in list_shapes():
         for send in SENDS:
             for limit in LIMITS:
                 for whole in (False, True):
-                    yield Where(P, m, send, limit, whole)
+                    yield TableCell(P, m, send, limit, whole)
 
 
-def roomy(limit: float | None, least: float) -> bool:
+def is_limit_at_least(limit: float | None, least: float) -> bool:
     return limit is None or limit >= least
 
 
@@ -180,15 +180,15 @@ class Rule(NamedTuple):
 
     conditions: tuple[str, str, str, str]
     text: str
-    where: Callable[[Where], bool]
-    holds: Callable[[Where], bool]
+    where: Callable[[TableCell], bool]
+    holds: Callable[[TableCell], bool]
 
 
 RULES = [
     Rule(
         ("split", "P or more", "short", "m >= P"),
         "`interleaved_zb` with four stages per rank is at most 1 % longer than the best",
-        lambda w: not w.whole and w.m >= w.P and w.send <= 0.05 and roomy(w.limit, 1),
+        lambda w: not w.whole and w.m >= w.P and w.send <= 0.05 and is_limit_at_least(w.limit, 1),
         lambda w: w.within(0.01, ("interleaved_zb", 4)),
     ),
     Rule(
@@ -207,7 +207,7 @@ RULES = [
     Rule(
         ("split", "1.5 P or more", "short", "any"),
         "the best schedule needs no more than P",
-        lambda w: not w.whole and w.send <= 0.05 and roomy(w.limit, 1.5),
+        lambda w: not w.whole and w.send <= 0.05 and is_limit_at_least(w.limit, 1.5),
         lambda w: w.best == w._replace(limit=1).best,
     ),
     Rule(
@@ -231,8 +231,8 @@ RULES = [
     Rule(
         ("split", "P or more", "any", "m >= P"),
         "twice as many microbatches reduce the bubble by 40 to 55 %",
-        lambda w: not w.whole and w.P <= w.m < 8 * w.P and roomy(w.limit, 1),
-        lambda w: 0.45 <= _again(w) <= 0.6,
+        lambda w: not w.whole and w.P <= w.m < 8 * w.P and is_limit_at_least(w.limit, 1),
+        lambda w: 0.45 <= _compute_bubble_ratio(w) <= 0.6,
     ),
     Rule(
         ("any", "any", "any", "m < P"),
@@ -243,7 +243,7 @@ RULES = [
 ]
 
 
-def _again(w: Where) -> float:
+def _compute_bubble_ratio(w: TableCell) -> float:
     """Return the bubble with twice as many microbatches, divided by the bubble of this cell."""
     now, then = w.best, w._replace(m=2 * w.m).best
     assert now is not None and then is not None
@@ -251,5 +251,5 @@ def _again(w: Where) -> float:
 
 
 if __name__ == "__main__":
-    FILE.write_text(written())
+    FILE.write_text(format_csv())
     print(f"wrote {FILE.name}")

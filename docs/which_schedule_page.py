@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from docs.pages import page, table
-from docs.schedules_page import run_of
-from docs.which_schedule import LIMITS, ODD, RULES, SENDS, best, known, shapes
+from docs.pages import define_page, format_table
+from docs.schedules_page import simulate_schedule
+from docs.which_schedule import LIMITS, ODD, RULES, SENDS, find_best, list_shapes, read_cells
 from schedir import viz
 
-SHOWN = (8, 32)  # ranks and microbatches of the picture
+PICTURE_SHAPE = (8, 32)  # ranks and microbatches of the picture
 TABLE_RANKS = (4, 16)
 
 
-def by_limit(send: float, *, whole: bool) -> str:
+def format_limit_table(send: float, *, whole: bool) -> str:
     """Return a table with a row per shape and a column per memory limit."""
     rows = []
-    for P, m in ((P, m) for P, m in shapes() if P in TABLE_RANKS):
-        found = [best(P, m, send, limit, whole=whole) for limit in LIMITS]
+    for P, m in ((P, m) for P, m in list_shapes() if P in TABLE_RANKS):
+        found = [find_best(P, m, send, limit, whole=whole) for limit in LIMITS]
         row, before = [str(P), str(m)], None
         for k, cell in enumerate(found):
             if cell is None:
@@ -33,59 +33,59 @@ def by_limit(send: float, *, whole: bool) -> str:
             before = cell
         rows.append(row)
     heads = [("any" if limit is None else f"{limit:g} P").replace("1 P", "P") for limit in LIMITS]
-    return table(["P", "m", *heads], rows)
+    return format_table(["P", "m", *heads], rows)
 
 
-def rules() -> str:
+def format_rules() -> str:
     """The rules as a table.  A test checks that they hold."""
     heads = ["backwards", "memory limit", "messages", "microbatches", "rule"]
-    return table(heads, [[*rule.conditions, rule.text] for rule in RULES])
+    return format_table(heads, [[*rule.conditions, rule.text] for rule in RULES])
 
 
-def odd(send: float) -> str:
+def format_odd_table(send: float) -> str:
     P, numbers = ODD
     rows = []
     for m in numbers:
         row = [str(m)]
         for whole in (False, True):
-            cell = best(P, m, send, None if m < P else 1, whole=whole)
+            cell = find_best(P, m, send, None if m < P else 1, whole=whole)
             assert cell is not None
             row.append(f"{cell.text}, {cell.bubble:.1%}")
-        own = {(cell.name, cell.v): cell for cell in known()[P, m, send]}
+        own = {(cell.name, cell.v): cell for cell in read_cells()[P, m, send]}
         names = [("one_f_one_b", 1), ("interleaved", 2), ("zb_h1", 1), ("interleaved_zb", 2)]
         rows.append([*row, *(f"{own[each].bubble:.1%}" for each in names)])
     heads = ["best in 1F1B's memory", "with full backwards", "`one_f_one_b`",
              "`interleaved` x 2",
              "`zb_h1`", "`interleaved_zb` x 2"]  # fmt: skip
-    return table(["m", *heads], rows)
+    return format_table(["m", *heads], rows)
 
 
-def blocks() -> dict[str, object]:
+def build_blocks() -> dict[str, object]:
     """The rules, and all tables."""
-    send, P, m = SENDS[1], *SHOWN
+    send, P, m = SENDS[1], *PICTURE_SHAPE
     return {
-        "rules": rules(),
+        "rules": format_rules(),
         "odd_ranks": ODD[0],
-        "odd": odd(send),
+        "odd": format_odd_table(send),
         "send": send,
         "P": P,
         "m": m,
-        "any": by_limit(send, whole=False),
-        "whole": by_limit(send, whole=True),
+        "any": format_limit_table(send, whole=False),
+        "whole": format_limit_table(send, whole=True),
     }
 
 
-def picture() -> None:
+def draw_picture() -> None:
     """Draw the bubble against the memory of all schedules, each with its best number of stages."""
-    P, m = SHOWN
+    P, m = PICTURE_SHAPE
     # Rows are sorted by span, so the shortest row of each schedule overwrites the others.
-    first = {cell.name: cell for cell in reversed(known()[P, m, SENDS[1]])}
+    first = {cell.name: cell for cell in reversed(read_cells()[P, m, SENDS[1]])}
     runs = []
     for cell in first.values():
-        run = run_of(cell.name, P, m, v=cell.v, send=SENDS[1])
+        run = simulate_schedule(cell.name, P, m, v=cell.v, send=SENDS[1])
         name = cell.name + f" x {cell.v}" * (cell.v > 1)
         runs.append(replace(run, program=replace(run.program, name=name)))
     viz.save(viz.bubble_vs_memory(runs), "which-schedule.svg")
 
 
-PAGES = page("how-to/choose-a-schedule", blocks, {"which-schedule.svg": picture})
+PAGES = define_page("how-to/choose-a-schedule", build_blocks, {"which-schedule.svg": draw_picture})
