@@ -83,13 +83,13 @@ def copy_at_offset(t: Tensor, offset: int) -> Tensor:
 def find_rounding_offsets(case: Case) -> set[int]:
     """Return the offsets, in bytes, by which a moved operand changes the bits of the result."""
     expected = case.kernel(*(copy_at_offset(t, 0) for t in case.operands))
-    found = set()
+    offsets = set()
     for k, operand in enumerate(case.operands):
         for offset in (operand.element_size(), 16, 32, 48):
             operands = [copy_at_offset(t, offset * (j == k)) for j, t in enumerate(case.operands)]
             if not torch.equal(case.kernel(*operands), expected):
-                found.add(offset)
-    return found
+                offsets.add(offset)
+    return offsets
 
 
 def main() -> None:
@@ -100,17 +100,19 @@ def main() -> None:
     shapes = parse(parser, shapes=2).shapes
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    differ: Counter[tuple[str, str, int]] = Counter()
+    differing_shapes: Counter[tuple[str, str, int]] = Counter()
     for dtype in (torch.float32, torch.float64):
         for _ in range(shapes):
             for case in build_cases(dtype):
                 kind = str(dtype).removeprefix("torch.")
-                differ.update((case.name, kind, offset) for offset in find_rounding_offsets(case))
+                differing_shapes.update(
+                    (case.name, kind, offset) for offset in find_rounding_offsets(case)
+                )
     setting = os.environ.get("MKL_CBWR", "not set")
     print(f"{torch.backends.cpu.get_cpu_capability()} kernels, MKL_CBWR {setting}, seed {SEED}")
-    for (name, kind, offset), count in sorted(differ.items()):
+    for (name, kind, offset), count in sorted(differing_shapes.items()):
         print(f"{name:20} {kind:8} moved by {offset:2} bytes: {count:3} of {shapes} shapes differ")
-    if not differ:
+    if not differing_shapes:
         print("no kernel rounds by the address of an operand")
 
 

@@ -99,10 +99,10 @@ def read_peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
-def time_part(into: Measurement, part: str, call: Callable[..., Any], *args: Any) -> Any:
+def time_part(measurement: Measurement, part: str, call: Callable[..., Any], *args: Any) -> Any:
     begin = process_time()
     result = call(*args)
-    into[part] = process_time() - begin
+    measurement[part] = process_time() - begin
     return result
 
 
@@ -116,27 +116,36 @@ def measure_schedir(
     import schedir
 
     shape, costs = schedir.PipelineShape(ranks, microbatches, v), schedir.Costs(F=1 + turn / 1024)
-    more: dict[str, Any] = {"dp": 2, "zero": zero} if zero else {}
-    got: Measurement = {}
+    zero_options: dict[str, Any] = {"dp": 2, "zero": zero} if zero else {}
+    measurement: Measurement = {}
     gc.collect()
     base = read_peak_memory()
     draft = time_part(
-        got, "draft", schedir.expand_schedule, getattr(schedir.schedules, name), shape
+        measurement, "draft", schedir.expand_schedule, getattr(schedir.schedules, name), shape
     )
-    program = time_part(got, "compile", partial(schedir.compile, draft, costs=costs, **more))
+    program = time_part(
+        measurement, "compile", partial(schedir.compile, draft, costs=costs, **zero_options)
+    )
     del draft
     compiled = read_peak_memory()
-    timeline = time_part(got, "simulate", schedir.simulate, program, costs)
+    timeline = time_part(measurement, "simulate", schedir.simulate, program, costs)
     simulated, n = read_peak_memory(), len(program)
     if text:
-        time_part(got, "memory", lambda: timeline.peak_in_flight)
+        time_part(measurement, "memory", lambda: timeline.peak_in_flight)
         if n < MAX_TEXT_INSTRUCTIONS:
             time_part(
-                got, "parse", schedir.from_text, time_part(got, "print", schedir.to_text, program)
+                measurement,
+                "parse",
+                schedir.from_text,
+                time_part(measurement, "print", schedir.to_text, program),
             )
-    got |= {"instructions": n, "B/instr": compiled - base, "with Timeline": simulated - base}
+    measurement |= {
+        "instructions": n,
+        "B/instr": compiled - base,
+        "with Timeline": simulated - base,
+    }
     return {key: value / n if key in ("B/instr", "with Timeline") else value
-            for key, value in got.items()}  # fmt: skip
+            for key, value in measurement.items()}  # fmt: skip
 
 
 def measure_torch(name: str, ranks: int, v: int, microbatches: int, *_: object) -> Measurement:
@@ -155,44 +164,44 @@ def measure_torch(name: str, ranks: int, v: int, microbatches: int, *_: object) 
         stage.is_first, stage.is_last, stage.has_backward = j == 0, False, True
         stage.stage_index_to_group_rank = {s: s % ranks for s in range(ranks * v)}
         stages.append(stage)
-    got: Measurement = {}
+    measurement: Measurement = {}
     base = read_peak_memory()
     schedule = time_part(
-        got,
+        measurement,
         "compile",
         lambda: schedules.ScheduleInterleaved1F1B(
             stages, n_microbatches=microbatches, loss_fn=lambda *_: None
         ),
     )
     kinds = schedules._ComputationType
-    other = {kinds.UNSHARD, kinds.RESHARD, kinds.REDUCE_GRAD}
+    zero_kinds = {kinds.UNSHARD, kinds.RESHARD, kinds.REDUCE_GRAD}
     order = {
-        rank: [a for a in actions if a is None or a.computation_type not in other]
+        rank: [a for a in actions if a is None or a.computation_type not in zero_kinds]
         for rank, actions in schedule.pipeline_order_with_comms.items()
     }
     n = sum(map(len, order.values()))
     time_part(
-        got,
+        measurement,
         "simulate",
         lambda: schedules._simulate_comms_compute(
             order, stage_to_rank=lambda s: s % ranks, num_stages=ranks * v
         ),
     )
-    return got | {"instructions": n, "with Timeline": (read_peak_memory() - base) / n}
+    return measurement | {"instructions": n, "with Timeline": (read_peak_memory() - base) / n}
 
 
-def serve(who: str) -> None:
+def serve(implementation: str) -> None:
     """Read a row and a turn from each line of stdin, and print their measurement as JSON."""
-    measures: dict[str, Callable[..., Measurement]] = {
+    measure_functions: dict[str, Callable[..., Measurement]] = {
         "schedir": measure_schedir, "compiled": measure_schedir, "torch": measure_torch,
     }  # fmt: skip
-    measure = measures[who]
-    if who == "compiled":
+    measure = measure_functions[implementation]
+    if implementation == "compiled":
         with suppress(ImportError):  # an old checkout without this module
             import_module("schedir.analysis.numba_jit").enable_numba()
     else:
         sys.modules["numba"] = None  # type: ignore[assignment]
-    if who != "torch":
+    if implementation != "torch":
         for turn in range(2):
             measure_schedir("gpipe", 3, 1, 5 + turn, 0, turn, True)
     for line in sys.stdin:
@@ -205,9 +214,9 @@ def serve(who: str) -> None:
 class Worker:
     """A process that measures turns of a checkout."""
 
-    def __init__(self, checkout: Path, who: str = "schedir") -> None:
+    def __init__(self, checkout: Path, implementation: str = "schedir") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", who],
+            [sys.executable, __file__, "--serve", implementation],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -217,13 +226,19 @@ class Worker:
     def turn(self, row: Row, turn: int, text: bool = False) -> Measurement:
         """Measure a turn. Turn 0 has the microbatches of the row, others a few more or fewer."""
         assert self.process.stdin and self.process.stdout
-        away = (turn + 1) // 2 * (1 if turn % 2 else -1)
-        asked = (*row[:3], row.microbatches + away * row.step, row.zero, turn, text)
-        print(json.dumps(asked), file=self.process.stdin, flush=True)
+        microbatch_offset = (turn + 1) // 2 * (1 if turn % 2 else -1)
+        arguments = (
+            *row[:3],
+            row.microbatches + microbatch_offset * row.step,
+            row.zero,
+            turn,
+            text,
+        )
+        print(json.dumps(arguments), file=self.process.stdin, flush=True)
         if not (line := self.process.stdout.readline()):
             raise SystemExit(f"a process that measured {row} ended with {self.process.wait()}")
-        got: Measurement = json.loads(line)
-        return got
+        measurement: Measurement = json.loads(line)
+        return measurement
 
     def __enter__(self) -> Worker:
         return self
@@ -238,21 +253,21 @@ def _make_process_options(checkout: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def open_checkout(named: str) -> Iterator[Path]:
+def open_checkout(name: str) -> Iterator[Path]:
     """Yield the folder, or for a commit a temporary work tree."""
-    if Path(named, "schedir").is_dir():
-        yield Path(named).resolve()
+    if Path(name, "schedir").is_dir():
+        yield Path(name).resolve()
         return
     git = ["git", "-C", str(ROOT), "worktree"]
     with tempfile.TemporaryDirectory() as folder:
-        where = Path(folder, "checkout")
-        added = subprocess.run([*git, "add", "--quiet", "--detach", str(where), named])
-        if added.returncode:
-            raise SystemExit(f"--against takes a folder with schedir in it, or a commit: {named}")
+        checkout = Path(folder, "checkout")
+        result = subprocess.run([*git, "add", "--quiet", "--detach", str(checkout), name])
+        if result.returncode:
+            raise SystemExit(f"--against takes a folder with schedir in it, or a commit: {name}")
         try:
-            yield where
+            yield checkout
         finally:
-            subprocess.run([*git, "remove", "--force", str(where)], check=True)
+            subprocess.run([*git, "remove", "--force", str(checkout)], check=True)
 
 
 def measure_command(checkout: Path, *command: str) -> float:
@@ -270,9 +285,9 @@ COMMANDS = {
 }
 
 
-def sum_turn_parts(got: Measurement) -> float:
+def sum_turn_parts(measurement: Measurement) -> float:
     """Return the time of a turn."""
-    return sum(got.get(part, 0.0) for part in TURN_PARTS)
+    return sum(measurement.get(part, 0.0) for part in TURN_PARTS)
 
 
 def format_quartiles(values: list[float], form: str = ".2f") -> str:
@@ -284,7 +299,12 @@ def format_quartiles(values: list[float], form: str = ".2f") -> str:
 
 
 def compare_checkouts(
-    here: Path, other: Path, rows: tuple[Row, ...], rounds: int, who: str, say: Any
+    new_checkout: Path,
+    old_checkout: Path,
+    rows: tuple[Row, ...],
+    rounds: int,
+    implementation: str,
+    report: Any,
 ) -> list[Any]:
     """Print a table with the times of each row in two checkouts, and their ratios per turn."""
     cells = []
@@ -293,10 +313,13 @@ def compare_checkouts(
         times: tuple[list[float], list[float]] = ([], [])
         n = 0.0
         for _ in range(rounds):
-            say(f"{row}")
-            with Worker(other, who) as before, Worker(here, who) as after:
+            report(f"{row}")
+            with (
+                Worker(old_checkout, implementation) as old_worker,
+                Worker(new_checkout, implementation) as new_worker,
+            ):
                 for turn in range(row.turns):
-                    old, new = before.turn(row, turn), after.turn(row, turn)
+                    old, new = old_worker.turn(row, turn), new_worker.turn(row, turn)
                     for part in TURN_PARTS:
                         ratios.setdefault(part, []).append(new[part] / old[part])
                     ratios.setdefault("all", []).append(sum_turn_parts(new) / sum_turn_parts(old))
@@ -305,49 +328,73 @@ def compare_checkouts(
                     if turn == 0:
                         n = new["instructions"]
                         for part in ("B/instr", "with Timeline"):
-                            more = new[part] / old[part] if old[part] else float("nan")
-                            ratios.setdefault(part, []).append(more)
-        seconds = [f"{1e3 * statistics.median(each):.2f}" for each in times]
-        told = [*TURN_PARTS, "all", "B/instr", "with Timeline"]
+                            memory_ratio = new[part] / old[part] if old[part] else float("nan")
+                            ratios.setdefault(part, []).append(memory_ratio)
+        seconds = [f"{1e3 * statistics.median(samples):.2f}" for samples in times]
+        ratio_columns = [*TURN_PARTS, "all", "B/instr", "with Timeline"]
         if n < 2**16:
-            told[-2:] = []  # the memory of a small program is within the noise
+            ratio_columns[-2:] = []  # the memory of a small program is within the noise
         cells.append(
-            [*row.shape, f"{n:,.0f}", *seconds, *(format_quartiles(ratios[p]) for p in told)]
+            [
+                *row.shape,
+                f"{n:,.0f}",
+                *seconds,
+                *(format_quartiles(ratios[p]) for p in ratio_columns),
+            ]
         )
     for name, command in COMMANDS.items():
-        say(name)
-        pairs = [[measure_command(at, *command) for at in (other, here)] for _ in range(3 * rounds)]
-        seconds = [f"{1e3 * statistics.median(each):.2f}" for each in zip(*pairs, strict=True)]
+        report(name)
+        pairs = [
+            [measure_command(checkout, *command) for checkout in (old_checkout, new_checkout)]
+            for _ in range(3 * rounds)
+        ]
+        seconds = [
+            f"{1e3 * statistics.median(samples):.2f}" for samples in zip(*pairs, strict=True)
+        ]
         ratio = format_quartiles([after / before for before, after in pairs])
         cells.append([name, *[""] * 4, *seconds, *[""] * len(TURN_PARTS), ratio])
     return cells
 
 
 def measure_this_checkout(
-    rows: tuple[Row, ...], rounds: int, ours: str, torch: bool, say: Any
+    rows: tuple[Row, ...], rounds: int, schedir_implementation: str, torch: bool, report: Any
 ) -> Iterator[list[str]]:
     """Print a table with the times of each row in this checkout, and those of torch."""
     for row in rows:
-        whose = (ours, "torch")[: 1 + (torch and row in TORCH_ROWS)]
-        got: dict[str, list[Measurement]] = {who: [] for who in whose}
+        implementations = (schedir_implementation, "torch")[: 1 + (torch and row in TORCH_ROWS)]
+        measurements: dict[str, list[Measurement]] = {
+            implementation: [] for implementation in implementations
+        }
         for k in range(rounds):
-            say(f"{row}")
+            report(f"{row}")
             with ExitStack() as stack:
-                for who in whose:
-                    if who == "torch" and k:
+                for implementation in implementations:
+                    if implementation == "torch" and k:
                         continue  # torch takes minutes, so it runs only in the first round
-                    worker = stack.enter_context(Worker(ROOT, who))
-                    turns = 1 if who == "torch" else row.turns
-                    got[who] += [worker.turn(row, turn, text=turn == 0) for turn in range(turns)]
-        for who, each in got.items():
-            first = each[0]
-            cells = [f"{1e3 * statistics.median(g[p] for g in each if p in g):.2f}"
+                    worker = stack.enter_context(Worker(ROOT, implementation))
+                    turns = 1 if implementation == "torch" else row.turns
+                    measurements[implementation] += [
+                        worker.turn(row, turn, text=turn == 0) for turn in range(turns)
+                    ]
+        for implementation, samples in measurements.items():
+            first = samples[0]
+            cells = [f"{1e3 * statistics.median(g[p] for g in samples if p in g):.2f}"
                      if p in first else "" for p in PARTS]  # fmt: skip
-            sums = format_quartiles([1e3 * sum_turn_parts(g) for g in each])
+            sums = format_quartiles([1e3 * sum_turn_parts(g) for g in samples])
             bytes_ = [f"{first[p]:.0f}" if p in first else "" for p in ("B/instr", "with Timeline")]
-            yield [who, *row.shape, f"{first['instructions']:,.0f}", *cells, sums, *bytes_]
-        if len(whose) > 1:
-            ratios = [sum_turn_parts(got["torch"][0]) / sum_turn_parts(g) for g in got[ours]]
+            yield [
+                implementation,
+                *row.shape,
+                f"{first['instructions']:,.0f}",
+                *cells,
+                sums,
+                *bytes_,
+            ]
+        if len(implementations) > 1:
+            ratios = [
+                sum_turn_parts(measurements["torch"][0]) / sum_turn_parts(g)
+                for g in measurements[schedir_implementation]
+            ]
             yield [
                 "",
                 *row.shape,
@@ -391,24 +438,26 @@ def main() -> None:
     )
     if args.rows:
         rows = tuple(rows[int(k)] for k in args.rows.split(","))
-    who = "compiled" if args.compiled else "schedir"
+    implementation = "compiled" if args.compiled else "schedir"
     console, progress = Console(width=200), Console(stderr=True)
 
-    def say(what: str) -> None:
-        progress.print(what, style="dim")
+    def report(text: str) -> None:
+        progress.print(text, style="dim")
 
     shape = ["schedule", "P", "v", "m", "instructions"]
     bytes_ = ["B/instr", "with Timeline"]
     if args.against or args.smoke:
-        with open_checkout(args.against or str(ROOT)) as other:
+        with open_checkout(args.against or str(ROOT)) as other_checkout:
             table = Table(*shape, "ms before", "ms now", *TURN_PARTS, "all", *bytes_)
-            for cells in compare_checkouts(ROOT, other, rows, args.rounds, who, say):
+            for cells in compare_checkouts(
+                ROOT, other_checkout, rows, args.rounds, implementation, report
+            ):
                 table.add_row(*cells)
         console.print(table)
         console.print("ms are of the whole; ratios, now by before: the median and the quartiles")
     if not args.against:
         table = Table("", *shape, *PARTS, "compiled and simulated", *bytes_)
-        for cells in measure_this_checkout(rows, args.rounds, who, args.torch, say):
+        for cells in measure_this_checkout(rows, args.rounds, implementation, args.torch, report):
             table.add_row(*cells)
         console.print(table)
         console.print("medians in milliseconds of processor time; in brackets the quartiles")

@@ -43,7 +43,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import schedules as theirs
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -167,45 +167,51 @@ class RuntimeBenchmark:
         program = schedir.compile(
             getattr(schedules, schedule), shape, progress_model="per_edge", overlap=True
         )
-        self.own, self.last = shape.stages_on_rank[rank], shape.stages - 1
-        self.model, other = (MODELS[name](shape.stages, self.m) for _ in range(2))
+        self.rank_stages, self.last = shape.stages_on_rank[rank], shape.stages - 1
+        self.model, torch_model = (MODELS[name](shape.stages, self.m) for _ in range(2))
         self.steps: dict[str, Callable[[], Any]] = {}
-        models = [self.model, other]
-        for ours, transport in transports.items():
+        models = [self.model, torch_model]
+        for transport_name, make_transport in transports.items():
             model = MODELS[name](shape.stages, self.m)
             models.append(model)
             executor = Executor(
-                program, rank, {s: model.stages[s] for s in self.own}, transport(program),
-                loss=model.loss, boundary=Boundary(model.boundary),
+                program,
+                rank,
+                {s: model.stages[s] for s in self.rank_stages},
+                make_transport(program),
+                loss=model.loss,
+                boundary=Boundary(model.boundary),
                 execution=ExecutionOptions(record_timestamps=False),
-            )  # fmt: skip
-            self.steps[ours] = partial(executor.step, list(model.inputs), list(model.targets))
+            )
+            self.steps[transport_name] = partial(
+                executor.step, list(model.inputs), list(model.targets)
+            )
         runtime = _PipelineScheduleRuntime(
-            [self._theirs(other, s, shape.stages) for s in self.own],
+            [self._build_torch_stage(torch_model, s, shape.stages) for s in self.rank_stages],
             n_microbatches=self.m,
-            loss_fn=other.loss,
+            loss_fn=torch_model.loss,
             scale_grads=False,
         )
         with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
             file.write(torch_csv.to_csv(program))
             file.flush()
             runtime._load_csv(file.name)
-        args = (other.inputs.flatten(0, 1),) if 0 in self.own else ()
-        target = other.targets.flatten(0, 1) if self.last in self.own else None
-        self.modules = [m.stages[s] for m in models for s in self.own]
+        args = (torch_model.inputs.flatten(0, 1),) if 0 in self.rank_stages else ()
+        target = torch_model.targets.flatten(0, 1) if self.last in self.rank_stages else None
+        self.modules = [m.stages[s] for m in models for s in self.rank_stages]
         self.counts = dict.fromkeys(transports, len(program.streams[rank]))
         self.counts["torch"] = len([a for a in runtime.pipeline_order_with_comms[rank] if a])
         self.steps["torch"] = partial(runtime.step, *args, target=target, return_outputs=False)
         self.steps["work"] = self._work
 
-    def _theirs(self, model: Model, stage: int, stages: int) -> PipelineStage:
+    def _build_torch_stage(self, model: Model, stage: int, stages: int) -> PipelineStage:
         # Shapes are given, because without a transport torch's stages cannot exchange them.
         zeros = torch.zeros(model.boundary, requires_grad=True)
-        first = model.inputs[0] if stage == 0 else zeros
-        y = model.stages[stage](first).detach().requires_grad_()
+        stage_input = model.inputs[0] if stage == 0 else zeros
+        stage_output = model.stages[stage](stage_input).detach().requires_grad_()
         return PipelineStage(
             model.stages[stage], stage, stages, torch.device("cpu"),
-            input_args=first, output_args=y,
+            input_args=stage_input, output_args=stage_output,
             input_grads=None if stage == 0 else torch.zeros(model.boundary),
             output_grads=None if stage == stages - 1 else torch.zeros(model.boundary),
         )  # fmt: skip
@@ -213,7 +219,7 @@ class RuntimeBenchmark:
     def _work(self) -> None:
         """Run the work of the stages: each forward, loss and backward."""
         model = self.model
-        for s in self.own:
+        for s in self.rank_stages:
             for mb in range(self.m):
                 x = model.inputs[mb] if s == 0 else torch.zeros(model.boundary, requires_grad=True)
                 y, dy = model.stages[s](x), None
@@ -237,13 +243,13 @@ class RuntimeBenchmark:
 class Result(NamedTuple):
     """The measurements of one rank."""
 
-    took: dict[str, Times]
+    times: dict[str, Times]
     counts: dict[str, int]
 
-    def own(self, whose: str) -> float:
+    def compute_overhead(self, runtime: str) -> float:
         """Return the CPU time without the work of the stages, in microseconds per instruction."""
-        step, work = (statistics.median(cpu for _, cpu in self.took[w]) for w in (whose, "work"))
-        return (step - work) / self.counts[whose] * 1e6
+        step, work = (statistics.median(cpu for _, cpu in self.times[w]) for w in (runtime, "work"))
+        return (step - work) / self.counts[runtime] * 1e6
 
 
 def measure_processes(rank: int, row: Row, pairs: int) -> Result:
@@ -294,20 +300,23 @@ def measure_black_box(_: int, row: Row, pairs: int) -> list[float]:
         execution=ExecutionOptions(record_timestamps=False),
     )  # fmt: skip
     runner = executor.runner
-    noted = runner._run_instructions
-    took: list[list[float]] = []
+    run_with_black_box = runner._run_instructions
+    step_times: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
         runner.progress = BlackBox(Path(folder, "0")).values
-        for turn in range(WARM_UP_STEPS + pairs):
-            own = []
-            for run in (noted, partial(run_without_black_box, executor))[:: 1 if turn % 2 else -1]:
+        for round_index in range(WARM_UP_STEPS + pairs):
+            pair_times = []
+            for run in (run_with_black_box, partial(run_without_black_box, executor))[
+                :: 1 if round_index % 2 else -1
+            ]:
                 runner._run_instructions = run  # type: ignore[method-assign]
-                began = thread_time()
+                start = thread_time()
                 executor.step(list(model.inputs), list(model.targets))
-                own.append(thread_time() - began)
-            took.append(own if turn % 2 else own[::-1])
+                pair_times.append(thread_time() - start)
+            step_times.append(pair_times if round_index % 2 else pair_times[::-1])
     return [
-        (a - b) / len(program.streams[FAKE_BACKEND_RANK]) * 1e6 for a, b in took[WARM_UP_STEPS:]
+        (a - b) / len(program.streams[FAKE_BACKEND_RANK]) * 1e6
+        for a, b in step_times[WARM_UP_STEPS:]
     ]
 
 
@@ -320,12 +329,12 @@ DROP_IN_RANKS = 4
 class SchedulePair(NamedTuple):
     """A schedule of torch, and the schedule of schedir with this name."""
 
-    theirs: str
-    ours: str
+    torch_name: str
+    schedir_name: str
     stages: int
     placement: str = "loop"
 
-    def held(self, rank: int) -> list[int]:
+    def list_stages(self, rank: int) -> list[int]:
         if self.placement == "vee":
             return [rank, self.stages - 1 - rank]
         return [*range(rank, self.stages, DROP_IN_RANKS)]
@@ -348,32 +357,38 @@ class DropInBenchmark:
     """The three pipelines of a row, of one rank."""
 
     def __init__(self, rank: int, kind: str, pair: SchedulePair, microbatches: int) -> None:
-        own, last = pair.held(rank), pair.stages - 1
+        rank_stages, last_stage = pair.list_stages(rank), pair.stages - 1
         self.modules: list[torch.nn.Module] = []
         self.steps: dict[str, Callable[[], Any]] = {}
-        for whose in PIPELINES:
+        for pipeline in PIPELINES:
             torch.manual_seed(0)
             model = MODELS[kind](pair.stages, microbatches)
-            self.modules += [model.stages[s] for s in own]
+            self.modules += [model.stages[s] for s in rank_stages]
             stages = [
-                PipelineStage(model.stages[s], s, pair.stages, torch.device("cpu")) for s in own
+                PipelineStage(model.stages[s], s, pair.stages, torch.device("cpu"))
+                for s in rank_stages
             ]
             options: dict[str, Any] = {
                 "n_microbatches": microbatches,
                 "loss_fn": model.loss,
                 "scale_grads": False,
             }
-            if whose == "theirs":
-                single = pair.theirs in ("ScheduleGPipe", "Schedule1F1B")
-                schedule = getattr(theirs, pair.theirs)(stages[0] if single else stages, **options)
+            if pipeline == "theirs":
+                single = pair.torch_name in ("ScheduleGPipe", "Schedule1F1B")
+                schedule = getattr(torch_schedules, pair.torch_name)(
+                    stages[0] if single else stages, **options
+                )
             else:
                 schedule = Schedule(
-                    stages, schedule=getattr(schedules, pair.ours), runtime=whose, **options
+                    stages,
+                    schedule=getattr(schedules, pair.schedir_name),
+                    runtime=pipeline,
+                    **options,
                 )
-            self.steps[whose] = partial(
+            self.steps[pipeline] = partial(
                 schedule.step,
-                *((model.inputs.flatten(0, 1),) if 0 in own else ()),
-                target=model.targets.flatten(0, 1) if last in own else None,
+                *((model.inputs.flatten(0, 1),) if 0 in rank_stages else ()),
+                target=model.targets.flatten(0, 1) if last_stage in rank_stages else None,
                 return_outputs=False,
             )
 
@@ -395,11 +410,11 @@ def measure_drop_in(
     for kind, microbatches in (("gpt", 16), ("tiny", 64)):
         for pair in rows if model in ("", kind) else ():
             bench = DropInBenchmark(rank, kind, pair, 2 * DROP_IN_RANKS if smoke else microbatches)
-            took = bench.run(pairs)
+            times = bench.run(pairs)
             if not rank:
-                ratios = (format_pair_ratios(took[w], took["theirs"], 2) for w in PIPELINES[1:])
-                medians = (format_milliseconds(took[w]) for w in PIPELINES)
-                name = f"{pair.ours}, {pair.stages} stages"
+                ratios = (format_pair_ratios(times[w], times["theirs"], 2) for w in PIPELINES[1:])
+                medians = (format_milliseconds(times[w]) for w in PIPELINES)
+                name = f"{pair.schedir_name}, {pair.stages} stages"
                 print_row(kind, name, *medians, *(cell for cells in ratios for cell in cells))
 
 
@@ -411,8 +426,16 @@ def print_fake_backend(rows: Sequence[Row], pairs: int) -> None:
     print_header("model", "schedule", "P", "v", "m", "own, us", "torch's", "ratio")
     for row in rows:
         (result,) = run_on_ranks(measure_fake_backend, 1, row, pairs)
-        ours, torchs = result.own("alone"), result.own("torch")
-        print_row(*row, f"{ours:.1f}", f"{torchs:.1f}", f"{ours / torchs:.2f}")
+        schedir_overhead, torch_overhead = (
+            result.compute_overhead("alone"),
+            result.compute_overhead("torch"),
+        )
+        print_row(
+            *row,
+            f"{schedir_overhead:.1f}",
+            f"{torch_overhead:.1f}",
+            f"{schedir_overhead / torch_overhead:.2f}",
+        )
 
 
 def print_processes(rows: Sequence[Row], pairs: int) -> None:
@@ -422,18 +445,22 @@ def print_processes(rows: Sequence[Row], pairs: int) -> None:
          "gloo/torch", "own, us: shared", "gloo", "torch")  # fmt: skip
     for row in rows:
         results = run_on_ranks(measure_processes, row[2], row, pairs)
-        steps = {whose: [wall for wall, _ in took] for whose, took in results[0].took.items()}
+        steps = {
+            runtime: [wall for wall, _ in times] for runtime, times in results[0].times.items()
+        }
         ratios = [
-            statistics.median(a / b for a, b in zip(steps[ours], steps["torch"], strict=True))
-            for ours in ("shared", "gloo")
+            statistics.median(a / b for a, b in zip(steps[transport], steps["torch"], strict=True))
+            for transport in ("shared", "gloo")
         ]
-        medians = (statistics.median(steps[whose]) * 1e3 for whose in RUNTIMES)
-        own = (statistics.mean(r.own(whose) for r in results) for whose in RUNTIMES)
+        medians = (statistics.median(steps[runtime]) * 1e3 for runtime in RUNTIMES)
+        overheads = (
+            statistics.mean(r.compute_overhead(runtime) for r in results) for runtime in RUNTIMES
+        )
         print_row(
             *row,
             *(f"{ms:.1f}" for ms in medians),
             *(f"{ratio:.2f}" for ratio in ratios),
-            *(f"{us:.1f}" if row[0] == "tiny" else "" for us in own),
+            *(f"{us:.1f}" if row[0] == "tiny" else "" for us in overheads),
         )
 
 

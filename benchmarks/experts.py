@@ -147,10 +147,10 @@ def make_costs(forward: float) -> Costs:
 
 def make_program(name: str, costs: Costs) -> Program:
     schedule, options = SCHEDULES[name]
-    filled = {**options, "costs": costs} if options else {}
+    fill_options = {**options, "costs": costs} if options else {}
     return compile(
         schedule, ranks=RANKS, microbatches=MICROBATCHES, dp=REPLICAS, ep=REPLICAS,
-        stage_segments="dc", progress_model="per_edge", blocking_hosts=True, **filled,
+        stage_segments="dc", progress_model="per_edge", blocking_hosts=True, **fill_options,
     )  # fmt: skip
 
 
@@ -161,13 +161,16 @@ def make_executor(program: Program, forward: float) -> Executor:
         MODEL, transport.rank, RANKS, ep=REPLICAS, ep_rank=transport.dp_rank
     )
     segments = moe_gpt.split_stage(stage)
-    first = transport.rank * len(segments)
+    first_stage = transport.rank * len(segments)
     stream = Boundary((1, MODEL.context, MODEL.hidden))
     boundary = moe_gpt.build_boundaries(MODEL, [len(segments)] * RANKS, stream, REPLICAS)
     return Executor(
         program,
         transport.rank,
-        {s: SlowSegment(one, forward, is_first=s == 0) for s, one in enumerate(segments, first)},
+        {
+            s: SlowSegment(segment, forward, is_first=s == 0)
+            for s, segment in enumerate(segments, first_stage)
+        },
         transport,
         loss=moe_gpt.loss,
         boundary=boundary,
@@ -181,9 +184,12 @@ def measure(rank: int, rounds: int, forward: float) -> dict[str, list[float]]:
     costs = make_costs(forward)
     executors = {name: make_executor(make_program(name, costs), forward) for name in SCHEDULES}
     tokens = torch.randint(MODEL.vocab, (2, MICROBATCHES, 1, MODEL.context))
-    steps = {name: partial(one.step, tokens[0], tokens[1], 1e-2) for name, one in executors.items()}
-    took = gather_times(measure_in_rounds(steps, rounds, dist.barrier))
-    return {name: [wall for wall, _ in times] for name, times in took.items()}
+    steps = {
+        name: partial(executor.step, tokens[0], tokens[1], 1e-2)
+        for name, executor in executors.items()
+    }
+    times_by_schedule = gather_times(measure_in_rounds(steps, rounds, dist.barrier))
+    return {name: [wall for wall, _ in times] for name, times in times_by_schedule.items()}
 
 
 def main() -> None:
@@ -199,10 +205,10 @@ def main() -> None:
          "predicted less measured")  # fmt: skip
     for name, times in measured.items():
         program = make_program(name, costs)
-        free = Costs(F=costs.F, B=costs.B)
+        costs_without_all_to_alls = Costs(F=costs.F, B=costs.B)
         spans = [
-            simulate(program, one, progress_model="per_edge", blocking_hosts=True).span
-            for one in (free, costs)
+            simulate(program, simulated_costs, progress_model="per_edge", blocking_hosts=True).span
+            for simulated_costs in (costs_without_all_to_alls, costs)
         ]
         print_row(
             name, *(f"{1e3 * span:.0f}" for span in spans), f"{1e3 * median(times):.0f}",

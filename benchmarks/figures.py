@@ -16,7 +16,7 @@ class Goal(NamedTuple):
     unit: str
     at_least: bool = False
 
-    def met(self, value: float) -> bool:
+    def is_met_by(self, value: float) -> bool:
         """Return whether the value meets the goal. NaN meets no goal."""
         return value >= self.bound if self.at_least else value <= self.bound
 
@@ -42,12 +42,14 @@ class Figure(NamedTuple):
     goal: Goal | None = None
 
     @property
-    def missed(self) -> bool:
-        return self.goal is not None and not self.goal.met(self.value)
+    def is_missed(self) -> bool:
+        return self.goal is not None and not self.goal.is_met_by(self.value)
 
     def __str__(self) -> str:
         goal = "" if self.goal is None else str(self.goal)
-        return f"{self.name:44} {self.value:9.2f} {self.unit:8} {goal:>6}{' missed' * self.missed}"
+        return (
+            f"{self.name:44} {self.value:9.2f} {self.unit:8} {goal:>6}{' missed' * self.is_missed}"
+        )
 
 
 def append_figure(path: Path | None, figure: Figure) -> None:
@@ -62,8 +64,8 @@ def append_figure(path: Path | None, figure: Figure) -> None:
 def read_figures(path: Path) -> list[Figure]:
     """Return the figures of a file, without a last line that is incomplete."""
     text = path.read_text() if path.exists() else ""
-    whole, _, _ = text.rpartition("\n")
-    return parse_figures(map(json.loads, whole.splitlines()))
+    complete_lines, _, _ = text.rpartition("\n")
+    return parse_figures(map(json.loads, complete_lines.splitlines()))
 
 
 def parse_figures(lines: Iterable[list[object]]) -> list[Figure]:

@@ -151,7 +151,7 @@ def print_figures(options: argparse.Namespace) -> bool:
             for figure in PARTS[name](options):
                 print(figure, flush=True)
                 figures.append_figure(options.figures, figure)
-                met = met and not figure.missed
+                met = met and not figure.is_missed
         except Exception as error:
             traceback.print_exc()
             print(f"not measured, or not all of it: {name}: {type(error).__name__}", flush=True)
@@ -167,22 +167,22 @@ def measure_machine(options: argparse.Namespace) -> Iterator[Figure]:
 def measure_queues(options: argparse.Namespace) -> Iterator[Figure]:
     streams = [torch.cuda.default_stream(), *(torch.cuda.Stream() for _ in range(options.streams))]
     streams += [torch.cuda.Stream(priority=-1) for _ in range(options.high)]
-    found = find_shared_queues(streams)
-    for first, second in found:
+    pairs = find_shared_queues(streams)
+    for first, second in pairs:
         print(f"stream {second} waits for stream {first}")
-    yield Figure("pairs of streams that share a queue", len(found), "")
+    yield Figure("pairs of streams that share a queue", len(pairs), "")
     yield Figure("  of pairs", len(streams) * (len(streams) - 1), "")
 
 
 def measure_stage(options: argparse.Namespace) -> Iterator[Figure]:
     shape = options.hidden, options.context, options.layers
-    most = measure_product_rate(options.product)
-    yield Figure(f"product of side {options.product}", most / 1e12, "TFLOP/s")
-    allowed, rate = measure_kernel_rate(*shape), measure_stage_rate(*shape)
-    yield Figure(f"products of a stage of hidden {options.hidden}", allowed / 1e12, "TFLOP/s")
-    yield Figure(f"stage of hidden {options.hidden}", rate / 1e12, "TFLOP/s")
-    yield Figure("  of the large product's", 100 * rate / most, "%")
-    yield Figure("  of its own products'", 100 * rate / allowed, "%", figures.STAGE)
+    product_rate = measure_product_rate(options.product)
+    yield Figure(f"product of side {options.product}", product_rate / 1e12, "TFLOP/s")
+    kernel_rate, stage_rate = measure_kernel_rate(*shape), measure_stage_rate(*shape)
+    yield Figure(f"products of a stage of hidden {options.hidden}", kernel_rate / 1e12, "TFLOP/s")
+    yield Figure(f"stage of hidden {options.hidden}", stage_rate / 1e12, "TFLOP/s")
+    yield Figure("  of the large product's", 100 * stage_rate / product_rate, "%")
+    yield Figure("  of its own products'", 100 * stage_rate / kernel_rate, "%", figures.STAGE)
 
 
 def measure_instruction(options: argparse.Namespace) -> Iterator[Figure]:
@@ -222,20 +222,20 @@ PARTS: Final[dict[str, Callable[[argparse.Namespace], Iterator[Figure]]]] = {
 def read_command_output(*command: str) -> str:
     """Return the output of a command in one line, or no text if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return "; ".join(done.stdout.strip().splitlines())
+    return "; ".join(result.stdout.strip().splitlines())
 
 
 def format_package_versions(*names: str) -> str:
-    found = []
+    versions = []
     for name in names:
         try:
-            found.append(f"{name} {version(name)}")
+            versions.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(f"no {name}")
-    return ", ".join(found)
+            versions.append(f"no {name}")
+    return ", ".join(versions)
 
 
 def describe_machine() -> Iterator[str]:
@@ -266,31 +266,31 @@ def describe_machine() -> Iterator[str]:
 
 def find_shared_queues(streams: Sequence[Any]) -> list[tuple[int, int]]:
     """Return the pairs of streams in which the second waits while the first is busy."""
-    one = torch.zeros(1, device="cuda")
+    tensor = torch.zeros(1, device="cuda")
     for stream in streams:  # the first use of a stream may wait for all streams of the device
         with torch.cuda.stream(stream):
             torch.cuda._sleep(1)
-            one.add_(1)
-    found = []
-    for k, parked in enumerate(streams):
+            tensor.add_(1)
+    pairs = []
+    for k, busy_stream in enumerate(streams):
         others = [i for i in range(len(streams)) if i != k]
-        ended = {i: torch.cuda.Event() for i in others}
-        over = torch.cuda.Event()
+        end_events = {i: torch.cuda.Event() for i in others}
+        busy_end = torch.cuda.Event()
         torch.cuda.synchronize()
-        with torch.cuda.stream(parked):
+        with torch.cuda.stream(busy_stream):
             torch.cuda._sleep(BUSY_CYCLES)
-            over.record()
+            busy_end.record()
         for i in others:
             with torch.cuda.stream(streams[i]):
-                one.add_(1)
-                ended[i].record()
+                tensor.add_(1)
+                end_events[i].record()
         time.sleep(SHORT_KERNEL_SECONDS)
-        late = [i for i in others if not ended[i].query()]
-        if over.query():
+        waiting = [i for i in others if not end_events[i].query()]
+        if busy_end.query():
             raise RuntimeError("the host is too slow for this probe: a stream was free too soon")
-        found += [(k, i) for i in late]
+        pairs += [(k, i) for i in waiting]
     torch.cuda.synchronize()
-    return found
+    return pairs
 
 
 # ---------------------------------------------------------------- one stage
@@ -298,7 +298,7 @@ def find_shared_queues(streams: Sequence[Any]) -> list[tuple[int, int]]:
 
 def measure_seconds(run: Callable[[], object], times: int = 10, warm: int = 3) -> float:
     """Return the median time of the GPU from the first to the last kernel of a run."""
-    taken: list[float] = []
+    samples: list[float] = []
     for _ in range(warm + times):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -306,8 +306,8 @@ def measure_seconds(run: Callable[[], object], times: int = 10, warm: int = 3) -
         run()
         end.record()
         end.synchronize()
-        taken.append(begin.elapsed_time(end) / 1e3)
-    return median(taken[warm:])
+        samples.append(begin.elapsed_time(end) / 1e3)
+    return median(samples[warm:])
 
 
 def measure_product_rate(side: int) -> float:
@@ -393,12 +393,12 @@ def measure_instruction_overhead(microbatches: int = 256) -> float:
     )
     rank = world.executors[0]
 
-    def plain() -> None:
+    def run_plain_loop() -> None:
         for x, target in zip(inputs, targets, strict=True):
             tiny_model.squared_error(stage(x), target).backward()
 
-    own = measure_seconds(lambda: rank.step(inputs, targets)) - measure_seconds(plain)
-    return own / (2 * microbatches) * 1e6
+    overhead = measure_seconds(lambda: rank.step(inputs, targets)) - measure_seconds(run_plain_loop)
+    return overhead / (2 * microbatches) * 1e6
 
 
 def measure_event_gap(times: int = 100) -> float:
@@ -408,8 +408,8 @@ def measure_event_gap(times: int = 100) -> float:
     for event in events:
         event.record()
     torch.cuda.synchronize()
-    each = zip(events[::2], events[1::2], strict=True)
-    return float(median(one.elapsed_time(other) / 1e3 for one, other in each))
+    event_pairs = zip(events[::2], events[1::2], strict=True)
+    return float(median(first.elapsed_time(second) / 1e3 for first, second in event_pairs))
 
 
 # ---------------------------------------------------------------- virtual ranks
@@ -479,11 +479,11 @@ def record_timelines(
     ranks: InProcessExecutor, step: Callable[[], object], steps: int
 ) -> list[Timeline]:
     """Return the Timelines of some steps, after two steps that warm up."""
-    found = []
+    timelines = []
     for _ in range(WARM_UP_STEPS + steps):
         step()
-        found.append(ranks.timeline())
-    return found[WARM_UP_STEPS:]
+        timelines.append(ranks.timeline())
+    return timelines[WARM_UP_STEPS:]
 
 
 def compute_rank_figures(name: str, runs: Sequence[Timeline]) -> Iterator[Figure]:
@@ -495,25 +495,25 @@ def compute_rank_figures(name: str, runs: Sequence[Timeline]) -> Iterator[Figure
         "  exposed transfers", 100 * median(map(compute_exposed_share, runs)), "%", figures.EXPOSED
     )
     yield Figure("  step", 1e3 * median(run.span for run in runs), "ms")
-    off = [
+    errors = [
         schedir.simulate(
             run.program,
             calibrate(run),
             progress_model=run.progress_model,
             blocking_hosts=run.blocking_hosts,
         ).span
-        / after.span
+        / next_run.span
         - 1
-        for run, after in pairwise(runs)
+        for run, next_run in pairwise(runs)
     ]
-    yield Figure("  step, predicted, off by", 100 * median(map(abs, off)), "%", figures.STEP)
+    yield Figure("  step, predicted, off by", 100 * median(map(abs, errors)), "%", figures.STEP)
 
 
 def measure_gpt_ranks(config: gpt.GPTConfig, microbatches: int, steps: int) -> Iterator[Figure]:
     """Yield the figures of the ranks of a GPT, and of their memory."""
     gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    bytes_before = torch.cuda.memory_allocated()
     boundary = Boundary((1, config.context, config.hidden), torch.bfloat16)
     stages = [build_gpt_stage(config, s, RANKS) for s in range(RANKS)]
     inputs, targets = torch.randint(
@@ -535,18 +535,25 @@ def measure_gpt_ranks(config: gpt.GPTConfig, microbatches: int, steps: int) -> I
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     device = torch.device(DEVICE)
-    asked = count_allocations(device)
+    allocations_before = count_allocations(device)
     runs = record_timelines(ranks, partial(ranks.step, inputs, targets, scale), steps)
-    held = torch.cuda.max_memory_allocated() - before
+    peak_bytes = torch.cuda.max_memory_allocated() - bytes_before
     yield from compute_rank_figures("ranks of a GPT", runs)
     with record_host_waits() as waits:
         ranks.step(inputs, targets, scale)
     yield Figure("  host waits in a step", len(waits), "", figures.WAITS)
-    yield Figure("  device asked for memory, in all steps", count_allocations(device) - asked, "")
-    predicted = predict_peak_memory(ranks, sizes) + inputs.nbytes + targets.nbytes
-    yield Figure("  peak memory", held / 2**30, "GiB")
     yield Figure(
-        "  peak memory, predicted, off by", 100 * abs(predicted / held - 1), "%", figures.MEMORY
+        "  device asked for memory, in all steps",
+        count_allocations(device) - allocations_before,
+        "",
+    )
+    predicted = predict_peak_memory(ranks, sizes) + inputs.nbytes + targets.nbytes
+    yield Figure("  peak memory", peak_bytes / 2**30, "GiB")
+    yield Figure(
+        "  peak memory, predicted, off by",
+        100 * abs(predicted / peak_bytes - 1),
+        "%",
+        figures.MEMORY,
     )
 
 
@@ -556,11 +563,11 @@ def predict_peak_memory(ranks: InProcessExecutor, sizes: Sizes) -> float:
     An allocator counts in this order, whenever the GPU runs the instructions.
     """
     offsets = ranks.program.offsets
-    turns = ranks.execution_orders[ranks.program.digest].round_robin_order
-    at = np.array([offsets[rank] + index for rank, index in turns])
-    turn = np.empty(len(at))
-    turn[at] = np.arange(len(at))
-    spans = build_spans(ranks.program, turn, turn + 0.5)
+    issue_order = ranks.execution_orders[ranks.program.digest].round_robin_order
+    positions = np.array([offsets[rank] + index for rank, index in issue_order])
+    issue_times = np.empty(len(positions))
+    issue_times[positions] = np.arange(len(positions))
+    spans = build_spans(ranks.program, issue_times, issue_times + 0.5)
     return Timeline(ranks.program, spans, sizes=sizes).peak_over_all_ranks
 
 
@@ -573,28 +580,28 @@ def record_host_waits() -> Iterator[list[str]]:
 
     torch warns about some of these calls; others are explicit synchronizations.
     """
-    found: list[str] = []
+    calls: list[str] = []
     with ExitStack() as stack:
-        for of in SYNC_OWNERS:
-            noted = _record_calls(getattr(of, "synchronize"), found)  # noqa: B009
-            stack.enter_context(mock.patch.object(of, "synchronize", noted))
-        seen = stack.enter_context(warnings.catch_warnings(record=True))
+        for owner in SYNC_OWNERS:
+            recording_wait = _record_calls(getattr(owner, "synchronize"), calls)  # noqa: B009
+            stack.enter_context(mock.patch.object(owner, "synchronize", recording_wait))
+        caught_warnings = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield calls
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            found += [str(w.message) for w in seen if SYNC_WARNING in str(w.message)]
+            calls += [str(w.message) for w in caught_warnings if SYNC_WARNING in str(w.message)]
 
 
-def _record_calls(wait: Callable[..., object], found: list[str]) -> Callable[..., object]:
+def _record_calls(wait: Callable[..., object], calls: list[str]) -> Callable[..., object]:
     # The replacement must be a plain function, so that Python binds it to the object as a method.
-    def noted(*given: Any, **named: Any) -> object:
-        found.append(f"{wait.__qualname__} is called")
-        return wait(*given, **named)
+    def record_and_wait(*args: Any, **kwargs: Any) -> object:
+        calls.append(f"{wait.__qualname__} is called")
+        return wait(*args, **kwargs)
 
-    return noted
+    return record_and_wait
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Step(NamedTuple):
     environ: Mapping[str, str] = {}
     rehearsal: Sequence[str] = ()
 
-    def on(self, device: str) -> Sequence[str]:
+    def get_command(self, device: str) -> Sequence[str]:
         """Return the command for a device, or no command if the step cannot run there."""
         tests = self.command[:2] == ["-m", "pytest"] and SANITIZER not in self.environ
         return (
@@ -66,10 +66,10 @@ class Step(NamedTuple):
         )
 
 
-def make_test_command(*given: str) -> list[str]:
+def make_test_command(*arguments: str) -> list[str]:
     """Return the command of pytest. Warnings of other packages on the machine fail no test."""
     return ["-m", "pytest", "-q", "-rfEs", "-W", "default", "-p", "no:cacheprovider",
-            "--durations=3", *given]  # fmt: skip
+            "--durations=3", *arguments]  # fmt: skip
 
 
 def make_part_command(name: str) -> list[str]:
@@ -77,10 +77,10 @@ def make_part_command(name: str) -> list[str]:
 
 
 def make_training_command(*sets: str) -> list[str]:
-    given = ["pipeline.ranks=1", "pipeline.tp=1", "train.steps=20", "train.log_every=5", *sets]
-    given += [f'output.dir="{FOLDER}/train"', "output.overwrite=true"]
+    settings = ["pipeline.ranks=1", "pipeline.tp=1", "train.steps=20", "train.log_every=5", *sets]
+    settings += [f'output.dir="{FOLDER}/train"', "output.overwrite=true"]
     return ["-m", "schedir", "train", "examples/demo.toml", f"--trace={FOLDER}/train",
-            *(f"--set={s}" for s in given)]  # fmt: skip
+            *(f"--set={s}" for s in settings)]  # fmt: skip
 
 
 NCCL: Final = {"NCCL_DEBUG": "WARN"}
@@ -96,7 +96,8 @@ STEPS: Final = (
          make_test_command("-x", STREAMS), {SANITIZER: "1"}),
     Step("streams", "virtual ranks: no host waits, and Timelines", 120, make_test_command(STREAMS)),
     Step("nccl grouped", "2 x 2 processes on one GPU, one group", 280,
-         make_test_command("-x", "tests/gpu/test_nccl.py", "-k", "eager and grouped and one_f_one_b"),
+         make_test_command("-x", "tests/gpu/test_nccl.py", "-k",
+                           "eager and grouped and one_f_one_b"),
          NCCL),
     Step("nccl edge", "2 x 2 processes on one GPU, a group per edge", 280,
          make_test_command("-x", "tests/gpu/test_nccl.py", "-k", "eager and edge and one_f_one_b"),
@@ -134,14 +135,14 @@ STEPS: Final = (
 class Result(NamedTuple):
     """The end of a step in words, its seconds, its figures, and the last line of its output."""
 
-    ended: str
+    outcome: str
     seconds: float
-    said: str
+    last_line: str
     figures: list[list[Any]]
 
     @property
-    def is_well(self) -> bool:
-        return self.ended == "ok"
+    def is_ok(self) -> bool:
+        return self.outcome == "ok"
 
 
 class Run:
@@ -149,59 +150,67 @@ class Run:
 
     def __init__(self, folder: Path, device: str, minutes: float | None) -> None:
         self.folder, self.device = folder, device
-        self.until = None if minutes is None else time.monotonic() + 60 * minutes
+        self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self.results: dict[str, Result] = {}
         folder.mkdir(parents=True, exist_ok=True)
         if (state := folder / STATE).exists():
             self.results = {k: Result(*v) for k, v in json.loads(state.read_text()).items()}
 
-    def step(self, step: Step) -> Result:
+    def run_step(self, step: Step) -> Result:
         """Run a step to its end or to its time limit. Write its result and all tables."""
-        command = step.on(self.device)
+        command = step.get_command(self.device)
         limit = float(step.limit)
-        if self.until is not None:
-            limit = min(limit, self.until - time.monotonic())
-        result = self._run(step, command, limit) if command else Result(NOT_REHEARSED[0], 0, "", [])
+        if self.deadline is not None:
+            limit = min(limit, self.deadline - time.monotonic())
+        result = (
+            self._run_process(step, command, limit)
+            if command
+            else Result(NOT_REHEARSED[0], 0, "", [])
+        )
         self.results[step.name] = result
         self.write()
         return result
 
-    def _run(self, step: Step, command: Sequence[str], limit: float) -> Result:
-        out = self.folder / f"{name_output_file(step)}.part"
-        found = self.folder / f"{name_output_file(step)}.figures"
-        found.unlink(missing_ok=True)
-        given = [
-            word.replace(FIGURES, str(found)).replace(FOLDER, str(self.folder)) for word in command
+    def _run_process(self, step: Step, command: Sequence[str], limit: float) -> Result:
+        output_path = self.folder / f"{name_output_file(step)}.part"
+        figures_path = self.folder / f"{name_output_file(step)}.figures"
+        figures_path.unlink(missing_ok=True)
+        arguments = [
+            word.replace(FIGURES, str(figures_path)).replace(FOLDER, str(self.folder))
+            for word in command
         ]
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environ = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
         environ |= step.environ if self.device == "cuda" else REHEARSAL
-        began = time.monotonic()
-        with out.open("wb") as file:
+        start = time.monotonic()
+        with output_path.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, *given], cwd=ROOT, env=environ,
+                [sys.executable, *arguments], cwd=ROOT, env=environ,
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
             try:
                 code = process.wait(max(limit, 1.0))
-                ended = "ok" if code == 0 else f"failed: {code}"
+                outcome = "ok" if code == 0 else f"failed: {code}"
             except subprocess.TimeoutExpired:
-                ended = f"cut after {limit:.0f} s" if limit == step.limit else OUT_OF_TIME
+                outcome = f"cut after {limit:.0f} s" if limit == step.limit else OUT_OF_TIME
             finally:
                 stop_process(process)
-        seconds = time.monotonic() - began
-        lines = [line for line in out.read_text(errors="replace").splitlines() if line.strip()]
-        measured = [
-            [f.name, f.value, f.unit, f.goal and f.goal.name] for f in figures.read_figures(found)
+        seconds = time.monotonic() - start
+        lines = [
+            line for line in output_path.read_text(errors="replace").splitlines() if line.strip()
         ]
-        found.unlink(missing_ok=True)
-        out.replace(self.folder / name_output_file(step))
-        said = lines[-1].strip("= ") if lines else ""
-        # `said` is the last line of pytest's output.
-        if ended == "ok" and " skipped" in said and " passed" not in said:
-            ended = "skipped"
-        return Result(ended, seconds, said, measured)
+        measured = [
+            [f.name, f.value, f.unit, f.goal and f.goal.name]
+            for f in figures.read_figures(figures_path)
+        ]
+        figures_path.unlink(missing_ok=True)
+        output_path.replace(self.folder / name_output_file(step))
+        last_line = lines[-1].strip("= ") if lines else ""
+        # `last_line` is the last line of pytest's output.
+        if outcome == "ok" and " skipped" in last_line and " passed" not in last_line:
+            outcome = "skipped"
+        return Result(outcome, seconds, last_line, measured)
 
     def write(self) -> None:
         """Write the results so far, each file in one operation."""
@@ -217,9 +226,9 @@ def name_output_file(step: Step) -> str:
 
 def stop_process(process: subprocess.Popen[bytes]) -> None:
     """End a process that still runs, and all processes that it has started."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
+            os.killpg(process.pid, signal_number)
         # A process that waits in a driver may not end at all. The run then continues.
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SECONDS)
@@ -241,19 +250,25 @@ def format_page(folder: Path, results: Mapping[str, Result], device: str) -> str
     rows += ["", "| step | what | ended | s | last line |", "| --- | --- | --- | --- | --- |"]
     for step in STEPS:
         r = results.get(step.name, Result("not run", 0, "", []))
-        rows.append(f"| [{step.name}]({name_output_file(step)}) | {step.about} | {r.ended} "
-                    f"| {r.seconds:.0f} | {format_cell(r.said)} |")  # fmt: skip
-    found = [(name, f) for name, r in results.items() for f in figures.parse_figures(r.figures)]
+        rows.append(f"| [{step.name}]({name_output_file(step)}) | {step.about} | {r.outcome} "
+                    f"| {r.seconds:.0f} | {format_cell(r.last_line)} |")  # fmt: skip
+    all_figures = [
+        (name, f) for name, r in results.items() for f in figures.parse_figures(r.figures)
+    ]
     rows += ["", "| goal | | measured | met |", "| --- | --- | --- | --- |"]
     for goal in figures.GOALS:
-        own = [(name, f) for name, f in found if f.goal == goal]
-        for name, f in own:
-            rows.append(f"| {goal.name} ({name}: {f.name}) | {goal} {goal.unit} "
-                        f"| {f.value:.2f} {f.unit} | {'no' if f.missed else 'yes'} |")  # fmt: skip
-        if not own:
+        goal_figures = [(name, f) for name, f in all_figures if f.goal == goal]
+        for name, f in goal_figures:
+            rows.append(
+                f"| {goal.name} ({name}: {f.name}) | {goal} {goal.unit} "
+                f"| {f.value:.2f} {f.unit} | {'no' if f.is_missed else 'yes'} |"
+            )
+        if not goal_figures:
             rows.append(f"| {goal.name} | {goal} {goal.unit} | not measured | |")
     rows += ["", "| other figures | |", "| --- | --- |"]
-    rows += [f"| {name}: {f.name} | {f.value:.2f} {f.unit} |" for name, f in found if not f.goal]
+    rows += [
+        f"| {name}: {f.name} | {f.value:.2f} {f.unit} |" for name, f in all_figures if not f.goal
+    ]
     return "\n".join(rows) + "\n"
 
 
@@ -262,7 +277,7 @@ def format_cell(text: str) -> str:
     return text.replace("|", "/")[:120]
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="run all tests and benchmarks that need a GPU")
     names = [step.name for step in STEPS]
     parser.add_argument(
@@ -274,42 +289,46 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="time limit of all steps together")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--folder", type=Path, help="folder of the results (docs/results/gpu)")
-    options = parse(parser, given, device="cpu", only=[STEPS[0].name])
+    options = parse(parser, argv, device="cpu", only=[STEPS[0].name])
     if options.smoke and options.folder is None:
         with tempfile.TemporaryDirectory() as folder:
             return run_steps(options, Path(folder))
-    usual = ROOT / ("docs/results/gpu" if options.device == "cuda" else "out/gpu")
-    return run_steps(options, options.folder or usual)
+    default_folder = ROOT / ("docs/results/gpu" if options.device == "cuda" else "out/gpu")
+    return run_steps(options, options.folder or default_folder)
 
 
 def run_steps(options: argparse.Namespace, folder: Path) -> int:
     """Run the selected steps, and return the exit code."""
     run = Run(folder.resolve(), options.device, options.minutes)
-    there, well = True, True
+    has_gpu, is_ok = True, True
     for step in STEPS:
         # The first step always runs: it ends the run if there is no GPU. Otherwise the tests would
         # only be skipped.
-        asks = step == STEPS[0] and options.device == "cuda"
-        if options.only and step.name not in options.only and not asks:
+        checks_gpu = step == STEPS[0] and options.device == "cuda"
+        if options.only and step.name not in options.only and not checks_gpu:
             continue
-        known = step.name in run.results and run.results[step.name].ended != OUT_OF_TIME
-        if options.rest and known and not asks:
+        has_result = step.name in run.results and run.results[step.name].outcome != OUT_OF_TIME
+        if options.rest and has_result and not checks_gpu:
             continue
-        if run.until is not None and run.until - time.monotonic() < MIN_STEP_SECONDS:
+        if run.deadline is not None and run.deadline - time.monotonic() < MIN_STEP_SECONDS:
             print(f"{step.name}: not run, there is no time left", flush=True)
             continue
-        if not there:
+        if not has_gpu:
             print(f"{step.name}: not run, there is no GPU", flush=True)
             continue
-        result = run.step(step)
-        print(f"{step.name}: {result.ended}, {result.seconds:.0f} s: {result.said}", flush=True)
-        if asks:
-            there = result.ended != "failed: 2"
-        rehearsed = options.device == "cpu" and (step == STEPS[0] or result.ended in NOT_REHEARSED)
-        missed = any(f.missed for f in figures.parse_figures(result.figures))
-        well = well and (result.is_well or rehearsed) and not missed
+        result = run.run_step(step)
+        print(
+            f"{step.name}: {result.outcome}, {result.seconds:.0f} s: {result.last_line}", flush=True
+        )
+        if checks_gpu:
+            has_gpu = result.outcome != "failed: 2"
+        is_rehearsed = options.device == "cpu" and (
+            step == STEPS[0] or result.outcome in NOT_REHEARSED
+        )
+        misses_goal = any(f.is_missed for f in figures.parse_figures(result.figures))
+        is_ok = is_ok and (result.is_ok or is_rehearsed) and not misses_goal
     print(f"\n{run.folder / 'README.md'}")
-    return 2 if not there else int(not well)
+    return 2 if not has_gpu else int(not is_ok)
 
 
 if __name__ == "__main__":

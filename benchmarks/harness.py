@@ -79,8 +79,8 @@ def compute_median_interval(values: Iterable[float]) -> tuple[float, float]:
     Both ends are values of the sample. It is the interval of the sign test.
     """
     ordered = sorted(values)
-    n, low, beyond = len(ordered), 0, 0.0
-    while low < (n - 1) // 2 and (beyond := beyond + comb(n, low) / 2**n) <= 0.025:
+    n, low, tail = len(ordered), 0, 0.0
+    while low < (n - 1) // 2 and (tail := tail + comb(n, low) / 2**n) <= 0.025:
         low += 1
     return ordered[max(low - 1, 0)], ordered[n - max(low, 1)]
 
@@ -121,20 +121,20 @@ def _run_without_warnings(rank: int, work: Callable[..., Any], *args: Any) -> An
 
 def find_free_port() -> int:
     """Return a free port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
         return port
 
 
 def fork_ranks(
-    processes: int, port: int, said: Path, work: Callable[[int], object], **environ: str
+    processes: int, port: int, output_path: Path, work: Callable[[int], object], **environ: str
 ) -> list[int]:
     """Fork processes with the environment variables that torchrun sets.
 
     Args:
         processes: The number of processes.
         port: The port of the store, which rank 0 has.
-        said: A file to which each process appends its output.
+        output_path: A file to which each process appends its output.
         work: Called with the rank in each process. The process exits with 1 if `work` returns or
             raises.
         environ: More environment variables.
@@ -148,8 +148,8 @@ def fork_ranks(
             children.append(child)
             continue
         try:
-            to = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(to, 1), os.dup2(to, 2)
+            output_fd = os.open(output_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output_fd, 1), os.dup2(output_fd, 2)
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
                            "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
                            "MASTER_PORT": str(port), **environ}  # fmt: skip
@@ -181,17 +181,17 @@ def measure_in_rounds(
     Returns:
         The times of this process, by name.
     """
-    took: dict[str, Times] = {name: [] for name in steps}
+    times: dict[str, Times] = {name: [] for name in steps}
     names = [*steps]
-    for turn in range(WARM_UP_STEPS + rounds):
-        first = turn % len(names) if rotate else 0
+    for round_index in range(WARM_UP_STEPS + rounds):
+        first = round_index % len(names) if rotate else 0
         for name in names[first:] + names[:first]:
             prepare()
-            began, processor = perf_counter(), clock()
+            wall_start, cpu_start = perf_counter(), clock()
             steps[name]()
-            if turn >= WARM_UP_STEPS:
-                took[name].append((perf_counter() - began, clock() - processor))
-    return took
+            if round_index >= WARM_UP_STEPS:
+                times[name].append((perf_counter() - wall_start, clock() - cpu_start))
+    return times
 
 
 def gather_times(took: dict[str, Times]) -> dict[str, Times]:
@@ -206,8 +206,8 @@ def gather_times(took: dict[str, Times]) -> dict[str, Times]:
     dist.all_gather_object(ranks, took)
     return {
         name: [
-            (max(wall for wall, _ in each), sum(cpu for _, cpu in each))
-            for each in zip(*(own[name] for own in ranks), strict=True)
+            (max(wall for wall, _ in step_times), sum(cpu for _, cpu in step_times))
+            for step_times in zip(*(rank_times[name] for rank_times in ranks), strict=True)
         ]
         for name in took
     }
@@ -220,9 +220,9 @@ def format_milliseconds(times: Times) -> str:
 
 def format_pair_ratios(times: Times, base: Times, digits: int) -> list[str]:
     """Format the ratio of wall times to those of `base`, round by round, and that of CPU times."""
-    both = [*zip(times, base, strict=True)]
-    cpu = median(one / other for (_, one), (_, other) in both)
+    pairs = [*zip(times, base, strict=True)]
+    cpu = median(one / other for (_, one), (_, other) in pairs)
     return [
-        format_ratio([one / other for (one, _), (other, _) in both], digits),
+        format_ratio([one / other for (one, _), (other, _) in pairs], digits),
         f"{cpu:.{digits}f}",
     ]

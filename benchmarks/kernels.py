@@ -73,30 +73,32 @@ class Operation(NamedTuple):
 
     name: str
     bytes: int
-    ways: dict[str, Run]
+    implementations: dict[str, Run]
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="compare kernels with the bandwidth of a copy")
     parser.add_argument("--only", choices=("bandwidth", "windows"), default="bandwidth")
-    own = parser.add_argument_group("bandwidth")
-    own.add_argument("--tokens", type=int, default=4096)
-    own.add_argument("--hidden", type=int, default=8192)
-    own.add_argument(
+    group = parser.add_argument_group("bandwidth")
+    group.add_argument("--tokens", type=int, default=4096)
+    group.add_argument("--hidden", type=int, default=8192)
+    group.add_argument(
         "--vocab", type=int, default=51200, help="vocabulary size of all tensor-parallel ranks"
     )
-    own.add_argument("--tp", type=int, default=8)
+    group.add_argument("--tp", type=int, default=8)
     widths = [1024, 2048, 4096, 8192, 12288, 16384]
-    own.add_argument("--widths", type=int, nargs="*", default=widths, help="row sizes of LayerNorm")
-    own = parser.add_argument_group("windows")
-    own.add_argument("--lengths", type=int, nargs="*", default=None)
-    own.add_argument("--windows", nargs="*", default=WINDOWS, help="windows, as window:stride")
-    own.add_argument("--heads", type=int, default=4)
-    own.add_argument("--width", type=int, default=64, help="width of a head")
-    own.add_argument("--rounds", type=int, default=9)
-    own.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    group.add_argument(
+        "--widths", type=int, nargs="*", default=widths, help="row sizes of LayerNorm"
+    )
+    group = parser.add_argument_group("windows")
+    group.add_argument("--lengths", type=int, nargs="*", default=None)
+    group.add_argument("--windows", nargs="*", default=WINDOWS, help="windows, as window:stride")
+    group.add_argument("--heads", type=int, default=4)
+    group.add_argument("--width", type=int, default=64, help="width of a head")
+    group.add_argument("--rounds", type=int, default=9)
+    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parse(
-        parser, words, tokens=64, hidden=256, vocab=512, widths=[64],
+        parser, argv, tokens=64, hidden=256, vocab=512, widths=[64],
         lengths=[200], windows=["64:64", "128:1"], rounds=2,
     )  # fmt: skip
     if options.smoke:
@@ -124,28 +126,31 @@ def print_bandwidth(options: argparse.Namespace) -> int:
 
 
 def print_operations(
-    given: Iterator[Operation], copy: float, clock: Callable[[Run], float]
+    operations: Iterator[Operation], copy: float, clock: Callable[[Run], float]
 ) -> bool:
     """Print each measurement, and each failure. Return whether schedir's kernels reach the goal."""
     met, failed = True, []
     print(
-        f"{'operation':34} {'MB':>8} {'ms':>8}" + "".join(f"{way:>10}" for way in IMPLEMENTATIONS)
+        f"{'operation':34} {'MB':>8} {'ms':>8}" + "".join(f"{name:>10}" for name in IMPLEMENTATIONS)
     )
-    for work in given:
-        took = {}
-        for way, run in work.ways.items():
+    for operation in operations:
+        times = {}
+        for name, run in operation.implementations.items():
             try:
-                took[way] = clock(run)
+                times[name] = clock(run)
             except Exception as error:
-                if way == "ours":
+                if name == "ours":
                     raise
-                failed.append(f"{work.name}, {way}: {type(error).__name__} {error}"[:200])
-        share = {way: work.bytes / ms / copy for way, ms in took.items()}
+                failed.append(f"{operation.name}, {name}: {type(error).__name__} {error}"[:200])
+        share = {name: operation.bytes / ms / copy for name, ms in times.items()}
         met = met and share["ours"] >= GOAL
         shares = "".join(
-            f"{share[way]:10.2f}" if way in share else f"{'-':>10}" for way in IMPLEMENTATIONS
+            f"{share[name]:10.2f}" if name in share else f"{'-':>10}" for name in IMPLEMENTATIONS
         )
-        print(f"{work.name:34} {work.bytes / 1e6:8.1f} {took['ours']:8.3f}{shares}", flush=True)
+        print(
+            f"{operation.name:34} {operation.bytes / 1e6:8.1f} {times['ours']:8.3f}{shares}",
+            flush=True,
+        )
     if find_spec("liger_kernel") is None:
         failed.append("Liger-Kernel is not installed (pip install liger-kernel)")
     for reason in failed:
@@ -158,14 +163,16 @@ def measure_milliseconds(run: Run, times: int = 30) -> float:
     for _ in range(3):
         run()
     torch.cuda.synchronize()
-    began = perf_counter()
+    start = perf_counter()
     run()
-    asleep = int(2 * (perf_counter() - began) * MAX_CLOCK_RATE)
-    cold, spans = torch.empty(CACHE_BYTES, dtype=torch.uint8, device="cuda"), []
+    sleep_cycles = int(2 * (perf_counter() - start) * MAX_CLOCK_RATE)
+    cache_filler, spans = torch.empty(CACHE_BYTES, dtype=torch.uint8, device="cuda"), []
     for _ in range(times):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        cold.zero_()
-        torch.cuda._sleep(asleep)  # so that the host issues all kernels before the first one runs
+        cache_filler.zero_()
+        torch.cuda._sleep(
+            sleep_cycles
+        )  # so that the host issues all kernels before the first one runs
         begin.record()
         run()
         end.record()
@@ -198,13 +205,13 @@ def list_operations(options: argparse.Namespace) -> Iterator[Operation]:
         [make_random_tensor(T, n)],
     )
     for n in options.widths:
-        ways = collect_implementations(
+        implementations = collect_implementations(
             layer_norm.add_layer_norm, layer_norm.add_layer_norm_reference
         )
         yield from list_forward_and_backward(
             f"residual + LayerNorm {n}",
             (4, 4),
-            ways | find_liger_layer_norm(),
+            implementations | find_liger_layer_norm(),
             [
                 make_random_tensor(T, n),
                 make_random_tensor(T, n),
@@ -215,15 +222,17 @@ def list_operations(options: argparse.Namespace) -> Iterator[Operation]:
         )
 
 
-def collect_implementations(ours: Callable[..., Any], eager: Callable[..., Any]) -> dict[str, Any]:
+def collect_implementations(
+    function: Callable[..., Any], eager: Callable[..., Any]
+) -> dict[str, Any]:
     torch._dynamo.reset()  # so that each shape is compiled separately
-    return {"ours": ours, "eager": eager, "compiled": torch.compile(eager, dynamic=False)}
+    return {"ours": function, "eager": eager, "compiled": torch.compile(eager, dynamic=False)}
 
 
 def list_forward_and_backward(
     name: str,
     moved: tuple[int, int],
-    ways: dict[str, Callable[..., Any]],
+    implementations: dict[str, Callable[..., Any]],
     inputs: Sequence[Tensor],
     gradients: Sequence[Tensor],
 ) -> Iterator[Operation]:
@@ -232,26 +241,28 @@ def list_forward_and_backward(
     `moved` has the bytes that the backward and the forward move, as multiples of the first input.
     """
     inputs = [x.requires_grad_() for x in inputs]
-    again, once = moved
+    backward_factor, forward_factor = moved
     size = inputs[0].nbytes
 
-    def backward(way: Callable[..., Any]) -> Run:
+    def backward(function: Callable[..., Any]) -> Run:
         graph: list[Any] = []  # built at the first run, so that its errors are reported there
 
         def run() -> Any:
             if not graph:
-                graph.append(way(*inputs))
+                graph.append(function(*inputs))
             return torch.autograd.grad(graph[0], inputs, gradients, retain_graph=True)
 
         return run
 
     yield Operation(
         f"{name}, forward",
-        once * size,
-        {key: partial(way, *inputs) for key, way in ways.items()},
+        forward_factor * size,
+        {key: partial(function, *inputs) for key, function in implementations.items()},
     )
     yield Operation(
-        f"{name}, backward", again * size, {key: backward(way) for key, way in ways.items()}
+        f"{name}, backward",
+        backward_factor * size,
+        {key: backward(function) for key, function in implementations.items()},
     )
 
 
@@ -259,56 +270,63 @@ def find_liger_layer_norm() -> dict[str, Any]:
     if find_spec("liger_kernel") is None:
         return {}
 
-    def way(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def run_layer_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
         h = x + residual
         return h, LigerLayerNormFunction.apply(h, weight, bias, 1e-5)
 
-    return {"Liger": way}
+    return {"Liger": run_layer_norm}
 
 
 def list_cross_entropies(T: int, k: int) -> Iterator[Operation]:
     logits, targets = make_random_tensor(T, k), torch.arange(T, device=DEVICE) % k
-    parts = cross_entropy.compute_statistics(logits, targets, 0).unsqueeze(0)
-    rest = targets, parts, torch.ones((), device=DEVICE), 0, -1
-    ways = collect_implementations(
+    statistics = cross_entropy.compute_statistics(logits, targets, 0).unsqueeze(0)
+    gradient_args = targets, statistics, torch.ones((), device=DEVICE), 0, -1
+    implementations = collect_implementations(
         cross_entropy.compute_statistics, cross_entropy.compute_statistics_reference
     )
     yield Operation(
         "cross entropy, statistics",
         logits.nbytes,
-        {key: partial(way, logits, targets, 0) for key, way in ways.items()},
+        {key: partial(function, logits, targets, 0) for key, function in implementations.items()},
     )
-    ways = collect_implementations(
+    implementations = collect_implementations(
         cross_entropy.write_gradient_, cross_entropy.write_gradient_reference_
     )
-    each = {way: logits.clone() for way in ways}  # the kernels overwrite their logits
+    logit_copies = {
+        function: logits.clone() for function in implementations
+    }  # the kernels overwrite their logits
     yield Operation(
         "cross entropy, gradient",
         2 * logits.nbytes,
-        {key: partial(way, each[key], *rest) for key, way in ways.items()},
+        {
+            key: partial(function, logit_copies[key], *gradient_args)
+            for key, function in implementations.items()
+        },
     )
 
-    def torchs(logits: Tensor, targets: Tensor) -> Tensor:
+    def run_torch(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction="sum")
 
-    def ligers(logits: Tensor, targets: Tensor) -> Tensor:
+    def run_liger(logits: Tensor, targets: Tensor) -> Tensor:
         from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
-        given = logits, targets, None, -1, 0.0, 0.0, "sum"
-        loss: Tensor = LigerCrossEntropyFunction.apply(*given)[0]
+        liger_args = logits, targets, None, -1, 0.0, 0.0, "sum"
+        loss: Tensor = LigerCrossEntropyFunction.apply(*liger_args)[0]
         return loss
 
-    ways = collect_implementations(fused_cross_entropy, torchs)
+    implementations = collect_implementations(fused_cross_entropy, run_torch)
     if find_spec("liger_kernel") is not None:
-        ways["Liger"] = ligers
+        implementations["Liger"] = run_liger
 
-    def whole(way: Callable[..., Tensor]) -> Run:
+    def make_forward_and_backward(function: Callable[..., Tensor]) -> Run:
         leaf = logits.clone().requires_grad_()
 
         def run() -> Any:
-            loss = way(leaf.view_as(leaf), targets)  # a view, because kernels may overwrite it
+            loss = function(leaf.view_as(leaf), targets)  # a view, because kernels may overwrite it
             return (loss.detach(), *torch.autograd.grad(loss, leaf))
 
         return run
@@ -316,7 +334,7 @@ def list_cross_entropies(T: int, k: int) -> Iterator[Operation]:
     yield Operation(
         "cross entropy, both",
         3 * logits.nbytes,
-        {key: whole(way) for key, way in ways.items()},
+        {key: make_forward_and_backward(function) for key, function in implementations.items()},
     )
 
 
@@ -328,10 +346,11 @@ def measure_weight_gradients(
     dy, x = make_random_tensor(T, k), make_random_tensor(T, h)
     main = torch.zeros(k, h, device=DEVICE)
     ms = clock(lambda: weight_gradient.accumulate_(main, dy, x))
-    plain, bare = clock(lambda: main.add_(dy.t() @ x)), clock(lambda: dy.t() @ x)
+    product_and_sum_ms, product_ms = clock(lambda: main.add_(dy.t() @ x)), clock(lambda: dy.t() @ x)
     yield (
-        f"{'weight gradient':34} {2 * T * h * k / ms / 1e9:8.0f} TFLOP/s, {plain / ms:.2f} times a "
-        f"product and a sum, {bare / ms:.2f} of the product alone"
+        f"{'weight gradient':34} {2 * T * h * k / ms / 1e9:8.0f} TFLOP/s, "
+        f"{product_and_sum_ms / ms:.2f} times a "
+        f"product and a sum, {product_ms / ms:.2f} of the product alone"
     )
 
 
@@ -347,46 +366,50 @@ def print_windows(options: argparse.Namespace) -> int:
     if lengths is None:
         lengths = (1024, 2048, 4096) if options.device == "cpu" else (4096, 16384, 65536)
     cpu = f"{platform.machine()}, {os.cpu_count()} processors"
-    where = cpu if options.device == "cpu" else torch.cuda.get_device_name()
-    print(f"{where}, torch {torch.__version__}, {options.heads} heads of {options.width}")
+    device_name = cpu if options.device == "cpu" else torch.cuda.get_device_name()
+    print(f"{device_name}, torch {torch.__version__}, {options.heads} heads of {options.width}")
     print(f"{options.rounds} rounds; a measured number is a median, with its quartiles\n")
     print_header(*HEADER)
     for length in lengths:
-        given = [(int(w), int(s)) for w, _, s in (one.partition(":") for one in options.windows)]
-        for row in _measure_rows(length, [one for one in given if one[0] < length], options):
+        windows = [(int(w), int(s)) for w, _, s in (one.partition(":") for one in options.windows)]
+        for row in _measure_rows(length, [one for one in windows if one[0] < length], options):
             print_row(*row)
     return 0
 
 
 def _measure_rows(length: int, windows: list[Window], options: Any) -> list[list[str]]:
     """Yield the rows of a length."""
-    whole, device = (2 * length, 1), options.device
+    full_window, device = (2 * length, 1), options.device
     runs: dict[tuple[str, Window | None], Run] = {}
-    for window in (None, whole, *windows):
+    for window in (None, full_window, *windows):
         forward, both = _build_attention(length, window, options)
         runs |= {("forward", window): forward, ("both", window): both}
-        if window != whole:
+        if window != full_window:
             runs["layer", window] = _build_layer(length, window, options)
-    took = _measure_in_rounds(runs, options.rounds, device)
+    times = _measure_in_rounds(runs, options.rounds, device)
 
-    def over(kind: str, base: Window | None, window: Window) -> str:
+    def format_speedup(kind: str, base: Window | None, window: Window) -> str:
         low, middle, high = quantiles(
-            [one / other for one, other in zip(took[kind, base], took[kind, window], strict=True)]
+            [one / other for one, other in zip(times[kind, base], times[kind, window], strict=True)]
         )
         return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
     rows, hidden = [], options.heads * options.width
-    dense = count_layer_flops(compute_device_tiles(length, *whole, device), hidden)
+    dense = count_layer_flops(compute_device_tiles(length, *full_window, device), hidden)
     for window in windows:
-        found = compute_device_tiles(length, *window, device)
+        tiles = compute_device_tiles(length, *window, device)
         rows.append(
             [
-                *map(str, (length, *window)), f"{found.visited_count} of {found.dense_count}",
-                f"{found.speedup:.2f}", over("forward", whole, window),
-                over("both", whole, window), over("both", None, window),
-                f"{dense / count_layer_flops(found, hidden):.2f}", over("layer", None, window),
+                *map(str, (length, *window)),
+                f"{tiles.visited_count} of {tiles.dense_count}",
+                f"{tiles.speedup:.2f}",
+                format_speedup("forward", full_window, window),
+                format_speedup("both", full_window, window),
+                format_speedup("both", None, window),
+                f"{dense / count_layer_flops(tiles, hidden):.2f}",
+                format_speedup("layer", None, window),
             ]
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -421,9 +444,9 @@ def _build_layer(length: int, window: Window | None, options: Any) -> Run:
     config = GPTConfig(vocab=2, layers=1, hidden=hidden, heads=options.heads, context=length)
     if window is not None:
         config = replace(config, window=window[0], stride=window[1])
-    where: Any = _make_tensor_options(options)
-    block = Layer(config, 0, LayerParameters.from_config(config, 0, None, where))
-    x = torch.randn(1, length, hidden, **where).requires_grad_()
+    tensor_options: Any = _make_tensor_options(options)
+    block = Layer(config, 0, LayerParameters.from_config(config, 0, None, tensor_options))
+    x = torch.randn(1, length, hidden, **tensor_options).requires_grad_()
     grad = torch.randn_like(x)
     inputs = [x, *block.parameters()]
     return lambda: torch.autograd.grad(block(x), inputs, grad)
@@ -432,19 +455,19 @@ def _build_layer(length: int, window: Window | None, options: Any) -> Run:
 def _measure_in_rounds(runs: dict[Any, Run], rounds: int, device: str) -> dict[Any, list[float]]:
     """Return the seconds of each function in each round."""
     clock = _measure_cpu_seconds if device == "cpu" else _measure_gpu_seconds
-    took: dict[Any, list[float]] = {name: [] for name in runs}
+    times: dict[Any, list[float]] = {name: [] for name in runs}
     for k in range(2 + rounds):
         for name, run in runs.items():
             seconds = clock(run)
             if k >= 2:
-                took[name].append(seconds)
-    return took
+                times[name].append(seconds)
+    return times
 
 
 def _measure_cpu_seconds(run: Run) -> float:
-    began = thread_time()
+    start = thread_time()
     run()
-    return thread_time() - began
+    return thread_time() - start
 
 
 def _measure_gpu_seconds(run: Run) -> float:

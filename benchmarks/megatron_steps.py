@@ -53,8 +53,8 @@ def time_steps(rank: int, case: Case, schedules: tuple[str, ...], rounds: int) -
         return step
 
     with megatron_on_cpu(case):
-        several = case.chunks if case.chunks > 1 else None
-        functions = {"Megatron": get_forward_backward_func(case.pp, several)}
+        model_chunks = case.chunks if case.chunks > 1 else None
+        functions = {"Megatron": get_forward_backward_func(case.pp, model_chunks)}
         functions |= {name: schedir.megatron.forward_backward(name) for name in schedules}
         steps = {name: make_step(function) for name, function in functions.items()}
         return gather_times(measure_in_rounds(steps, rounds, dist.barrier))
@@ -73,9 +73,9 @@ def main() -> int:
     for chunks, schedules in SCHEDULES.items():
         case = Case(chunks=chunks, microbatches=8, layers=8, hidden=args.hidden, length=args.length)
         times = run_on_ranks(time_steps, case.pp, case, schedules, args.rounds)[0]
-        for name, own in times.items():
-            ratio = format_pair_ratios(own, times["Megatron"], 3)[0]
-            print_row(chunks, name, format_milliseconds(own), ratio)
+        for name, schedule_times in times.items():
+            ratio = format_pair_ratios(schedule_times, times["Megatron"], 3)[0]
+            print_row(chunks, name, format_milliseconds(schedule_times), ratio)
     return 0
 
 

@@ -58,26 +58,26 @@ def list_tasks(programs: int, seed: int, only: str) -> Iterator[Task]:
     for k, name in enumerate(names):
         share = programs // len(names) + (k < programs % len(names))
         for chunk in range(-(-share // CHUNK)):
-            first = (seed << 32) + chunk * SEEDS
-            yield name, first, min(CHUNK, share - chunk * CHUNK), only == "all"
+            first_seed = (seed << 32) + chunk * SEEDS
+            yield name, first_seed, min(CHUNK, share - chunk * CHUNK), only == "all"
 
 
 def run_task(task: Task) -> tuple[str, Counter[str], list[Trial]]:
     """Judge a number of programs. Texts that are no program do not count."""
-    name, first, programs, every = task
-    done: Counter[str] = Counter()
-    differ = []
-    for seed in count(first):
-        models = MODELS if every else [MODELS[seed % len(MODELS)]]
-        one = trial(name, seed, models, 4 if every else CHUNK)
-        done[one.outcome] += 1
-        done["experts"] += one.mutant is not None and one.mutant.ep > 1
-        if one.disagreements:
-            differ.append(one)
-        if done["rejected"] + done["equivalent"] == programs:
+    name, first_seed, programs, under_all_models = task
+    counts: Counter[str] = Counter()
+    disagreements = []
+    for seed in count(first_seed):
+        models = MODELS if under_all_models else [MODELS[seed % len(MODELS)]]
+        result = trial(name, seed, models, 4 if under_all_models else CHUNK)
+        counts[result.outcome] += 1
+        counts["experts"] += result.mutant is not None and result.mutant.ep > 1
+        if result.disagreements:
+            disagreements.append(result)
+        if counts["rejected"] + counts["equivalent"] == programs:
             break
-    done["disagreements"] = len(differ)
-    return name, done, differ
+    counts["disagreements"] = len(disagreements)
+    return name, counts, disagreements
 
 
 def main() -> int:
@@ -95,18 +95,20 @@ def main() -> int:
         "--seconds", type=float, default=float("inf"), help="stop after these seconds"
     )
     options = parse(parser, programs=4, jobs=1)
-    todo = sorted(
+    all_tasks = sorted(
         list_tasks(options.programs, options.seed, options.only), key=lambda task: task[1]
     )
-    table: dict[str, Counter[str]] = {task[0]: Counter() for task in todo}
-    begin, differ = perf_counter(), []
+    table: dict[str, Counter[str]] = {task[0]: Counter() for task in all_tasks}
+    begin, all_disagreements = perf_counter(), []
     with Pool(options.jobs) as pool:
-        for k, (name, done, wrong) in enumerate(pool.imap_unordered(run_task, todo), 1):
-            table[name] += done
-            differ += wrong
-            print(f"\r{k / len(todo):4.0%}", end="", file=sys.stderr, flush=True)
-            for one in wrong:
-                print(f"\r{one}", file=sys.stderr)
+        for k, (name, counts, disagreements) in enumerate(
+            pool.imap_unordered(run_task, all_tasks), 1
+        ):
+            table[name] += counts
+            all_disagreements += disagreements
+            print(f"\r{k / len(all_tasks):4.0%}", end="", file=sys.stderr, flush=True)
+            for disagreement in disagreements:
+                print(f"\r{disagreement}", file=sys.stderr)
             if perf_counter() - begin > options.seconds:
                 break
     seconds = perf_counter() - begin
@@ -114,18 +116,18 @@ def main() -> int:
     rules = ["-" * 24, "-------:", *("-" * (len(c) - 1) + ":" for c in COLUMNS)]
     print(f"| {' | '.join(rules)} |")
     total: Counter[str] = Counter()
-    for done in table.values():
-        total += done
-    for name, done in [*table.items(), ("all", total)]:
-        programs = done["rejected"] + done["equivalent"]
-        cells = " | ".join(f"{done[c]:>{len(c)}}" for c in COLUMNS)
+    for counts in table.values():
+        total += counts
+    for name, counts in [*table.items(), ("all", total)]:
+        programs = counts["rejected"] + counts["equivalent"]
+        cells = " | ".join(f"{counts[c]:>{len(c)}}" for c in COLUMNS)
         print(f"| {name:<24} | {programs:>8} | {cells} |")
-    judged = total["rejected"] + total["equivalent"]
+    checked = total["rejected"] + total["equivalent"]
     print(f"\n{total['experts']} programs with experts; "
           f"seed {options.seed}, {options.jobs} processes, {seconds:.0f} s, "
-          f"{judged / seconds:.0f} programs per second, each under "
+          f"{checked / seconds:.0f} programs per second, each under "
           f"{f'{len(MODELS)} models' if options.only == 'all' else 'one model'}")  # fmt: skip
-    return bool(differ)
+    return bool(all_disagreements)
 
 
 if __name__ == "__main__":

@@ -88,12 +88,12 @@ class Run:
     def __init__(self, config: gpt.GPTConfig, program: Program, rank: int) -> None:
         shape, m = program.shape, program.shape.microbatches
         self.stages, self.x, self.y = build_model(config, shape.stages, m)
-        own = [p for s in shape.stages_on_rank[rank] for p in self.stages[s].parameters()]
+        parameters = [p for s in shape.stages_on_rank[rank] for p in self.stages[s].parameters()]
         self.transport = GlooTransport(program)
         self.executor = Executor(
             program, rank, self.stages, self.transport, loss=gpt.loss,
             boundary=(SEQUENCES, config.context, config.hidden),
-            optimizer=torch.optim.AdamW(own, lr=1e-4),
+            optimizer=torch.optim.AdamW(parameters, lr=1e-4),
         )  # fmt: skip
         self.scale = 1 / (m * SEQUENCES * config.context)
 
@@ -106,16 +106,16 @@ def build_model(
 ) -> tuple[list[nn.Module], Tensor, Tensor]:
     """Return a model and tokens, with the same values in all processes."""
     torch.manual_seed(0)
-    made: list[nn.Module] = [gpt.build_stage(config, s, stages) for s in range(stages)]
+    modules: list[nn.Module] = [gpt.build_stage(config, s, stages) for s in range(stages)]
     tokens = torch.randint(config.vocab, (m, SEQUENCES, config.context + 1))
-    return made, tokens[:, :, :-1].contiguous(), tokens[:, :, 1:].contiguous()
+    return modules, tokens[:, :, :-1].contiguous(), tokens[:, :, 1:].contiguous()
 
 
 def measure_model_sizes(config: gpt.GPTConfig, stages: int) -> Sizes:
     """Return the sizes of such a model, with the states of AdamW."""
-    made, x, y = build_model(config, stages, 1)
+    modules, x, y = build_model(config, stages, 1)
     boundary = (SEQUENCES, config.context, config.hidden)
-    return measure_sizes(made, x[0], y[0], loss=gpt.loss, boundary=boundary)
+    return measure_sizes(modules, x[0], y[0], loss=gpt.loss, boundary=boundary)
 
 
 def compare_slowed_copies(
@@ -123,102 +123,113 @@ def compare_slowed_copies(
 ) -> None:
     """Compare predicted and measured steps with free and slowed copies."""
     saved = measure_model_sizes(config, RANKS).for_stages("saved", RANKS)
-    for name, which, share in rows:
+    for name, offloaded_stages, share in rows:
         schedule, shape = getattr(schedules, name), PipelineShape(RANKS, 8)
-        plain = Run(config, compile(schedule, shape, progress_model="per_edge"), rank)
+        calibration_run = Run(config, compile(schedule, shape, progress_model="per_edge"), rank)
         for _ in range(WARM_UP_STEPS):
-            plain.step()
-        told: list[Any] = [_calibrate_last_step(plain)]
-        dist.broadcast_object_list(told)
-        forward = float(np.mean(told[0].F))
+            calibration_run.step()
+        broadcast_costs: list[Any] = [_calibrate_last_step(calibration_run)]
+        dist.broadcast_object_list(broadcast_costs)
+        forward = float(np.mean(broadcast_costs[0].F))
         bandwidth = float(saved.mean()) / (share * forward)  # a copy takes `share` forwards
         copy = tuple(float(size) / bandwidth for size in saved)
-        costs: Costs = replace(told[0], offload=copy, reload=copy)
+        costs: Costs = replace(broadcast_costs[0], offload=copy, reload=copy)
         program = compile(
             schedule,
             shape,
             costs=costs,
             progress_model="per_edge",
-            offload=which,
+            offload=offloaded_stages,
             buffer_sharing="minimal",
         )
         pair = free, slow = Run(config, program, rank), Run(config, program, rank)
-        for each in pair:
-            each.executor.resources.service(MemoryTiers).poisons_sources = False
+        for run in pair:
+            run.executor.resources.service(MemoryTiers).poisons_sources = False
         for lane in (Lane.D2H, Lane.H2D):
             slow.executor.resources.service(CopyLanes).bandwidth[lane] = bandwidth
-        took: list[list[float]] = []  # measured free and slowed, then predicted free and slowed
-        for turn in range(WARM_UP_STEPS + rounds):
+        all_spans: list[
+            list[float]
+        ] = []  # measured free and slowed, then predicted free and slowed
+        for round_index in range(WARM_UP_STEPS + rounds):
             spans = [0.0] * 4
-            for each in pair if turn % 2 else pair[::-1]:
+            for run in pair if round_index % 2 else pair[::-1]:
                 dist.barrier()
-                each.step()
-                timeline = gather_timeline(each.executor, each.transport)
+                run.step()
+                timeline = gather_timeline(run.executor, run.transport)
                 if timeline is None:
                     continue
-                spans[pair.index(each)] = timeline.span
-                if each is free:
+                spans[pair.index(run)] = timeline.span
+                if run is free:
                     costs = calibrate(timeline)
-                    for k, at in ((2, costs), (3, replace(costs, offload=copy, reload=copy))):
+                    for k, simulated_costs in (
+                        (2, costs),
+                        (3, replace(costs, offload=copy, reload=copy)),
+                    ):
                         spans[k] = simulate(
-                            program, at, progress_model="per_edge", blocking_hosts=True
+                            program, simulated_costs, progress_model="per_edge", blocking_hosts=True
                         ).span
-            took.append(spans)
+            all_spans.append(spans)
         if rank:
             continue
-        found = np.array(took[WARM_UP_STEPS:])
-        longer = found[:, 3] / found[:, 2]
+        round_spans = np.array(all_spans[WARM_UP_STEPS:])
+        longer = round_spans[:, 3] / round_spans[:, 2]
         print_row(
-            f"{name}, of {which}", f"{share:g} F",
-            *(f"{1e3 * each:.1f}" for each in np.median(found[:, :2], 0)),
+            f"{name}, of {offloaded_stages}",
+            f"{share:g} F",
+            *(f"{1e3 * run:.1f}" for run in np.median(round_spans[:, :2], 0)),
             f"{np.median(longer):.3f}",
-            *(format_deviation((found[:, a] / found[:, b]).tolist()) for a, b in ((2, 0), (3, 1))),
-        )  # fmt: skip
+            *(
+                format_deviation((round_spans[:, a] / round_spans[:, b]).tolist())
+                for a, b in ((2, 0), (3, 1))
+            ),
+        )
 
 
-def _calibrate_last_step(of: Run) -> Costs | None:
+def _calibrate_last_step(run: Run) -> Costs | None:
     """Return the costs of the last step, on process 0."""
-    timeline = gather_timeline(of.executor, of.transport)
+    timeline = gather_timeline(run.executor, run.transport)
     return None if timeline is None else calibrate(timeline)
 
 
 def compare_peak_memory(rank: int, rounds: int, m: int) -> None:
     """Compare programs that keep, recompute and offload activations, at one memory limit."""
-    found = measure_model_sizes(SMALL, RANKS)
-    ways: dict[str, dict[str, Any]] = {
+    sizes = measure_model_sizes(SMALL, RANKS)
+    programs: dict[str, dict[str, Any]] = {
         "kept": {}, "recomputed": {"recompute": "all"}, "offloaded": {"offload": "all"}
     }  # fmt: skip
     shape = PipelineShape(RANKS, m)
-    most = {}
-    for name, how in ways.items():
-        program = compile(schedules.gpipe, shape, buffer_sharing="minimal", **how)
-        most[name] = float(simulate(program, sizes=found).peak_memory.max())
-    limit = (most["offloaded"] + most["recomputed"]) / 2
-    for name, how in ways.items():
-        lived: list[Any] = [None] * RANKS
-        said = "refused"
+    predicted_peaks = {}
+    for name, options in programs.items():
+        program = compile(schedules.gpipe, shape, buffer_sharing="minimal", **options)
+        predicted_peaks[name] = float(simulate(program, sizes=sizes).peak_memory.max())
+    limit = (predicted_peaks["offloaded"] + predicted_peaks["recomputed"]) / 2
+    for name, options in programs.items():
+        rank_results: list[Any] = [None] * RANKS
+        result = "refused"
         try:
             program = compile(
                 schedules.gpipe,
                 shape,
                 buffer_sharing="minimal",
-                sizes=found,
+                sizes=sizes,
                 memory_limit=limit,
-                **how,
+                **options,
             )
         except MemoryLimitError:
             pass
         else:
             run_ = Run(SMALL, program, rank)
             losses = [run_.executor.step(run_.x, run_.y, run_.scale) for _ in range(rounds)]
-            with LiveMemory(run_.executor) as living:
+            with LiveMemory(run_.executor) as memory:
                 run_.step()
-            own = [float(loss) for loss in (losses[0], losses[-1]) if loss is not None]
-            dist.all_gather_object(lived, (living.peak_bytes, own))
-            first, last = next(each for _, each in lived if each)
-            said = f"{max(one for one, _ in lived) / 1e6:.3f}, loss {first:.1f} to {last:.1f}"
+            rank_losses = [float(loss) for loss in (losses[0], losses[-1]) if loss is not None]
+            dist.all_gather_object(rank_results, (memory.peak_bytes, rank_losses))
+            first, last = next(each for _, each in rank_results if each)
+            result = (
+                f"{max(one for one, _ in rank_results) / 1e6:.3f}, loss {first:.1f} to {last:.1f}"
+            )
         if not rank:
-            print_row(name, f"{most[name] / 1e6:.3f}", f"{limit / 1e6:.3f}", said)
+            print_row(name, f"{predicted_peaks[name] / 1e6:.3f}", f"{limit / 1e6:.3f}", result)
 
 
 def compare_with_torch(rounds: int, config: gpt.GPTConfig, microbatches: Sequence[int]) -> None:
@@ -227,32 +238,37 @@ def compare_with_torch(rounds: int, config: gpt.GPTConfig, microbatches: Sequenc
         program = compile(
             schedules.gpipe, PipelineShape(1, m), buffer_sharing="minimal", offload=[0]
         )
-        own = [Run(config, program, 0) for _ in range(2)]
-        own[1].executor.resources.service(MemoryTiers).poisons_sources = False
+        runs = [Run(config, program, 0) for _ in range(2)]
+        runs[1].executor.resources.service(MemoryTiers).poisons_sources = False
         stages, x, y = build_model(config, 1, m)
-        whole, scale = stages[0], own[0].scale
-        adam = torch.optim.AdamW(whole.parameters(), lr=1e-4)
+        torch_model, scale = stages[0], runs[0].scale
+        adam = torch.optim.AdamW(torch_model.parameters(), lr=1e-4)
 
-        def theirs(
-            whole: nn.Module = whole, x: Tensor = x, y: Tensor = y, scale: float = scale,
+        def run_torch_step(
+            torch_model: nn.Module = torch_model,
+            x: Tensor = x,
+            y: Tensor = y,
+            scale: float = scale,
             adam: torch.optim.AdamW = adam,
-        ) -> None:  # fmt: skip
+        ) -> None:
             adam.zero_grad()
             losses = []
-            for one, target in zip(x, y, strict=True):
+            for microbatch, target in zip(x, y, strict=True):
                 with saved_tensors_hooks(_pack, _unpack):
-                    losses.append(gpt.loss(whole(one), target) * scale)
+                    losses.append(gpt.loss(torch_model(microbatch), target) * scale)
             while losses:
                 losses.pop(0).backward()
             adam.step()
 
         first, second = (
             gather_times(
-                measure_in_rounds({"theirs": theirs, "ours": one.step}, rounds, dist.barrier)
+                measure_in_rounds(
+                    {"theirs": run_torch_step, "ours": run.step}, rounds, dist.barrier
+                )
             )
-            for one in own
+            for run in runs
         )
-        medians = (format_milliseconds(first[whose]) for whose in ("theirs", "ours"))
+        medians = (format_milliseconds(first[pipeline]) for pipeline in ("theirs", "ours"))
         ratios = (
             format_pair_ratios(took["ours"], took["theirs"], 3)[0] for took in (first, second)
         )

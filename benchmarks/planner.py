@@ -55,7 +55,7 @@ from schedir.planner import (
     prediction_regret,
     stack_preset,
 )
-from schedir.planner.config_export import train_config as written
+from schedir.planner.config_export import train_config
 from schedir.planner.estimate.simulated_estimate import simulate_plan
 from schedir.planner.parallel_plan import PlanEstimate, StepBreakdown
 from schedir.planner.plan_search import plan
@@ -67,11 +67,11 @@ from tests.published_runs import Run
 
 def print_error_summary(errors: Iterable[float], what: str) -> None:
     """Return a summary of errors, as a line below a table."""
-    all_ = list(errors)
-    worst = max(all_, key=abs)
+    values = list(errors)
+    worst = max(values, key=abs)
     print(
-        f"\n{what}: {fmean(map(abs, all_)):.1%} in the mean, {fmean(all_):+.1%} with signs, "
-        f"{worst:+.1%} at worst, n = {len(all_)}\n"
+        f"\n{what}: {fmean(map(abs, values)):.1%} in the mean, {fmean(values):+.1%} with signs, "
+        f"{worst:+.1%} at worst, n = {len(values)}\n"
     )
 
 
@@ -103,12 +103,13 @@ def print_stages() -> None:
     for row in published.read_stage_times():
         cluster = planner.cluster_preset("a100", nodes=row.choice.pp // 8)
         times = planner.stage_time(row.model, cluster, row.choice, row.layers).total
-        found = times.F, times.I, times.W
+        stage_times = times.F, times.I, times.W
         cells = [
-            f"{told * 1e3:.1f} | {real * 1e3:.1f} | {told / real - 1:+.1%}"
-            for told, real in zip(found, row.seconds, strict=True)
+            f"{predicted * 1e3:.1f} | {published_time * 1e3:.1f} | "
+            f"{predicted / published_time - 1:+.1%}"
+            for predicted, published_time in zip(stage_times, row.seconds, strict=True)
         ]
-        errors.append(sum(found) / sum(row.seconds) - 1)
+        errors.append(sum(stage_times) / sum(row.seconds) - 1)
         print_row(row.name, row.choice.pp, row.choice.microbatches, *cells, f"{errors[-1]:+.1%}")
     print_error_summary(errors, "a microbatch in a stage")
 
@@ -152,15 +153,21 @@ def fit_flops(run: Run) -> float:
     """Return the FLOP/s with which the predicted step equals the measured step (secant method)."""
     cluster = choose_cluster(run.choice)
 
-    def off(flops: float) -> float:
+    def compute_error(flops: float) -> float:
         return simulate_step(run, replace(cluster, flops=flops)).step_time / run.seconds - 1
 
-    before, now = cluster.flops, cluster.flops * (1 + off(cluster.flops))
-    was, is_ = off(before), off(now)
-    while abs(is_) > 1e-4 and before != now:
-        before, now = now, now - is_ * (now - before) / (is_ - was)
-        was, is_ = is_, off(now)
-    return now
+    previous_flops, current_flops = (
+        cluster.flops,
+        cluster.flops * (1 + compute_error(cluster.flops)),
+    )
+    previous_error, error = compute_error(previous_flops), compute_error(current_flops)
+    while abs(error) > 1e-4 and previous_flops != current_flops:
+        previous_flops, current_flops = (
+            current_flops,
+            current_flops - error * (current_flops - previous_flops) / (error - previous_error),
+        )
+        previous_error, error = error, compute_error(current_flops)
+    return current_flops
 
 
 def print_node() -> None:
@@ -169,19 +176,33 @@ def print_node() -> None:
     print_header("model", "GPUs", "batch", "b", "t", "d", "p", "vTrain, ms", "predicted", "")
     errors = []
     for run in runs:
-        at, told = run.choice, predict_step(run).step_time
-        errors.append(told / run.seconds - 1)
+        run_plan, predicted = run.choice, predict_step(run).step_time
+        errors.append(predicted / run.seconds - 1)
         print_row(
-            run.name, at.gpus, at.batch, at.microbatch_size, at.tp, at.dp, at.pp,
+            run.name,
+            run_plan.gpus,
+            run_plan.batch,
+            run_plan.microbatch_size,
+            run_plan.tp,
+            run_plan.dp,
+            run_plan.pp,
             f"{run.seconds * 1e3:.0f}",
-            f"{told * 1e3:.0f}", f"{errors[-1]:+.1%}",
-        )  # fmt: skip
+            f"{predicted * 1e3:.0f}",
+            f"{errors[-1]:+.1%}",
+        )
     print_error_summary(errors, "all rows")
-    for what in ("tp", "pp", "dp", "microbatch_size"):
-        print_header(what, "rows", "mean", "with signs")
-        for value in sorted({getattr(run.choice, what) for run in runs}):
-            of = [e for e, r in zip(errors, runs, strict=True) if getattr(r.choice, what) == value]
-            print_row(value, len(of), f"{fmean(map(abs, of)):.1%}", f"{fmean(of):+.1%}")
+    for field in ("tp", "pp", "dp", "microbatch_size"):
+        print_header(field, "rows", "mean", "with signs")
+        for value in sorted({getattr(run.choice, field) for run in runs}):
+            group_errors = [
+                e for e, r in zip(errors, runs, strict=True) if getattr(r.choice, field) == value
+            ]
+            print_row(
+                value,
+                len(group_errors),
+                f"{fmean(map(abs, group_errors)):.1%}",
+                f"{fmean(group_errors):+.1%}",
+            )
         print()
 
 
@@ -199,40 +220,58 @@ def print_sc21() -> None:
     other has the constants of today, which hide tensor-parallel sums.
     """
     runs = read_weak_scaling_runs()
-    of_that_time = stack_preset("megatron-2021").constants
-    prices = [simulate_step(run, constants=of_that_time) for run in runs]
+    constants_2021 = stack_preset("megatron-2021").constants
+    estimates = [simulate_step(run, constants=constants_2021) for run in runs]
     today = [simulate_step(run).step_time for run in runs]
     print_header("model", "t", "p", "d", "v", "b", "m", "SC21, s", "predicted", "TFLOP/s",
          "predicted", "", "sums hidden")  # fmt: skip
-    off = [price.step_time / run.seconds - 1 for run, price in zip(runs, prices, strict=True)]
-    hidden = [seconds / run.seconds - 1 for run, seconds in zip(runs, today, strict=True)]
+    errors = [
+        estimate.step_time / run.seconds - 1 for run, estimate in zip(runs, estimates, strict=True)
+    ]
+    hidden_errors = [seconds / run.seconds - 1 for run, seconds in zip(runs, today, strict=True)]
     for k, run in enumerate(runs):
-        at, told = run.choice, prices[k].step_time
+        run_plan, predicted = run.choice, estimates[k].step_time
         print_row(
-            run.name, at.tp, at.pp, at.dp, at.stages_per_rank, at.microbatch_size, at.microbatches,
-            f"{run.seconds:.2f}", f"{told:.2f}",
-            f"{compute_tflops(run, run.seconds):.0f}", f"{compute_tflops(run, told):.0f}",
-            f"{off[k]:+.1%}", f"{hidden[k]:+.1%}",
-        )  # fmt: skip
-    print_error_summary(off, "steps")
-    print_error_summary(hidden, "with sums hidden")
+            run.name,
+            run_plan.tp,
+            run_plan.pp,
+            run_plan.dp,
+            run_plan.stages_per_rank,
+            run_plan.microbatch_size,
+            run_plan.microbatches,
+            f"{run.seconds:.2f}",
+            f"{predicted:.2f}",
+            f"{compute_tflops(run, run.seconds):.0f}",
+            f"{compute_tflops(run, predicted):.0f}",
+            f"{errors[k]:+.1%}",
+            f"{hidden_errors[k]:+.1%}",
+        )
+    print_error_summary(errors, "steps")
+    print_error_summary(hidden_errors, "with sums hidden")
     print_header("model", *StepBreakdown._fields, "memory, GB")
-    for run, price in zip(runs, prices, strict=True):
-        shares = (f"{part / price.step_time:.1%}" for part in price.breakdown)
-        print_row(run.name, *shares, f"{price.memory.total / 1e9:.0f}")
+    for run, estimate in zip(runs, estimates, strict=True):
+        shares = (f"{part / estimate.step_time:.1%}" for part in estimate.breakdown)
+        print_row(run.name, *shares, f"{estimate.memory.total / 1e9:.0f}")
 
 
 def print_left_out() -> None:
     """Predict each row with the median FLOP/s of the other rows."""
     runs = read_weak_scaling_runs()
-    found = [fit_flops(run) for run in runs]
+    fitted_flops = [fit_flops(run) for run in runs]
     print_header("model", "its own TFLOP/s", "of the others", "")
     errors = []
     for k, run in enumerate(runs):
-        others = median(found[:k] + found[k + 1 :])
-        told = simulate_step(run, replace(choose_cluster(run.choice), flops=others)).step_time
-        errors.append(told / run.seconds - 1)
-        print_row(run.name, f"{found[k] / 1e12:.0f}", f"{others / 1e12:.0f}", f"{errors[-1]:+.1%}")
+        other_flops = median(fitted_flops[:k] + fitted_flops[k + 1 :])
+        predicted = simulate_step(
+            run, replace(choose_cluster(run.choice), flops=other_flops)
+        ).step_time
+        errors.append(predicted / run.seconds - 1)
+        print_row(
+            run.name,
+            f"{fitted_flops[k] / 1e12:.0f}",
+            f"{other_flops / 1e12:.0f}",
+            f"{errors[-1]:+.1%}",
+        )
     print_error_summary(errors, "the one left out")
 
 
@@ -249,10 +288,12 @@ def print_anchored() -> None:
         flops = fit_flops(anchor)
         errors = []
         for run in runs:
-            told = simulate_step(run, replace(choose_cluster(run.choice), flops=flops)).step_time
-            errors.append(told / run.seconds - 1)
-        others = [abs(e) for e, run in zip(errors, runs, strict=True) if run is not anchor]
-        means.append(fmean(others))
+            predicted = simulate_step(
+                run, replace(choose_cluster(run.choice), flops=flops)
+            ).step_time
+            errors.append(predicted / run.seconds - 1)
+        other_errors = [abs(e) for e, run in zip(errors, runs, strict=True) if run is not anchor]
+        means.append(fmean(other_errors))
         print_row(
             anchor.name, f"{flops / 1e12:.0f}", *(f"{e:+.1%}" for e in errors), f"{means[-1]:.1%}"
         )
@@ -262,28 +303,31 @@ def print_anchored() -> None:
 def print_regrets() -> None:
     """Print the regrets of plans with one model, batch and number of GPUs."""
     print_header("model", "batch", "GPUs", "plans", "best", "ms", "chosen", "ms", "regret")
-    lost = []
+    regrets = []
     for group in published.group_runs(published.read_one_node_runs()):
-        told = [predict_step(run).step_time for run in group]
-        real = [run.seconds for run in group]
-        best, chosen = group[real.index(min(real))], group[told.index(min(told))]
-        lost.append(prediction_regret(told, real))
+        predicted = [predict_step(run).step_time for run in group]
+        measured = [run.seconds for run in group]
+        best, chosen = group[measured.index(min(measured))], group[predicted.index(min(predicted))]
+        regrets.append(prediction_regret(predicted, measured))
         print_row(
             group[0].name, best.choice.batch, best.choice.gpus, len(group),
             format_layout(best.choice), f"{best.seconds * 1e3:.0f}",
-            format_layout(chosen.choice), f"{chosen.seconds * 1e3:.0f}", f"{lost[-1]:.1%}",
+            format_layout(chosen.choice), f"{chosen.seconds * 1e3:.0f}", f"{regrets[-1]:.1%}",
         )  # fmt: skip
-    right = sum(each == 0 for each in lost)
-    print(f"\n{fmean(lost):.1%} in the mean, {max(lost):.1%} at worst; right in {right} of "
-          f"{len(lost)} groups\n")  # fmt: skip
+    exact_choices = sum(regret == 0 for regret in regrets)
+    print(
+        f"\n{fmean(regrets):.1%} in the mean, {max(regrets):.1%} at worst; right in "
+        f"{exact_choices} of "
+        f"{len(regrets)} groups\n"
+    )
 
 
 def format_layout(choice: ParallelPlan) -> str:
     """Return the layout of a plan as a short text."""
-    says = f"t{choice.tp} p{choice.pp} d{choice.dp}"
+    text = f"t{choice.tp} p{choice.pp} d{choice.dp}"
     if choice.stages_per_rank > 1:
-        says += f" v{choice.stages_per_rank}"
-    return f"{says} b{choice.microbatch_size}"
+        text += f" v{choice.stages_per_rank}"
+    return f"{text} b{choice.microbatch_size}"
 
 
 # ------------------------------------------------------------ memory
@@ -296,34 +340,41 @@ def print_memory() -> None:
         planner.cluster_preset("a100"),
     )
     print_header("billion", "d", *(x for z in (1, 2, 3) for x in (f"level {z}, GB", "paper")))
-    same = cells = 0
+    matching_cells = cells = 0
     for row in published.read_table("zero_table1_memory_GB"):
         billions, d = float(row["params_billion"]), int(row["dp_degree"])
-        said: list[str] = []
+        row_cells: list[str] = []
         for level, printed in enumerate((row["P_os"], row["P_os+g"], row["P_os+g+p"]), 1):
             # One stage per layer, because the paper's table has no memory for unsharded stages.
             stages = model.layers
             choice = ParallelPlan(dp=d, stages_per_rank=stages, schedule="looped_bfs", zero=level)
-            of = planner.peak_memory(model, cluster, choice)
-            one = sum(count_layer_params(model))
-            whole = 2 * (level > 1) * (one + count_end_params(model)[0])
-            whole += 2 * (level > 2) * (2 * one + count_end_params(model)[0])
-            each = (of.weights + of.gradients + of.optimizer - whole) / model.params
+            peak = planner.peak_memory(model, cluster, choice)
+            layer_params = sum(count_layer_params(model))
+            unsharded_bytes = 2 * (level > 1) * (layer_params + count_end_params(model)[0])
+            unsharded_bytes += 2 * (level > 2) * (2 * layer_params + count_end_params(model)[0])
+            bytes_per_param = (
+                peak.weights + peak.gradients + peak.optimizer - unsharded_bytes
+            ) / model.params
             digits = len(printed.partition(".")[2])
-            same += abs(each * billions - float(printed)) <= 10.0**-digits
+            matching_cells += abs(bytes_per_param * billions - float(printed)) <= 10.0**-digits
             cells += 1
-            said += [f"{each * billions:.{digits}f}", printed]
-        print_row(row["params_billion"], d, *said)
-    print(f"\n{same} of {cells} cells within one unit of the last digit\n")
+            row_cells += [f"{bytes_per_param * billions:.{digits}f}", printed]
+        print_row(row["params_billion"], d, *row_cells)
+    print(f"\n{matching_cells} of {cells} cells within one unit of the last digit\n")
     print_header("configuration", "a layer keeps, MB", "paper", "")
     gpt3 = TransformerSpec(3, 12288, 96, vocab=published.VOCAB, sequence=2048)
     for name, choice, paper in published.read_kept_bytes(gpt3):
-        more, less = (
+        three_layers, two_layers = (
             planner.peak_memory(replace(gpt3, layers=layers), cluster, choice).activations
             for layers in (3, 2)
         )
-        kept = more - less
-        print_row(name, f"{kept / 1e6:.2f}", f"{paper / 1e6:.2f}", f"{kept / paper - 1:+.1%}")
+        layer_bytes = three_layers - two_layers
+        print_row(
+            name,
+            f"{layer_bytes / 1e6:.2f}",
+            f"{paper / 1e6:.2f}",
+            f"{layer_bytes / paper - 1:+.1%}",
+        )
 
 
 # ------------------------------------------------------------ large ones
@@ -360,13 +411,15 @@ RESTRICTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def print_plan(what: str, price: PlanEstimate) -> None:
+def print_plan(name: str, estimate: PlanEstimate) -> None:
     """Print the row of a plan."""
-    seconds = (f"{part:.2f}" for part in (price.step_time, *price.breakdown))
-    also = f"{price.schedule}, {price.recompute}, ZeRO {price.zero}"
-    also += ", sequence cut" * price.sequence_parallel
-    fits = f"{price.memory.total / 1e9:.0f}" + " (too much)" * (not price.fits)
-    print_row(what, format_layout(price), also, *seconds, fits, f"{price.mfu:.1%}")
+    seconds = (f"{part:.2f}" for part in (estimate.step_time, *estimate.breakdown))
+    options_text = f"{estimate.schedule}, {estimate.recompute}, ZeRO {estimate.zero}"
+    options_text += ", sequence cut" * estimate.sequence_parallel
+    memory_text = f"{estimate.memory.total / 1e9:.0f}" + " (too much)" * (not estimate.fits)
+    print_row(
+        name, format_layout(estimate), options_text, *seconds, memory_text, f"{estimate.mfu:.1%}"
+    )
 
 
 def print_large() -> None:
@@ -374,23 +427,31 @@ def print_large() -> None:
     numba = "with numba" if is_installed() else "without numba"
     for name, model, batch, nodes, paper in SMALL if SMOKE else LARGE:
         cluster = planner.cluster_preset("a100", nodes=nodes)
-        began = process_time()
-        ours = planner.plan(model, cluster, batch, rank_order=paper.rank_order, exact=True)
-        took = process_time() - began
-        print(f"\n### {name}: planned in {took:.1f} s of processor time, {numba}\n")
+        start = process_time()
+        planner_plans = planner.plan(model, cluster, batch, rank_order=paper.rank_order, exact=True)
+        planning_time = process_time() - start
+        print(f"\n### {name}: planned in {planning_time:.1f} s of processor time, {numba}\n")
         print_header("plan", "layout", "also", "step, s", *StepBreakdown._fields, "GB", "MFU")
         print_plan("the paper's", planner.estimate_step(model, cluster, paper, exact=True))
-        print_plan("ours", ours[0])
-        there = {name: getattr(paper, name) for name in ("pp", "tp", "dp")}
-        for what, few in ({"the paper's pp, tp and dp": there} | RESTRICTIONS).items():
+        print_plan("ours", planner_plans[0])
+        paper_sizes = {name: getattr(paper, name) for name in ("pp", "tp", "dp")}
+        for what, restriction in (
+            {"the paper's pp, tp and dp": paper_sizes} | RESTRICTIONS
+        ).items():
             try:
                 best, *_ = planner.plan(
-                    model, cluster, batch, rank_order=paper.rank_order, top=1, exact=True, **few
+                    model,
+                    cluster,
+                    batch,
+                    rank_order=paper.rank_order,
+                    top=1,
+                    exact=True,
+                    **restriction,
                 )
                 print_plan(f"ours: {what}", best)
             except UsageError as error:
                 print_row(f"ours: {what}", error.fact, *[""] * (len(StepBreakdown._fields) + 4))
-        print(f"\n{ours[0].explanation}\n")
+        print(f"\n{planner_plans[0].explanation}\n")
 
 
 # ------------------------------------------------------------ this machine
@@ -415,17 +476,17 @@ def train_all(texts: list[str], processes: int, steps: int) -> list[MeasuredStep
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([train_one.__module__])
-    found = []
-    began = time.perf_counter()
+    measured_steps = []
+    start = time.perf_counter()
     for number, text in enumerate(texts):
         ranks: list[MeasuredStep] = run_processes(
             train_one, processes, text, steps, context=context, timeout=600
         )
-        found.append(merge_ranks(ranks))
-        left = (time.perf_counter() - began) / (number + 1) * (len(texts) - number - 1)
-        print(f"\r{number + 1} of {len(texts)} trained, {left:.0f} s left ", end="",
+        measured_steps.append(merge_ranks(ranks))
+        seconds_left = (time.perf_counter() - start) / (number + 1) * (len(texts) - number - 1)
+        print(f"\r{number + 1} of {len(texts)} trained, {seconds_left:.0f} s left ", end="",
               file=sys.stderr, flush=True)  # fmt: skip
-    return found
+    return measured_steps
 
 
 def train_one(_: int, text: str, steps: int) -> MeasuredStep:
@@ -471,18 +532,20 @@ def train_one(_: int, text: str, steps: int) -> MeasuredStep:
     )  # fmt: skip
     draw = torch.Generator().manual_seed(transport.dp_rank)
     shape = (2, program.shape.microbatches, size, context)
-    took, cpu = [], []
+    wall_times, cpu_times = [], []
     for _ in range(WARM_UP_STEPS + steps):
         x, y = torch.randint(HERE_MODEL.vocab, shape, generator=draw)
         dist.barrier()
-        began, worked = time.perf_counter(), time.process_time()
+        wall_start, cpu_start = time.perf_counter(), time.process_time()
         executor.step(x, y, 1 / (HERE_BATCH * context))
         dist.barrier()
-        took.append(time.perf_counter() - began)
-        cpu.append(time.process_time() - worked)
-    own = took[WARM_UP_STEPS:]
+        wall_times.append(time.perf_counter() - wall_start)
+        cpu_times.append(time.process_time() - cpu_start)
+    measured_times = wall_times[WARM_UP_STEPS:]
     return MeasuredStep(
-        statistics.median(own), max(own) / min(own) - 1, statistics.median(cpu[WARM_UP_STEPS:])
+        statistics.median(measured_times),
+        max(measured_times) / min(measured_times) - 1,
+        statistics.median(cpu_times[WARM_UP_STEPS:]),
     )
 
 
@@ -498,58 +561,77 @@ def list_plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[Plan
 
 def format_plan(one: PlanEstimate) -> list[object]:
     """Return a plan as a few table cells."""
-    again = "yes" if one.recompute == "full" else ""
+    recompute_text = "yes" if one.recompute == "full" else ""
     return [
         one.pp,
         one.tp,
         one.dp,
         one.microbatch_size,
         f"{one.schedule} {one.stages_per_rank}",
-        again,
+        recompute_text,
     ]
 
 
 def merge_ranks(ranks: list[MeasuredStep]) -> MeasuredStep:
     """Return the longest time of a rank, and the processor time of all ranks."""
     longest = max(ranks)
-    return longest._replace(cpu=sum(one.cpu for one in ranks))
+    return longest._replace(cpu=sum(rank.cpu for rank in ranks))
 
 
-def print_report(all_of: list[PlanEstimate], ran: list[MeasuredStep], processors: int) -> None:
+def print_report(
+    estimates: list[PlanEstimate], measured_steps: list[MeasuredStep], processors: int
+) -> None:
     """Print the table and its summary."""
     print_row("p", "t", "d", "b", "schedule, stages of a rank", "run again", "predicted, ms",
          "measured, ms", "off", "spread", "worked, ms")  # fmt: skip
     print_row(*["---:"] * 4, *["---"] * 2, *["---:"] * 5)
-    for one, took in zip(all_of, ran, strict=True):
-        print_row(*format_plan(one), f"{1e3 * one.step_time:.0f}", f"{1e3 * took.step:.0f}",
-             f"{one.step_time / took.step - 1:+.0%}", f"{took.spread:.0%}",
-             f"{1e3 * took.cpu / processors:.0f}")  # fmt: skip
-    errors = [abs(one.step_time / took.step - 1) for one, took in zip(all_of, ran, strict=True)]
-    steps = [took.step for took in ran]
+    for estimate, measured in zip(estimates, measured_steps, strict=True):
+        print_row(
+            *format_plan(estimate),
+            f"{1e3 * estimate.step_time:.0f}",
+            f"{1e3 * measured.step:.0f}",
+            f"{estimate.step_time / measured.step - 1:+.0%}",
+            f"{measured.spread:.0%}",
+            f"{1e3 * measured.cpu / processors:.0f}",
+        )
+    errors = [
+        abs(estimate.step_time / measured.step - 1)
+        for estimate, measured in zip(estimates, measured_steps, strict=True)
+    ]
+    steps = [measured.step for measured in measured_steps]
     mean = statistics.mean(errors)
-    place = sorted(steps).index(steps[0]) + 1
-    print(f"\nmean error {mean:.1%} (goal: {GOAL:.0%}), median {statistics.median(errors):.1%}, "
-          f"largest {max(errors):.1%}; the chosen plan is number {place} of {len(steps)} measured, "
-          f"{steps[0] / min(steps) - 1:.1%} slower than the best (goal: among two)")  # fmt: skip
+    chosen_rank = sorted(steps).index(steps[0]) + 1
+    print(
+        f"\nmean error {mean:.1%} (goal: {GOAL:.0%}), median {statistics.median(errors):.1%}, "
+        f"largest {max(errors):.1%}; the chosen plan is number {chosen_rank} of "
+        f"{len(steps)} measured, "
+        f"{steps[0] / min(steps) - 1:.1%} slower than the best (goal: among two)"
+    )
 
 
 def print_here(options: argparse.Namespace) -> None:
     """Print predicted and measured steps of all plans of a small GPT on this machine."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     if options.cluster:
         cluster = load_cluster(options.cluster)
     else:
         from schedir.training.hardware_benchmark import measure
 
-        taken = measure(options.processes, quick=options.smoke, progress=True)
-        cluster = taken.cluster
-        print("\n".join([*taken.table, *taken.warnings, ""]))
+        hardware = measure(options.processes, quick=options.smoke, progress=True)
+        cluster = hardware.cluster
+        print("\n".join([*hardware.table, *hardware.warnings, ""]))
     print(f"{cluster}\n")
-    all_of = list_plans(cluster, options.microbatch, options.zero)[: 2 if options.smoke else None]
-    ran = train_all([written(HERE_MODEL, one) for one in all_of], options.processes, options.steps)
+    estimates = list_plans(cluster, options.microbatch, options.zero)[
+        : 2 if options.smoke else None
+    ]
+    measured_steps = train_all(
+        [train_config(HERE_MODEL, estimate) for estimate in estimates],
+        options.processes,
+        options.steps,
+    )
     print(file=sys.stderr)
-    print_report(all_of, ran, cluster.processors or options.processes)
-    print(f"\n{len(ran)} plans in {time.perf_counter() - began:.0f} s")
+    print_report(estimates, measured_steps, cluster.processors or options.processes)
+    print(f"\n{len(measured_steps)} plans in {time.perf_counter() - start:.0f} s")
 
 
 TABLES: dict[str, Callable[[], None]] = {
@@ -566,14 +648,16 @@ def main() -> None:
     parser.add_argument(
         "--exact", action="store_true", help="simulate programs instead of closed forms"
     )
-    own = parser.add_argument_group("here")
-    own.add_argument("--cluster", metavar="FILE", help="use this cluster file, and measure nothing")
-    own.add_argument("--steps", type=int, default=4, metavar="N")
-    own.add_argument(
+    here_options = parser.add_argument_group("here")
+    here_options.add_argument(
+        "--cluster", metavar="FILE", help="use this cluster file, and measure nothing"
+    )
+    here_options.add_argument("--steps", type=int, default=4, metavar="N")
+    here_options.add_argument(
         "--microbatch", type=int, metavar="B", help="sequences per microbatch (1, 2, 4)"
     )
-    own.add_argument("--zero", type=int, default=0, metavar="LEVEL")
-    own.add_argument("--processes", type=int, default=4, metavar="N")
+    here_options.add_argument("--zero", type=int, default=0, metavar="LEVEL")
+    here_options.add_argument("--processes", type=int, default=4, metavar="N")
     options = parse(parser, processes=2, steps=1, microbatch=4)
     global EXACT, SMOKE
     EXACT, SMOKE = options.exact, options.smoke

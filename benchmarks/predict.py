@@ -55,8 +55,8 @@ WARM_UP_STEPS, MICROBATCHES, GOAL = 5, 8, 0.03
 def compile_program(name: str, ranks: int) -> Program:
     schedule = getattr(schedules, name)
     shape = make_shape(schedule, ranks, MICROBATCHES)
-    late = get_weight_delay_mark(schedule)
-    shape = replace(shape, optimizer_steps=2, weight_delay=late) if late else shape
+    delay = get_weight_delay_mark(schedule)
+    shape = replace(shape, optimizer_steps=2, weight_delay=delay) if delay else shape
     return schedir.compile(schedule, shape, progress_model="per_edge", tied_weights=True)
 
 
@@ -92,14 +92,14 @@ def train(rank: int, name: str, ranks: int, steps: int) -> tuple[list[Timeline],
 def _measure_recording(executor: Executor, times: int = 200) -> float:
     """Return the processor seconds per instruction of recording, with instructions without work."""
     executor.runner.calls = [Call(None, lambda: None)] * len(executor.state.stream)
-    took = [0.0, 0.0]
-    for turn in range(2 * times):
-        executor.record_timestamps = turn % 2 == 0
-        began = process_time()
+    cpu_seconds = [0.0, 0.0]
+    for repetition in range(2 * times):
+        executor.record_timestamps = repetition % 2 == 0
+        start = process_time()
         for k in range(len(executor.runner.calls)):
             executor.runner.run_instruction(k)
-        took[turn % 2] += process_time() - began
-    return (took[0] - took[1]) / times / len(executor.runner.calls)
+        cpu_seconds[repetition % 2] += process_time() - start
+    return (cpu_seconds[0] - cpu_seconds[1]) / times / len(executor.runner.calls)
 
 
 def simulate_span(program: Program, costs: Costs) -> float:
@@ -109,13 +109,15 @@ def simulate_span(program: Program, costs: Costs) -> float:
 def average_costs(costs: list[Costs]) -> Costs:
     """Return the mean of each cost."""
 
-    def one(values: list[Any]) -> Any:
+    def average_values(values: list[Any]) -> Any:
         if values[0] is None:
             return None
-        both = np.mean([np.asarray(v) for v in values], 0)
-        return tuple(both.tolist()) if both.ndim else float(both)
+        average = np.mean([np.asarray(v) for v in values], 0)
+        return tuple(average.tolist()) if average.ndim else float(average)
 
-    return Costs(**{f.name: one([getattr(c, f.name) for c in costs]) for f in fields(Costs)})
+    return Costs(
+        **{f.name: average_values([getattr(c, f.name) for c in costs]) for f in fields(Costs)}
+    )
 
 
 def measure_rows(names: list[str], ranks: int, steps: int) -> Iterator[tuple[list[str], float]]:
@@ -126,13 +128,13 @@ def measure_rows(names: list[str], ranks: int, steps: int) -> Iterator[tuple[lis
         timelines, recording = run_on_ranks(train, ranks, name, ranks, steps, limit=600)[0]
         costs = [calibrate(t) for t in timelines]
         spans = [t.span for t in timelines]
-        own = [simulate_span(program, c) / s - 1 for c, s in zip(costs, spans, strict=True)]
+        own_errors = [simulate_span(program, c) / s - 1 for c, s in zip(costs, spans, strict=True)]
         half = len(spans) // 2
         earlier = average_costs(costs[:half])
         later = statistics.median(spans[half:])
         if name == BASE:
             base = fill_missing_backwards(earlier, program)
-        same = (
+        has_same_stages = (
             base is not None and program.shape.stages == ranks and program.shape.placement_rows == 1
         )
         yield (
@@ -141,15 +143,15 @@ def measure_rows(names: list[str], ranks: int, steps: int) -> Iterator[tuple[lis
                 str(ranks),
                 f"{1e3 * statistics.median(spans):.1f}",
                 f"{np.percentile(spans, 90) / np.percentile(spans, 10) - 1:.0%}",
-                f"{statistics.median(own):+.1%}",
-                f"{max(map(abs, own)):.1%}",
+                f"{statistics.median(own_errors):+.1%}",
+                f"{max(map(abs, own_errors)):.1%}",
                 f"{simulate_span(program, earlier) / later - 1:+.1%}",
                 f"{simulate_span(program, base) / later - 1:+.1%}"
-                if same and base is not None
+                if has_same_stages and base is not None
                 else "",
                 f"{recording * len(program.streams[0]) / statistics.median(spans):.3%}",
             ],
-            statistics.median(own),
+            statistics.median(own_errors),
         )
 
 
@@ -165,18 +167,19 @@ def main() -> None:
             "from 1F1B", "recording"]  # fmt: skip
     print(f"| {' | '.join(head)} |\n| --- | {' | '.join(['---:'] * (len(head) - 1))} |")
     for ranks in options.ranks:
-        found = []
-        for row, own in measure_rows(
+        errors = []
+        for row, own_error in measure_rows(
             options.names or list_training_schedules(ranks), ranks, options.steps
         ):
             print_row(*row)
-            found.append((abs(own), row[0]))
-        far = [name for error, name in found if error > GOAL]
-        near, (most, worst) = len(found) - len(far), max(found)
+            errors.append((abs(own_error), row[0]))
+        inaccurate = [name for error, name in errors if error > GOAL]
+        accurate_count, (largest_error, worst) = len(errors) - len(inaccurate), max(errors)
         print(
-            f"\n{ranks} processes on {len(os.sched_getaffinity(0))} cores: {near} of {len(found)} "
-            f"within {GOAL:.0%} at their own mean times, the worst {worst} with {most:.1%}"
-            + f"; not: {', '.join(far)}" * bool(far)
+            f"\n{ranks} processes on {len(os.sched_getaffinity(0))} cores: "
+            f"{accurate_count} of {len(errors)} "
+            f"within {GOAL:.0%} at their own mean times, the worst {worst} with {largest_error:.1%}"
+            + f"; not: {', '.join(inaccurate)}" * bool(inaccurate)
             + "\n",
             flush=True,
         )

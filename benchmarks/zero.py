@@ -70,7 +70,7 @@ from schedir.runtime.services.update_checks import UpdateChecks
 from schedir.schedules.schedule_algebra import get_placement_mark, has_free_v
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.transports.gloo import GlooTransport
-from tests.cpu.gloo_processes import run as run_in
+from tests.cpu.gloo_processes import run as run_processes
 
 STEPS, BATCH, CONTEXT, HIDDEN, VOCAB = 5, 2, 8, 24, 31
 COSTS = Costs(F=1, I=1, W=1, send=0.05, unshard=0.5)
@@ -100,7 +100,7 @@ class Case(NamedTuple):
 
 def list_cases() -> dict[str, Case]:
     """Return all cases by name."""
-    found = {}
+    case_by_name = {}
     for schedule, shape in (
         (schedir.schedules.one_f_one_b, PipelineShape(2, 3)),
         (schedir.schedules.interleaved, PipelineShape(2, 4, 2)),
@@ -116,11 +116,11 @@ def list_cases() -> dict[str, Case]:
             (2, 2, False),
         ):
             name = f"{schedule.__name__} dp{dp}" + " tp2" * (tp == 2) + " bf16" * half
-            found[name] = Case(schedule, shape, dp, tp, half)
-    return found
+            case_by_name[name] = Case(schedule, shape, dp, tp, half)
+    return case_by_name
 
 
-def build_stages(case: Case, own: Any, tp: Any) -> dict[int, nn.Module]:
+def build_stages(case: Case, rank_stages: Any, tp: Any) -> dict[int, nn.Module]:
     """Return the stages of a rank of a GPT with a tied embedding."""
     cfg = gpt.GPTConfig(
         vocab=VOCAB,
@@ -131,7 +131,7 @@ def build_stages(case: Case, own: Any, tp: Any) -> dict[int, nn.Module]:
         tied=case.shape.stages > 1,
     )
     stages: dict[int, nn.Module] = {}
-    for s in own:
+    for s in rank_stages:
         stages[s] = gpt.build_stage(cfg, s, case.shape.stages, tp=tp)
         if case.half:
             use_float32_gradients(stages[s].bfloat16())
@@ -141,10 +141,10 @@ def build_stages(case: Case, own: Any, tp: Any) -> dict[int, nn.Module]:
 def train(rank: int, case: Case, zero: int, steps: int = STEPS) -> tuple[list[bytes], TensorShards]:
     """Run as one process. Return losses, norms, and its parts of each parameter and moment."""
     torch.manual_seed(0)
-    more = {k: v for k, v in dict(case.options).items() if k != "unsharded_stages" or zero == 3}
+    options = {k: v for k, v in dict(case.options).items() if k != "unsharded_stages" or zero == 3}
     program = schedir.compile(
         case.schedule, case.shape, dp=case.dp, tp=case.tp, zero=zero,
-        **{"clip_grad_norm": True, "tied_weights": case.shape.stages > 1} | more,
+        **{"clip_grad_norm": True, "tied_weights": case.shape.stages > 1} | options,
     )  # fmt: skip
     transport = GlooTransport(program)
     tp = transport.tp_group
@@ -167,19 +167,19 @@ def train(rank: int, case: Case, zero: int, steps: int = STEPS) -> tuple[list[by
         execution=ExecutionOptions(spill_dir=case.folder),
     )
     m, numbers = case.shape.microbatches, torch.Generator().manual_seed(1)
-    told: list[bytes] = []
+    results: list[bytes] = []
     for _ in range(steps):
         x, y = torch.randint(0, VOCAB, (2, m * case.dp, BATCH, CONTEXT), generator=numbers)
-        own = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
-        total = executor.step(x[own], y[own], 1 / y.numel())
-        told += [t.numpy().tobytes() for t in (total, executor.grad_norm) if t is not None]
-    return told, collect_shards(executor, optimizer, transport)
+        replica_batch = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
+        total = executor.step(x[replica_batch], y[replica_batch], 1 / y.numel())
+        results += [t.numpy().tobytes() for t in (total, executor.grad_norm) if t is not None]
+    return results, collect_shards(executor, optimizer, transport)
 
 
 def collect_shards(executor: Executor, optimizer: Any, transport: Any) -> TensorShards:
     """Return the parts of parameters, gradients and moments of a process, with their offsets."""
-    found: TensorShards = {}
-    main = dict(
+    shards: TensorShards = {}
+    main_parameters = dict(
         zip(
             getattr(optimizer, "parameters", ()),
             getattr(optimizer, "main_parameters", ()),
@@ -188,80 +188,82 @@ def collect_shards(executor: Executor, optimizer: Any, transport: Any) -> Tensor
     )
     state = getattr(optimizer, "inner", optimizer).state
     for s, stage in executor.stages.items():
-        begins: dict[nn.Parameter, int] = {}
+        begin_offsets: dict[nn.Parameter, int] = {}
         for bucket in stage.gradients.buckets if stage.sharded_parameters is not None else ():
             ranges = bucket.list_shard_ranges(transport.dp_rank)
-            begins |= {p: r[0] for p, r in zip(bucket.parameters, ranges, strict=True)}
+            begin_offsets |= {p: r[0] for p, r in zip(bucket.parameters, ranges, strict=True)}
         for name, p in stage.module.named_parameters():
-            what = {
+            tensors = {
                 "p": p.detach(),
                 "grad": p.grad,
-                "main": main.get(p),
-                **state.get(main.get(p, p), {}),
+                "main": main_parameters.get(p),
+                **state.get(main_parameters.get(p, p), {}),
             }
-            for kind, value in what.items():
+            for kind, value in tensors.items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.numel():
                     key = (s, transport.rank * transport.tp + transport.tp_rank, name, kind)
                     flat = value.detach().reshape(-1).clone()
-                    found.setdefault(key, []).append((begins.get(p, 0), flat))
-    return found
+                    shards.setdefault(key, []).append((begin_offsets.get(p, 0), flat))
+    return shards
 
 
-def join_shards(all_found: list[tuple[list[bytes], TensorShards]]) -> dict[Any, torch.Tensor]:
+def join_shards(process_results: list[tuple[list[bytes], TensorShards]]) -> dict[Any, torch.Tensor]:
     """Join the parts of all processes to full tensors, by name."""
-    pieces: dict[Any, list[tuple[int, torch.Tensor]]] = {}
-    for _, found in all_found:
-        for key, own in found.items():
-            pieces.setdefault(key, []).extend(own)
+    shards_by_tensor: dict[Any, list[tuple[int, torch.Tensor]]] = {}
+    for _, shards in process_results:
+        for key, tensor_shards in shards.items():
+            shards_by_tensor.setdefault(key, []).extend(tensor_shards)
     result = {}
-    for key, own in pieces.items():
-        size = max(begin + t.numel() for begin, t in own)
-        result[key] = torch.full((size,), torch.nan, dtype=own[0][1].dtype)
-        for begin, t in own:
-            there = result[key][begin : begin + t.numel()]
+    for key, tensor_shards in shards_by_tensor.items():
+        size = max(begin + t.numel() for begin, t in tensor_shards)
+        result[key] = torch.full((size,), torch.nan, dtype=tensor_shards[0][1].dtype)
+        for begin, t in tensor_shards:
+            target = result[key][begin : begin + t.numel()]
             # Replicas must have equal parts.
-            assert torch.equal(there[~there.isnan()], t[~there.isnan()]), key
-            there.copy_(t)
+            assert torch.equal(target[~target.isnan()], t[~target.isnan()]), key
+            target.copy_(t)
     return result
 
 
 def run_case(case: Case, zero: int) -> list[tuple[list[bytes], TensorShards]]:
     """Return the results of each process of a run."""
-    return run_in(train, case.processes, case, zero, limit=300)
+    return run_processes(train, case.processes, case, zero, limit=300)
 
 
 def find_differences(plain: Any, *others: Any) -> list[str]:
     """Return the differences between the results of other runs and those of a plain run."""
-    right, found = join_shards(plain), []
-    for zero, cut in enumerate(others, 1):
-        if [told for told, _ in cut] != [told for told, _ in plain]:
-            found.append(f"zero {zero}: losses or norms")
-        got = join_shards(cut)
-        found += [f"zero {zero}: only in one: {key}" for key in sorted(got.keys() ^ right.keys())]
-        found += [
-            f"zero {zero}: {key}"
-            for key in sorted(got.keys() & right.keys())
-            if not torch.equal(got[key], right[key])
+    expected, differences = join_shards(plain), []
+    for zero, sharded in enumerate(others, 1):
+        if [values for values, _ in sharded] != [values for values, _ in plain]:
+            differences.append(f"zero {zero}: losses or norms")
+        tensors = join_shards(sharded)
+        differences += [
+            f"zero {zero}: only in one: {key}" for key in sorted(tensors.keys() ^ expected.keys())
         ]
-    return found
+        differences += [
+            f"zero {zero}: {key}"
+            for key in sorted(tensors.keys() & expected.keys())
+            if not torch.equal(tensors[key], expected[key])
+        ]
+    return differences
 
 
 def compare_bits(options: argparse.Namespace) -> int:
     """Compare cases, and return how many differ."""
     print_header("case", "processes", "zero 1, 2, 3 against 0")
-    bad = 0
+    differing_cases = 0
     for name, case in select_by_name(list_cases(), options.names):
-        found = find_differences(*(run_case(case, zero) for zero in range(4)))
-        bad += bool(found)
-        print_row(name, case.processes, "; ".join(found) or "the same bits")
-    return bad
+        differences = find_differences(*(run_case(case, zero) for zero in range(4)))
+        differing_cases += bool(differences)
+        print_row(name, case.processes, "; ".join(differences) or "the same bits")
+    return differing_cases
 
 
-def select_by_name(all_of: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Return the entries whose names begin with one of `names`, or all entries."""
-    for name, one in all_of.items():
-        if not names or any(name.startswith(begin) for begin in names):
-            yield name, one
+def select_by_name(entries: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Return the entries whose names prefix with one of `names`, or all entries."""
+    for name, entry in entries.items():
+        if not names or any(name.startswith(prefix) for prefix in names):
+            yield name, entry
 
 
 # ------------------------------------------------------------ bytes
@@ -286,14 +288,14 @@ class Measurement(NamedTuple):
     and the peak of live bytes.
     """
 
-    looks: int
-    beside: list[tuple[str, int, float]]
-    most: int
+    comparisons: int
+    differences: list[tuple[str, int, float]]
+    peak_bytes: int
 
 
 def list_byte_rows() -> dict[str, ByteRow]:
     """Return all rows by name."""
-    found = {}
+    row_by_name = {}
     for schedule, shape in (
         (schedir.schedules.one_f_one_b, PipelineShape(2, 3)),
         (schedir.schedules.interleaved, PipelineShape(2, 4, 2)),
@@ -301,21 +303,21 @@ def list_byte_rows() -> dict[str, ByteRow]:
         (schedir.schedules.zb_h1, PipelineShape(2, 4)),
     ):
         for zero in range(4):
-            for again in (False, True):
-                name = f"{schedule.__name__} zero {zero}" + ", recomputed" * again
-                found[name] = ByteRow(schedule, shape, zero, again)
+            for recompute in (False, True):
+                name = f"{schedule.__name__} zero {zero}" + ", recomputed" * recompute
+                row_by_name[name] = ByteRow(schedule, shape, zero, recompute)
     for zero in (0, 1, 3):
-        found[f"looped_bfs zero {zero}, states on the host"] = ByteRow(
+        row_by_name[f"looped_bfs zero {zero}, states on the host"] = ByteRow(
             schedir.schedules.looped_bfs, PipelineShape(1, 3, 4), zero, False, states="host"
         )
     for zero in (2, 3):
-        found[f"interleaved zero {zero}, each turn"] = ByteRow(
+        row_by_name[f"interleaved zero {zero}, each turn"] = ByteRow(
             schedir.schedules.interleaved, PipelineShape(2, 4, 2), zero, False, 2, "each_backward"
         )
-        found[f"one_f_one_b zero {zero}, 3 replicas"] = ByteRow(
+        row_by_name[f"one_f_one_b zero {zero}, 3 replicas"] = ByteRow(
             schedir.schedules.one_f_one_b, PipelineShape(2, 3), zero, False, 3
         )
-    return found
+    return row_by_name
 
 
 class LiveTensors(TorchDispatchMode):
@@ -323,26 +325,34 @@ class LiveTensors(TorchDispatchMode):
 
     def __init__(self, but: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.but = {StorageWeakRef(x.untyped_storage()) for x in but}
-        self.there = [ref(x) for x in gc.get_objects() if issubclass(type(x), Tensor)]
-        self.made: dict[StorageWeakRef, int] = {}
+        self.excluded = {StorageWeakRef(x.untyped_storage()) for x in but}
+        self.tensor_refs = [ref(x) for x in gc.get_objects() if issubclass(type(x), Tensor)]
+        self.storage_sizes: dict[StorageWeakRef, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = _collect_storages(tree_leaves((args, kwargs)))
-        out = func(*args, **(kwargs or {}))
+        argument_storages = _collect_storages(tree_leaves((args, kwargs)))
+        result = func(*args, **(kwargs or {}))
         # Only norms are in float64. They do not count, because a thread of Gloo may keep them.
-        new = _collect_storages(
-            x for x in tree_leaves(out) if getattr(x, "dtype", 0) != torch.float64
+        result_storages = _collect_storages(
+            x for x in tree_leaves(result) if getattr(x, "dtype", 0) != torch.float64
         )
-        self.made |= {one: size for one, size in new.items() if one not in given}
-        return out
+        self.storage_sizes |= {
+            storage: size
+            for storage, size in result_storages.items()
+            if storage not in argument_storages
+        }
+        return result
 
     def bytes(self, but: Iterable[object]) -> int:
         """Return the live bytes, each storage once, without some tensors."""
-        self.made = {one: size for one, size in self.made.items() if not one.expired()}
-        found = self.made | _collect_storages(x for one in self.there if (x := one()) is not None)
-        left = self.but | {*_collect_storages(but)}
-        return sum(size for one, size in found.items() if one not in left)
+        self.storage_sizes = {
+            storage: size for storage, size in self.storage_sizes.items() if not storage.expired()
+        }
+        live_storages = self.storage_sizes | _collect_storages(
+            x for storage in self.tensor_refs if (x := storage()) is not None
+        )
+        excluded = self.excluded | {*_collect_storages(but)}
+        return sum(size for storage, size in live_storages.items() if storage not in excluded)
 
 
 def _collect_storages(values: Iterable[object]) -> dict[StorageWeakRef, int]:
@@ -353,9 +363,9 @@ def _collect_storages(values: Iterable[object]) -> dict[StorageWeakRef, int]:
 class MemoryCheck:
     """Compare the live bytes after each instruction of a step with the prediction."""
 
-    def __init__(self, executor: Executor, own: Footprint, alive: LiveTensors) -> None:
-        self.executor, self.own, self.alive = executor, own, alive
-        self.found = Measurement(0, [], 0)
+    def __init__(self, executor: Executor, footprint: Footprint, live_tensors: LiveTensors) -> None:
+        self.executor, self.footprint, self.live_tensors = executor, footprint, live_tensors
+        self.measurement = Measurement(0, [], 0)
         self.calls = executor.runner.calls
         executor.runner.calls = [Call(wait, partial(self.run, k, run)) for k, (wait, run) in
                           enumerate(self.calls)]  # fmt: skip
@@ -367,13 +377,13 @@ class MemoryCheck:
         joined = [*state.stream.joined.tolist(), False]
         if joined[k + 1]:  # the prediction is for the complete group
             return
-        sent = [
+        sent_tensors = [
             slot
             for kind in BOUNDARY_VALUES
             if kind in state.slot_tables
             for slot in state.slot_tables[kind].values
         ]
-        sent += [tensor for _, tensor in state.service(PendingSends).works.values()]
+        sent_tensors += [tensor for _, tensor in state.service(PendingSends).works.values()]
         checks = state.service(UpdateChecks)
         numbers = [
             checks.grad_norm,
@@ -382,30 +392,36 @@ class MemoryCheck:
             state.service(LossGradients).grad_scale,
             state.service(LossGradients).initial_gradient,
         ]
-        away = [t for service in state.list_services() for t in service.list_host_tensors()]
-        lived = self.alive.bytes(
+        host_tensors = [t for service in state.list_services() for t in service.list_host_tensors()]
+        live_bytes = self.live_tensors.bytes(
             [
-                *tree_leaves(sent),
+                *tree_leaves(sent_tensors),
                 *tree_leaves(state.service(MessageBuffers).received),
                 *state.losses,
                 *numbers,
-                *away,
+                *host_tensors,
             ]
         )
-        at = int(np.flatnonzero(self.own.positions <= k)[-1])
-        parts = {name: size for name, (_, size) in self.own.static_memory.items()}
-        parts |= {name: float(size[at]) for name, (_, size) in self.own.dynamic_memory.items()}
-        right = sum(size for name, size in parts.items() if name not in _MESSAGES)
-        looks, beside, most = self.found
-        beside += [(str(state.stream[k]), lived, right)] if lived != right else []
-        self.found = Measurement(looks + 1, beside, max(most, lived))
+        position = int(np.flatnonzero(self.footprint.positions <= k)[-1])
+        parts = {name: size for name, (_, size) in self.footprint.static_memory.items()}
+        parts |= {
+            name: float(size[position]) for name, (_, size) in self.footprint.dynamic_memory.items()
+        }
+        predicted_bytes = sum(size for name, size in parts.items() if name not in _MESSAGES)
+        comparisons, differences, peak_bytes = self.measurement
+        differences += (
+            [(str(state.stream[k]), live_bytes, predicted_bytes)]
+            if live_bytes != predicted_bytes
+            else []
+        )
+        self.measurement = Measurement(comparisons + 1, differences, max(peak_bytes, live_bytes))
 
 
 def measure(rank: int, row: ByteRow) -> Measurement:
     """Run as one process, and compare the live bytes of its second step with the prediction."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    before = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    tensors_before = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
     program = schedir.compile(
         row.schedule, row.shape, dp=row.dp, zero=row.zero, reduce_scatter_at=row.reduce,
         clip_grad_norm=True,
@@ -425,8 +441,8 @@ def measure(rank: int, row: ByteRow) -> Measurement:
         boundary=boundary, optimizer_state=make, dp=row.dp, zero=row.zero,
         replica=transport.dp_rank,
     )  # fmt: skip
-    own = program.shape.stages_on_rank[transport.rank]
-    stages = {s: gpt.build_stage(cfg, s, count) for s in own}
+    rank_stages = program.shape.stages_on_rank[transport.rank]
+    stages = {s: gpt.build_stage(cfg, s, count) for s in rank_stages}
     executor = Executor(
         program, transport.rank, stages, transport, loss=gpt.loss, boundary=boundary,
         optimizer=make([p for stage in stages.values() for p in stage.parameters()]),
@@ -434,31 +450,44 @@ def measure(rank: int, row: ByteRow) -> Measurement:
     )  # fmt: skip
     executor.step(x, y, 1 / y.numel())
     gc.collect()
-    with LiveTensors([*before, x, y]) as alive:
-        witness = MemoryCheck(executor, compute_footprints(program, sizes)[transport.rank], alive)
+    with LiveTensors([*tensors_before, x, y]) as alive:
+        memory_check = MemoryCheck(
+            executor, compute_footprints(program, sizes)[transport.rank], alive
+        )
         executor.step(x, y, 1 / y.numel())
-    return witness.found
+    return memory_check.measurement
 
 
 def run_row(row: ByteRow) -> list[Measurement]:
     """Return the measurements of each process of a row."""
-    return run_in(measure, row.shape.ranks * row.dp, row, limit=300)
+    return run_processes(measure, row.shape.ranks * row.dp, row, limit=300)
 
 
 def compare_bytes(options: argparse.Namespace) -> int:
     """Measure rows, and return how many differ from the prediction."""
     print_header("program", "processes", "looks", "beside", "most bytes, by rank and replica")
-    bad = 0
+    differing_rows = 0
     for name, row in select_by_name(list_byte_rows(), options.names):
-        found = run_row(row)
-        beside = [one for of in found for one in of.beside]
-        worst = max((abs(lived - right) for _, lived, right in beside), default=0)
-        most = ", ".join(str(of.most) for of in found)
-        print_row(name, len(found), sum(of.looks for of in found), f"{worst:g}", most)
-        if beside:
-            print(*beside[:12], sep="\n", file=sys.stderr)
-        bad += bool(beside)
-    return bad
+        measurements = run_row(row)
+        differences = [
+            difference for measurement in measurements for difference in measurement.differences
+        ]
+        worst = max(
+            (abs(live_bytes - predicted_bytes) for _, live_bytes, predicted_bytes in differences),
+            default=0,
+        )
+        peaks = ", ".join(str(measurement.peak_bytes) for measurement in measurements)
+        print_row(
+            name,
+            len(measurements),
+            sum(measurement.comparisons for measurement in measurements),
+            f"{worst:g}",
+            peaks,
+        )
+        if differences:
+            print(*differences[:12], sep="\n", file=sys.stderr)
+        differing_rows += bool(differences)
+    return differing_rows
 
 
 # ------------------------------------------------------------ gathers
@@ -468,32 +497,32 @@ class GatherRow(NamedTuple):
     """The gathers of a schedule with a number of unsharded stages."""
 
     active: int
-    few: list[int]
-    ours: list[int]
+    fewest: list[int]
+    prefetched: list[int]
     torch: list[int]
     spans: tuple[float, float, float]
 
 
-def count_torch_gathers(program: Program, held: int) -> list[int]:
+def count_torch_gathers(program: Program, max_unsharded: int) -> list[int]:
     """Return the gathers of each rank in one of torch's lists.
 
-    It is the list with the fewest gathers and at most `held` unsharded stages. The result is empty
-    if each list has more unsharded stages.
+    It is the list with the fewest gathers and at most `max_unsharded` unsharded stages. The
+    result is empty if each list has more unsharded stages.
     """
     # Other programs import this module without these two modules.
     from torch.distributed.pipelining.schedules import _add_unshard_reshard
 
     from tests.cpu.test_zero_unshard_count import actions, residency
 
-    found: list[list[int]] = []
-    for active in range(1, held + 1):
+    gathers: list[list[int]] = []
+    for active in range(1, max_unsharded + 1):
         listed = [
             residency(_add_unshard_reshard(actions(program, rank), active))
             for rank in range(program.shape.ranks)
         ]
-        if max(peak for _, peak in listed) <= held:
-            found.append([times for times, _ in listed])
-    return min(found, default=[])
+        if max(peak for _, peak in listed) <= max_unsharded:
+            gathers.append([times for times, _ in listed])
+    return min(gathers, default=[])
 
 
 def list_gather_rows(program: Program) -> Iterator[GatherRow]:
@@ -506,12 +535,16 @@ def list_gather_rows(program: Program) -> Iterator[GatherRow]:
             ]
         except ShapeError:
             continue  # a pair that runs together uses more stages
-        few, ours = (count_unshards(one).unshards for one in lowered)
-        free = replace(COSTS, unshard=0)
-        spans = [simulate(one, COSTS).span for one in lowered]
-        spans.append(simulate(lowered[1], free).span)
+        fewest, prefetched = (count_unshards(compiled).unshards for compiled in lowered)
+        free_costs = replace(COSTS, unshard=0)
+        spans = [simulate(compiled, COSTS).span for compiled in lowered]
+        spans.append(simulate(lowered[1], free_costs).span)
         yield GatherRow(
-            active, few, ours, count_torch_gathers(program, active), (spans[0], spans[1], spans[2])
+            active,
+            fewest,
+            prefetched,
+            count_torch_gathers(program, active),
+            (spans[0], spans[1], spans[2]),
         )
 
 
@@ -525,15 +558,15 @@ def format_reductions(program: Program) -> list[str]:
 
     A stage has 1 GB of gradients, and there are 4 replicas.
     """
-    found = []
-    for how in ("update_end", "each_backward"):
-        lowered = compile(program, dp=4, zero=2, reduce_scatter_at=how)
-        sent = count_sent_bytes(lowered, Sizes(grads=1e9))[Lane.DP] / 1e9
-        found += [
+    cells = []
+    for reduce_at in ("update_end", "each_backward"):
+        lowered = compile(program, dp=4, zero=2, reduce_scatter_at=reduce_at)
+        sent_gigabytes = count_sent_bytes(lowered, Sizes(grads=1e9))[Lane.DP] / 1e9
+        cells += [
             format_by_rank(count_unshards(lowered).reductions),
-            format_by_rank([round(each, 1) for each in sent]),
+            format_by_rank([round(gigabytes, 1) for gigabytes in sent_gigabytes]),
         ]
-    return found
+    return cells
 
 
 def count_gathers(options: argparse.Namespace) -> int:
@@ -550,7 +583,7 @@ def count_gathers(options: argparse.Namespace) -> int:
         shape = PipelineShape(options.ranks, options.microbatches, v, placement or "loop")
         drafts[name] = expand_schedule(schedule, shape)
         for row in list_gather_rows(drafts[name]):
-            times = map(format_by_rank, (row.few, row.ours, row.torch))
+            times = map(format_by_rank, (row.fewest, row.prefetched, row.torch))
             print_row(name, v, row.active, *times, *(f"{span:.1f}" for span in row.spans))
     print()
     print_header("schedule", "at the end", "sent, GB", "in turns", "sent, GB")
@@ -572,13 +605,16 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4, help="gathers: ranks")
     parser.add_argument("--microbatches", type=int, default=16, help="gathers: microbatches")
     parser.add_argument("--stages-per-rank", type=int, default=4, help="gathers: stages per rank")
-    few = ["interleaved dp2 bf16", "looped_bfs zero 3, recomputed"]  # of `bits`, and of `bytes`
-    options = parse(parser, names=few, ranks=2, microbatches=4, stages_per_rank=2)
-    bad = 0
+    smoke_names = [
+        "interleaved dp2 bf16",
+        "looped_bfs zero 3, recomputed",
+    ]  # of `bits`, and of `bytes`
+    options = parse(parser, names=smoke_names, ranks=2, microbatches=4, stages_per_rank=2)
+    difference_count = 0
     for name in TABLES if options.table == "all" else [options.table]:
-        bad += TABLES[name](options)
+        difference_count += TABLES[name](options)
         print()
-    return int(bad > 0)
+    return int(difference_count > 0)
 
 
 if __name__ == "__main__":

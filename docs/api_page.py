@@ -133,12 +133,12 @@ OPTIONS = {
 def list_public_names() -> dict[str, object]:
     """Return each public object by its shortest name, as users write it after `schedir.`."""
     names: dict[str, object] = {}
-    shorter: set[tuple[int, str]] = set()
+    listed: set[tuple[int, str]] = set()
     for prefix, module in [("", schedir), *((f"{m}.", attrgetter(m)(schedir)) for m in MODULES)]:
         for name in module.__all__:
             value = getattr(module, name)
-            if (id(value), name) not in shorter:
-                shorter.add((id(value), name))
+            if (id(value), name) not in listed:
+                listed.add((id(value), name))
                 names[prefix + name] = value
     return names
 
@@ -184,22 +184,22 @@ def format_directive(title: str, value: object) -> str:
 
 def list_members(module: ModuleType) -> list[str]:
     """Return the public names of a module: its `__all__`, or else its own classes."""
-    own = [
+    classes = [
         n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__
     ]
-    return list(getattr(module, "__all__", own))
+    return list(getattr(module, "__all__", classes))
 
 
 def build_blocks(note: str, entry: Callable[[str, object], str]) -> dict[str, str]:
     """Return the note, and all groups with `entry(title, value)` below each heading."""
     values = list_public_names()
     listed = [n for _, titles in GROUPS.values() for title in titles for n in title.split(", ")]
-    there = sorted(name for name in values if not name.startswith("schedules."))
-    assert sorted(listed) == there, {*listed} ^ {*there}
+    expected = sorted(name for name in values if not name.startswith("schedules."))
+    assert sorted(listed) == expected, {*listed} ^ {*expected}
     groups = []
-    for about, (intro, titles) in GROUPS.items():
+    for heading, (intro, titles) in GROUPS.items():
         entries = [f"### {t}\n\n{entry(t, values[t.split(', ')[0]])}" for t in titles]
-        groups.append("\n\n".join([f"## {about}", intro, *entries]))
+        groups.append("\n\n".join([f"## {heading}", intro, *entries]))
     return {"note": note, "groups": "\n\n".join(groups)}
 
 

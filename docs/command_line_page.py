@@ -26,16 +26,18 @@ class Option(NamedTuple):
 
 def build_command_parsers() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each command and subcommand, by name."""
-    found: dict[str, argparse.ArgumentParser] = {}
+    parsers: dict[str, argparse.ArgumentParser] = {}
     for command in COMMANDS:
         parser = schedir.__main__._build_parser([command]).command_parser
         assert parser is not None
-        below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-        if below:
-            found |= {f"{command} {name}": one for name, one in below[0].choices.items()}
+        subparsers = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+        if subparsers:
+            parsers |= {
+                f"{command} {name}": subparser for name, subparser in subparsers[0].choices.items()
+            }
         else:
-            found[command] = parser
-    return found
+            parsers[command] = parser
+    return parsers
 
 
 def format_cell(text: str) -> str:
@@ -98,8 +100,8 @@ def find_shared(parsers: dict[str, argparse.ArgumentParser]) -> Shared:
         for option in list_options(parsers["compile"])
         if option in shared and option not in everywhere and option.flags.startswith("`-")
     ]
-    other = {o: n for o, n in shared.items() if o not in everywhere and o not in program}
-    return Shared(everywhere, program, other)
+    other_options = {o: n for o, n in shared.items() if o not in everywhere and o not in program}
+    return Shared(everywhere, program, other_options)
 
 
 def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared) -> Iterator[str]:
@@ -114,26 +116,30 @@ def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared)
     common = {*shared.everywhere, *shared.program, *shared.other}
     tables: dict[str, list[list[str]]] = {}
     for title, options in list_groups(parser):
-        usual = title in ("positional arguments", "options")
-        own = [list(option) for _, option in options if option not in common]
-        tables.setdefault("" if usual else f"*{format_cell(title)}*\n\n", []).extend(own)
+        has_default_title = title in ("positional arguments", "options")
+        new_options = [list(option) for _, option in options if option not in common]
+        tables.setdefault("" if has_default_title else f"*{format_cell(title)}*\n\n", []).extend(
+            new_options
+        )
     for title, rows in tables.items():
         if rows:
             yield title + format_table(["option", "meaning"], rows)
-    mine = list_options(parser)
-    also = [option.flags for option in mine if option in shared.other]
-    programs = [option.flags for option in mine if option in shared.program]
-    also += ["all [program options](#program-options)"] * (len(programs) == len(shared.program))
-    also += programs * (len(programs) < len(shared.program))
-    if also:
-        yield f"Shared options: {', '.join(also)}."
+    all_options = list_options(parser)
+    shared_options = [option.flags for option in all_options if option in shared.other]
+    programs = [option.flags for option in all_options if option in shared.program]
+    shared_options += ["all [program options](#program-options)"] * (
+        len(programs) == len(shared.program)
+    )
+    shared_options += programs * (len(programs) < len(shared.program))
+    if shared_options:
+        yield f"Shared options: {', '.join(shared_options)}."
     examples = getattr(import_command(name.split()[0]), "EXAMPLES", "")
     lines = inspect.cleandoc("\n" + MORE.sub("", examples)).strip()
     if lines:
         yield f"```text\n{lines}\n```"
-    if found := MORE.search(examples):
+    if more_link := MORE.search(examples):
         settings = ", [Configuration](configuration.md)" * (name == "train")
-        yield f"More: [{read_title(found[1])}]({make_link(found[1])}){settings}"
+        yield f"More: [{read_title(more_link[1])}]({make_link(more_link[1])}){settings}"
 
 
 def make_link(path: str) -> str:
@@ -155,12 +161,12 @@ def build_blocks() -> dict[str, str]:
     parsers = build_command_parsers()
     shared = find_shared(parsers)
     takes_all = [n for n, p in parsers.items() if {*shared.program} <= {*list_options(p)}]
-    facts = json.loads(run_command("schedir options --json"))
+    option_facts = json.loads(run_command("schedir options --json"))
     options = [
         [f"`{format_cell(row['option'])}`",
          f"`{row['configuration']}`" if row["configuration"] else "-",
          format_cell(row["help"])]
-        for row in facts.values()
+        for row in option_facts.values()
         if row["option"].startswith("-O")
     ]  # fmt: skip
     sections = [
@@ -176,8 +182,12 @@ def build_blocks() -> dict[str, str]:
     codes = re.findall(r"^- (\d+): (.*)$", str(schedir.__main__.__doc__), re.MULTILINE)
     return {
         "commands": format_table(["command", "description"], commands),
-        "everywhere": format_table(["option", "meaning"], [list(one) for one in shared.everywhere]),
-        "program": format_table(["option", "meaning"], [list(one) for one in shared.program]),
+        "everywhere": format_table(
+            ["option", "meaning"], [list(row_option) for row_option in shared.everywhere]
+        ),
+        "program": format_table(
+            ["option", "meaning"], [list(row_option) for row_option in shared.program]
+        ),
         "takes_all": join_commands(takes_all),
         "other": format_table(
             ["option", "meaning", "commands"],
@@ -186,7 +196,7 @@ def build_blocks() -> dict[str, str]:
         "options": format_table(["option", "configuration", "meaning"], options),
         "sections": "\n\n".join(sections),
         "codes": format_table(["exit code", "meaning"], [list(row) for row in codes]),
-    }  # fmt: skip
+    }
 
 
 def join_commands(names: Iterable[str]) -> str:

@@ -139,8 +139,8 @@ def shorten_types(
     app: Sphinx, what: str, name: str, obj: object, options: object, *texts: str | None
 ) -> tuple[str | None, ...]:
     """Write the parameters and the result of a signature as their source does."""
-    for long, short in TYPE_REPLACEMENTS.items():
-        texts = tuple(text and re.sub(long, short, text) for text in texts)
+    for pattern, replacement in TYPE_REPLACEMENTS.items():
+        texts = tuple(text and re.sub(pattern, replacement, text) for text in texts)
     return texts
 
 
@@ -157,9 +157,9 @@ def keep_first_line(
 
 def add_tree(app: Sphinx, page: str, source: list[str]) -> None:
     """Add a hidden table of contents with the pages below a page."""
-    for caption, below in TREE.get(page, {}).items():
+    for caption, child_pages in TREE.get(page, {}).items():
         lines = [":hidden:", ":glob:", *([f":caption: {caption}"] if caption else [])]
-        source[0] += "\n\n```{toctree}\n" + "\n".join([*lines, "", *below]) + "\n```\n"
+        source[0] += "\n\n```{toctree}\n" + "\n".join([*lines, "", *child_pages]) + "\n```\n"
 
 
 def find_source_uri(app: Sphinx, page: str, target: str) -> str:
@@ -188,8 +188,8 @@ def link_source(app: Sphinx, tree: nodes.document) -> None:
 
 def show_files(app: Sphinx) -> Iterator[tuple[str, dict[str, str], str]]:
     """Yield a page for each source file in `SOURCES`, and a redirect to the first page."""
-    away = '<meta http-equiv="refresh" content="0; url=docs/index.html">'
-    yield "index", {"title": "schedir", "body": "", "metatags": away}, "page.html"
+    redirect = '<meta http-equiv="refresh" content="0; url=docs/index.html">'
+    yield "index", {"title": "schedir", "body": "", "metatags": redirect}, "page.html"
     assert isinstance(app.builder, StandaloneHTMLBuilder)
     for path, text in sorted(SOURCES.items()):
         language = {".py": "python", ".toml": "toml"}.get(Path(path).suffix, "none")

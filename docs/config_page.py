@@ -19,16 +19,16 @@ def shorten_type(accepted: str) -> str:
     short = accepted.replace("|", "\\|")
     short = re.sub(
         r"an integer of at least (\d+) and below (\d+)",
-        lambda found: f"integer, {found[1]} to {int(found[2]) - 1}",
+        lambda bounds: f"integer, {bounds[1]} to {int(bounds[2]) - 1}",
         short,
     )
-    for long, other in (
+    for phrase, replacement in (
         ("an integer", "integer"),
         ("a number", "number"),
         ("a string", "string"),
         ("a list", "list"),
     ):
-        short = short.replace(long, other)
+        short = short.replace(phrase, replacement)
     return re.sub(r" of at least (\S+)( and below)?", r" >= \1\2", short)
 
 
@@ -46,17 +46,17 @@ def format_section(section: str, about: str, settings: list[Setting]) -> str:
     """Return a section of the page: its prose, and a table of its settings."""
     prose, meanings = split_docstring(about)
     meanings |= {"kind": "The kind of the model."} if section == "model" else {}
-    strange = {*meanings} - {one.name for one in settings}
-    silent = [one.name for one in settings if not one.meaning]
-    assert not strange, f"[{section}]: {strange} are documented, but no settings"
-    assert not silent, f"[{section}]: {silent} have no meaning"
+    unknown = {*meanings} - {setting.name for setting in settings}
+    undocumented = [setting.name for setting in settings if not setting.meaning]
+    assert not unknown, f"[{section}]: {unknown} are documented, but no settings"
+    assert not undocumented, f"[{section}]: {undocumented} have no meaning"
     rows = [
-        [f"`{one.name}`", shorten_type(one.accepted), format_default(one.default),
-         capitalize(format_cell_text(one.meaning))]
-        for one in settings
+        [f"`{setting.name}`", shorten_type(setting.accepted), format_default(setting.default),
+         capitalize(format_cell_text(setting.meaning))]
+        for setting in settings
     ]  # fmt: skip
-    shown = format_table(["setting", "value", "default", "meaning"], rows)
-    return f"## {format_heading(section)}\n\n{prose}\n\n{shown}"
+    settings_table = format_table(["setting", "value", "default", "meaning"], rows)
+    return f"## {format_heading(section)}\n\n{prose}\n\n{settings_table}"
 
 
 def build_blocks() -> dict[str, str]:

@@ -17,13 +17,15 @@ BEGIN, END = "<!-- packages: made by docs/generate.py -->", "<!-- end of package
 def read_layers() -> list[list[str]]:
     """Return the packages of each layer, the lowest layer first, without `__init__`, `__main__`."""
     layout = ast.parse((ROOT / "tests" / "pure" / "test_layout.py").read_text())
-    (found,) = (
+    (all_layers,) = (
         ast.literal_eval(node.value)
         for node in layout.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS"
     )
-    named = [sorted(name for name in layer if not name.startswith("__")) for layer in found]
-    return [layer for layer in named if layer]
+    sorted_layers = [
+        sorted(name for name in layer if not name.startswith("__")) for layer in all_layers
+    ]
+    return [layer for layer in sorted_layers if layer]
 
 
 def find_package(package: str) -> Path:
@@ -46,7 +48,9 @@ def read_description(path: Path) -> str:
 def format_diagram(packages: list[list[str]]) -> str:
     """Draw the layers, the highest on top."""
     lines = [
-        "    ".join(f"{one}/" if find_package(one).is_dir() else one for one in layer)
+        "    ".join(
+            f"{package}/" if find_package(package).is_dir() else package for package in layer
+        )
         for layer in reversed(packages)
     ]
     return "\n".join(["```", *lines, "```"])
@@ -70,8 +74,8 @@ def update_page() -> str:
     """Return docs/explanation/design.md with the current packages."""
     text, packages = (ROOT / "docs" / "explanation" / "design.md").read_text(), read_layers()
     before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    assert found, f"docs/explanation/design.md has no part between {BEGIN} and {END}"
+    _, end_marker, after = rest.partition(END)
+    assert end_marker, f"docs/explanation/design.md has no part between {BEGIN} and {END}"
     return (
         f"{before}{BEGIN}\n{format_diagram(packages)}\n\n{format_listing(packages)}\n{END}{after}"
     )

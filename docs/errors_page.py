@@ -26,19 +26,19 @@ def format_summary(error: type[errors.SchedirError]) -> str:
 def list_field_rows(described: type) -> list[list[str]]:
     """Return a row for each field that a class adds, or that has another meaning there."""
     doc = str(getdoc(described))
-    found = parse_entries(doc) | parse_entries(doc, "Attributes")
+    field_texts = parse_entries(doc) | parse_entries(doc, "Attributes")
     if issubclass(described, errors.SchedirError) and described is not errors.SchedirError:
         base = parse_entries(str(getdoc(errors.SchedirError)))
-        found = {
+        field_texts = {
             "sites" if name in ("window", "site") else name: text
-            for name, text in found.items()
+            for name, text in field_texts.items()
             if name not in ("fact", "program", "hint", "fields", "location_format")
             and text != base.get(name)
         }
-    classes = [f"`{described.__name__}`"] + [""] * len(found)
+    classes = [f"`{described.__name__}`"] + [""] * len(field_texts)
     return [
-        [shown, f"`{name}`", text]
-        for shown, (name, text) in zip(classes, found.items(), strict=False)
+        [class_cell, f"`{name}`", text]
+        for class_cell, (name, text) in zip(classes, field_texts.items(), strict=False)
     ]
 
 
@@ -57,7 +57,7 @@ def build_blocks() -> dict[str, str]:
         ),
         "own": format_table(
             ["class", "field", "meaning"],
-            [row for one in described for row in list_field_rows(one)],
+            [row for described_class in described for row in list_field_rows(described_class)],
         ),
     }
 

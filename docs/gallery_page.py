@@ -15,8 +15,8 @@ def build_blocks() -> dict[str, str]:
     cells = []
     for name in schedules.__all__:
         about = get_first_sentence(str(getdoc(getattr(schedules, name))))
-        drawn = f"[![{name}](../images/schedules/{name}.svg)](schedules.md#{name})"
-        cells.append(f"{drawn}<br>{about}")
+        image = f"[![{name}](../images/schedules/{name}.svg)](schedules.md#{name})"
+        cells.append(f"{image}<br>{about}")
     rows = [f"| {a} | {b} |" for a, b in zip_longest(cells[::2], cells[1::2], fillvalue="")]
     return {"schedules": "\n".join(["| | |", "| --- | --- |", *rows])}
 

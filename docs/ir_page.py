@@ -25,16 +25,19 @@ def format_gather_table() -> str:
             FORWARD * 4 / v,
         )
         crosses = [int(a != b) for a, b in pairwise(shape.first_rank_per_stage.tolist())]
-        ahead, back = (
-            tuple(time + GATHER * one for one in some) for some in ([0, *crosses], [*crosses, 0])
+        forward_times, backward_times = (
+            tuple(time + GATHER * gather_count for gather_count in gather_counts)
+            for gather_counts in ([0, *crosses], [*crosses, 0])
         )
-        free = Costs(F=time, I=time, W=time, send=SEND)
-        whole = tuple(time + one for one in back)
+        costs_without_gathers = Costs(F=time, I=time, W=time, send=SEND)
+        full_backward_times = tuple(time + backward_time for backward_time in backward_times)
         spans = []
         for costs in (
-            free,
-            replace(free, F=ahead, I=back, B=whole),
-            replace(free, tp_gather=GATHER),
+            costs_without_gathers,
+            replace(
+                costs_without_gathers, F=forward_times, I=backward_times, B=full_backward_times
+            ),
+            replace(costs_without_gathers, tp_gather=GATHER),
         ):
             program = compile(
                 getattr(schedules, name),
@@ -45,8 +48,8 @@ def format_gather_table() -> str:
                 overlap=True,
             )
             spans.append(simulate(program, costs, progress_model="per_edge").span)
-        more = (f"{span / spans[0] - 1:.1%}" for span in spans[1:])
-        rows.append([f"`{name}`", str(v), *more])
+        slowdowns = (f"{span / spans[0] - 1:.1%}" for span in spans[1:])
+        rows.append([f"`{name}`", str(v), *slowdowns])
     return format_table(["schedule", "stages per rank", "compute lane", "own lane"], rows)
 
 
@@ -60,8 +63,8 @@ HOSTS = {
 def build_blocks() -> dict[str, object]:
     """The tables of instructions, values, lanes and progress models."""
 
-    def names(some: tuple[Value, ...]) -> str:
-        return ", ".join(value.name.lower() for value in some) or "-"
+    def join_names(listed: tuple[Value, ...]) -> str:
+        return ", ".join(value.name.lower() for value in listed) or "-"
 
     instructions = [
         [
@@ -74,7 +77,9 @@ def build_blocks() -> dict[str, object]:
         ]
         for row in INSTRUCTIONS
     ]
-    flows = [[row.op.name, *map(names, (row.needs, row.gives, row.frees))] for row in INSTRUCTIONS]
+    flows = [
+        [row.op.name, *map(join_names, (row.needs, row.gives, row.frees))] for row in INSTRUCTIONS
+    ]
     values = [
         [
             value.value.name.lower(),

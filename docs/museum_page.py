@@ -41,17 +41,19 @@ def find_refusal(case: Case) -> tuple[ProgressModel, SchedirError] | None:
 
 def is_drawn(case: Case) -> bool:
     """Return whether the page has a picture: if ranks wait for each other, or messages cross."""
-    found = find_refusal(case) if case.program else None
-    if found is None or not isinstance(found[1], DeadlockError | GroupError | ChannelMismatchError):
+    refusal = find_refusal(case) if case.program else None
+    if refusal is None or not isinstance(
+        refusal[1], DeadlockError | GroupError | ChannelMismatchError
+    ):
         return False
-    return len(found[1].sites) > 1
+    return len(refusal[1].sites) > 1
 
 
 def draw_picture(case: Case) -> str:
     """Draw the position of each rank."""
-    found = find_refusal(case)
-    assert found is not None
-    return draw_deadlock(case.made(), found[1])
+    refusal = find_refusal(case)
+    assert refusal is not None
+    return draw_deadlock(case.made(), refusal[1])
 
 
 def _format_file_link(case: Case) -> str:
@@ -67,8 +69,8 @@ def format_source_link(source: str) -> str:
 
 def make_anchor(title: str) -> str:
     """Return the anchor of a heading."""
-    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
-    return kept.replace(" ", "-")
+    characters = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
+    return characters.replace(" ", "-")
 
 
 def format_case(case: Case) -> str:
@@ -93,8 +95,8 @@ def format_case(case: Case) -> str:
         parts.append("```\n" + "\n".join(rows) + "\n```")
     if is_drawn(case):
         parts.append(f"![{case.title}](../images/museum/{case.name}.svg)")
-    if found := find_refusal(case) if case.is_said else None:
-        model, error = found
+    if refusal := find_refusal(case) if case.is_said else None:
+        model, error = refusal
         parts.append(
             f"{format_conditions(case, model)}\n\n```\n{type(error).__name__}: {error}\n```"
         )
@@ -131,16 +133,16 @@ def format_conditions(case: Case, model: ProgressModel) -> str:
     """Return the line above an error: the conditions under which the checker raises it."""
     if all(case.expected(other) for other in MODELS) and not (case.activation or case.show):
         return "Under every progress model:"
-    lazily = " with `--lazy-communicators`" * (model in case.lazy)
+    lazy_text = " with `--lazy-communicators`" * (model in case.lazy)
     limit = format_bytes(case.activation).replace(" ", "")
-    sized = f" (with `--eager-limit {limit}` the program finishes under every progress model)"
-    return f"Under `{model}`{lazily}{sized * bool(case.activation)}:"
+    size_text = f" (with `--eager-limit {limit}` the program finishes under every progress model)"
+    return f"Under `{model}`{lazy_text}{size_text * bool(case.activation)}:"
 
 
-def format_verdicts(found: list[Case]) -> str:
+def format_verdicts(shown_cases: list[Case]) -> str:
     """Return two tables of verdicts: of cases that depend on the model, and of all others."""
-    split, other = [], []
-    for case in found:
+    model_rows, other_rows = [], []
+    for case in shown_cases:
         verdicts = [
             shorten_error_name(case.lazy[model]) + " (lazy)"
             if model in case.lazy
@@ -149,12 +151,12 @@ def format_verdicts(found: list[Case]) -> str:
         ]
         name = f"[{case.title}](#{make_anchor(case.title)})"
         if len({*verdicts}) > 1:
-            split.append([name, *verdicts])
+            model_rows.append([name, *verdicts])
         else:
             error = f"`{case.expected('per_device')[0]}`" if case.refused else "-"
-            other.append([name, error])
-    by_model = pages.format_table(["case", *(f"`{model}`" for model in MODELS)], split)
-    return f"{by_model}\n\n{pages.format_table(['case', 'under every progress model'], other)}"
+            other_rows.append([name, error])
+    by_model = pages.format_table(["case", *(f"`{model}`" for model in MODELS)], model_rows)
+    return f"{by_model}\n\n{pages.format_table(['case', 'under every progress model'], other_rows)}"
 
 
 def shorten_error_name(verdict: list[str]) -> str:
@@ -167,8 +169,8 @@ def build_blocks() -> dict[str, object]:
     programs = [case for case in CASES if case.is_said]
     chapters = ""
     for chapter, title in CHAPTERS.items():
-        own = [format_case(case) for case in CASES if case.chapter == chapter]
-        chapters += "\n\n".join([f"## {title}", *own]) + "\n\n" if own else ""
+        sections = [format_case(case) for case in CASES if case.chapter == chapter]
+        chapters += "\n\n".join([f"## {title}", *sections]) + "\n\n" if sections else ""
     return {
         "cases": len(CASES),
         "programs": len(programs),

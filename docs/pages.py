@@ -47,17 +47,21 @@ def define_page(
             directory.
     """
     template = (DOCS / "templates" / f"{Path(name).name}.md.in").read_text()
-    drawn: dict[str, Callable[[], object]] = {**(pictures or {})}
+    draw_functions: dict[str, Callable[[], object]] = {**(pictures or {})}
     for command in DRAWS.finditer(template.replace(" \\\n    ", " ")):
         if f"images/{command[1]}" in template:
-            drawn[command[1]] = partial(run_command, command[0])
+            draw_functions[command[1]] = partial(run_command, command[0])
 
-    def text() -> str:
+    def make_text() -> str:
         filled = HIDDEN.sub("", template).format(**blocks(), printed="{printed}")
-        return PRINTED.sub(lambda shown: f"$ {shown[1]}\n{run_command(shown[1])}", filled)
+        return PRINTED.sub(
+            lambda command_line: f"$ {command_line[1]}\n{run_command(command_line[1])}", filled
+        )
 
-    images = {f"images/{file}": partial(draw_svg, file, draw) for file, draw in drawn.items()}
-    return {f"{name}.md": text, **images}
+    images = {
+        f"images/{file}": partial(draw_svg, file, draw) for file, draw in draw_functions.items()
+    }
+    return {f"{name}.md": make_text, **images}
 
 
 def run_command(command: str) -> str:
@@ -98,13 +102,14 @@ def parse_entries(docstring: str, section: str = "Args") -> dict[str, str]:
     A nested list becomes one line of the table cell for each item.
     """
     body = re.search(rf"^{section}:\n((?:    .*\n?|\n)+)", docstring, re.MULTILINE)
-    found = re.split(r"^    (\w+): ", body[1] if body else "", flags=re.MULTILINE)[1:]
+    names_and_texts = re.split(r"^    (\w+): ", body[1] if body else "", flags=re.MULTILINE)[1:]
     return {
-        name: format_cell_text(text) for name, text in zip(found[::2], found[1::2], strict=True)
+        name: format_cell_text(text)
+        for name, text in zip(names_and_texts[::2], names_and_texts[1::2], strict=True)
     }
 
 
 def format_cell_text(text: str) -> str:
     """Return a paragraph for a table cell. Items of its list begin on new lines."""
     first, *items = re.split(r"\n\s*- ", text.strip())
-    return "<br>- ".join(" ".join(one.split()).replace("|", "\\|") for one in [first, *items])
+    return "<br>- ".join(" ".join(item.split()).replace("|", "\\|") for item in [first, *items])

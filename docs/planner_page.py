@@ -37,18 +37,24 @@ def build_blocks() -> dict[str, str]:
         [f"`{c.name}`", meanings[c.name], f"{c.value:g}", f"{c.min_value:g} to {c.max_value:g}"]
         for c in SoftwareConstants().list_constants()
     ]
-    usual = SoftwareConstants()
+    default_constants = SoftwareConstants()
     stacks = []
     for name in stack_presets():
-        one = stack_preset(name)
-        own = [
+        stack = stack_preset(name)
+        changed_constants = [
             f"`{c.name}` {c.value:g}"
-            for c in one.constants.list_constants()
-            if c.value != getattr(usual, c.name)
+            for c in stack.constants.list_constants()
+            if c.value != getattr(default_constants, c.name)
         ]
-        states = "/".join(f"{size:g}" for size in one.state_bytes)
-        cells = [f"`{name}`", ", ".join(own) or "-", states, one.division, one.rank_order]
-        stacks.append([*cells, one.source])
+        states = "/".join(f"{size:g}" for size in stack.state_bytes)
+        cells = [
+            f"`{name}`",
+            ", ".join(changed_constants) or "-",
+            states,
+            stack.division,
+            stack.rank_order,
+        ]
+        stacks.append([*cells, stack.source])
     presets = {name: cluster_preset(name) for name in cluster_presets()}
     clusters = [
         [f"`{f.name}`", *(format_number(getattr(preset, f.name)) for preset in presets.values())]

@@ -83,17 +83,22 @@ def simulate_schedule(
         send: The time of a message.
     """
     schedule = getattr(schedules, name)
-    placement, usual = get_default_placement(name)
+    placement, default_v = get_default_placement(name)
     delay = get_weight_delay_mark(schedule)
     updates = 1 if delay is None else microbatches // ranks
     shape = PipelineShape(
-        ranks, microbatches, v or usual, placement, optimizer_steps=updates, weight_delay=delay or 0
+        ranks,
+        microbatches,
+        v or default_v,
+        placement,
+        optimizer_steps=updates,
+        weight_delay=delay or 0,
     )
     F, I, W = (c * ranks / shape.stages for c in costs)
-    priced = Costs(F=F, I=I, W=W, send=send)
+    costs_per_stage = Costs(F=F, I=I, W=W, send=send)
     return simulate(
-        compile(schedule, shape, progress_model="per_edge", costs=priced),
-        priced,
+        compile(schedule, shape, progress_model="per_edge", costs=costs_per_stage),
+        costs_per_stage,
         progress_model="per_edge",
     )
 
@@ -102,9 +107,13 @@ def compute_figures(name: str, ranks: int, microbatches: int) -> tuple[float, fl
     """Return the peak memory, and the bubble in both measures."""
     timeline = simulate_schedule(name, ranks, microbatches)
     longest = int(timeline.active_span.argmax())
-    own = timeline.idle_in_active_span[longest] / timeline.active_span[longest]
+    active_bubble = timeline.idle_in_active_span[longest] / timeline.active_span[longest]
     peak = timeline.peak_in_flight.max() if timeline.program.has_backward else 0
-    return float(peak) * ranks / timeline.program.shape.stages, timeline.bubble, float(own)
+    return (
+        float(peak) * ranks / timeline.program.shape.stages,
+        timeline.bubble,
+        float(active_bubble),
+    )
 
 
 def build_blocks() -> dict[str, str]:
@@ -133,7 +142,7 @@ def build_blocks() -> dict[str, str]:
         [f"`{name}`", *(f"{simulate_schedule(name, 8, 32, c).bubble:.1%}" for c in costs)]
         for name in by_memory
     ]
-    each = "\n\n".join(
+    sections = "\n\n".join(
         f"### {name}\n\n{format_description(getattr(schedules, name))}\n\n"
         f"**When to use:** {when}\n\n"
         f"![{name} on 4 ranks with 8 microbatches](../images/schedules/{name}.svg)"
@@ -143,7 +152,7 @@ def build_blocks() -> dict[str, str]:
     return {
         "all": format_table(["schedule", "stages per rank", "placement", *heads], rows),
         "unequal": format_table(["schedule", *costs_of], unequal),
-        "each": each,
+        "each": sections,
         "greedy": format_description(greedy_schedule),
     }
 

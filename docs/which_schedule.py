@@ -81,15 +81,15 @@ def run_recommend(P: int, m: int, send: float) -> Iterator[Cell]:
 @cache
 def read_cells() -> dict[tuple[int, int, float], list[Cell]]:
     """Return the rows of the file, by shape and time of messages."""
-    found: dict[tuple[int, int, float], list[Cell]] = {}
+    cells: dict[tuple[int, int, float], list[Cell]] = {}
     with FILE.open(newline="") as file:
         for row in csv.DictReader(file):
             cell = Cell(
                 int(row["P"]), int(row["m"]), float(row["send"]), row["name"], int(row["v"]),
                 float(row["span"]), float(row["memory"]), row["split"] == "1", row["twice"] == "1",
             )  # fmt: skip
-            found.setdefault(cell[:3], []).append(cell)
-    return found
+            cells.setdefault(cell[:3], []).append(cell)
+    return cells
 
 
 def format_csv() -> str:
@@ -101,21 +101,23 @@ def format_csv() -> str:
     return "\n".join(lines) + "\n"
 
 
-def find_best(P: int, m: int, send: float, limit: float | None, *, whole: bool) -> Cell | None:
+def find_best(
+    P: int, m: int, send: float, limit: float | None, *, full_backward: bool
+) -> Cell | None:
     """Return the shortest schedule of a table cell.
 
     If several take the same time, this is the one with the least memory, then with the fewest
     stages, then with full backwards, then the best known one.
     """
-    fit = [
+    fitting = [
         cell
         for cell in read_cells()[P, m, send]
-        if not cell.twice and not (whole and cell.split) and fits(cell, limit)
+        if not cell.twice and not (full_backward and cell.split) and fits(cell, limit)
     ]
-    first = ["one_f_one_b", "gpipe", "eager_1f1b", "interleaved"]
-    names = first + [name for name in schedules.__all__ if name not in first]
+    preferred = ["one_f_one_b", "gpipe", "eager_1f1b", "interleaved"]
+    names = preferred + [name for name in schedules.__all__ if name not in preferred]
     return min(
-        fit,
+        fitting,
         key=lambda c: (round(c.span, 6), c.memory, c.v, c.split, names.index(c.name)),
         default=None,
     )
@@ -136,32 +138,32 @@ class TableCell(NamedTuple):
     m: int
     send: float
     limit: float | None
-    whole: bool
+    full_backward: bool
 
     @property
     def best(self) -> Cell | None:
-        return find_best(self.P, self.m, self.send, self.limit, whole=self.whole)
+        return find_best(self.P, self.m, self.send, self.limit, full_backward=self.full_backward)
 
-    def of(self, name: str, v: int) -> Cell | None:
+    def find_row(self, name: str, v: int) -> Cell | None:
         """Return the row of a schedule for this cell, or None if the schedule does not fit."""
-        every = read_cells()[self.P, self.m, self.send]
-        own = [cell for cell in every if (cell.name, cell.v) == (name, v)]
-        return own[0] if own and fits(own[0], self.limit) else None
+        shape_cells = read_cells()[self.P, self.m, self.send]
+        rows = [cell for cell in shape_cells if (cell.name, cell.v) == (name, v)]
+        return rows[0] if rows and fits(rows[0], self.limit) else None
 
-    def within(self, share: float, *of: tuple[str, int]) -> bool:
+    def is_within(self, share: float, *candidates: tuple[str, int]) -> bool:
         """Return whether one of some schedules takes at most a share longer than the best."""
-        best, found = self.best, [cell for name, v in of if (cell := self.of(name, v))]
-        if best is None or not found:
+        best, rows = self.best, [cell for name, v in candidates if (cell := self.find_row(name, v))]
+        if best is None or not rows:
             return False
-        return min(cell.span for cell in found) <= best.span * (1 + share)
+        return min(cell.span for cell in rows) <= best.span * (1 + share)
 
 
 def list_table_cells() -> Iterator[TableCell]:
     for P, m in list_shapes():
         for send in SENDS:
             for limit in LIMITS:
-                for whole in (False, True):
-                    yield TableCell(P, m, send, limit, whole)
+                for full_backward in (False, True):
+                    yield TableCell(P, m, send, limit, full_backward)
 
 
 def is_limit_at_least(limit: float | None, least: float) -> bool:
@@ -188,66 +190,68 @@ RULES = [
     Rule(
         ("split", "P or more", "short", "m >= P"),
         "`interleaved_zb` with four stages per rank is at most 1 % longer than the best",
-        lambda w: not w.whole and w.m >= w.P and w.send <= 0.05 and is_limit_at_least(w.limit, 1),
-        lambda w: w.within(0.01, ("interleaved_zb", 4)),
+        lambda w: (
+            not w.full_backward and w.m >= w.P and w.send <= 0.05 and is_limit_at_least(w.limit, 1)
+        ),
+        lambda w: w.is_within(0.01, ("interleaved_zb", 4)),
     ),
     Rule(
         ("split", "P", "long", "m >= P"),
         "for m >= 2P `zb_v` is the best, and for smaller m `interleaved_zb` with two stages per "
         "rank",
-        lambda w: not w.whole and w.m >= w.P and w.send == 0.2 and w.limit == 1,
-        lambda w: w.within(0, ("zb_v", 2) if w.m >= 2 * w.P else ("interleaved_zb", 2)),
+        lambda w: not w.full_backward and w.m >= w.P and w.send == 0.2 and w.limit == 1,
+        lambda w: w.is_within(0, ("zb_v", 2) if w.m >= 2 * w.P else ("interleaved_zb", 2)),
     ),
     Rule(
         ("split", "0.75 P or 0.5 P", "any", "m >= P >= 4"),
         "`v_half` is the best at a limit of 0.75 P, and `v_min` at 0.5 P",
-        lambda w: not w.whole and w.m >= w.P >= 4 and w.limit in (0.5, 0.75),
-        lambda w: w.within(0, ("v_min" if w.limit == 0.5 else "v_half", 2)),
+        lambda w: not w.full_backward and w.m >= w.P >= 4 and w.limit in (0.5, 0.75),
+        lambda w: w.is_within(0, ("v_min" if w.limit == 0.5 else "v_half", 2)),
     ),
     Rule(
         ("split", "1.5 P or more", "short", "any"),
         "the best schedule needs no more than P",
-        lambda w: not w.whole and w.send <= 0.05 and is_limit_at_least(w.limit, 1.5),
+        lambda w: not w.full_backward and w.send <= 0.05 and is_limit_at_least(w.limit, 1.5),
         lambda w: w.best == w._replace(limit=1).best,
     ),
     Rule(
         ("full", "1.5 P", "any", "m >= 2P"),
         "`interleaved` is the best, with four stages per rank, or two if messages are long",
-        lambda w: w.whole and w.m >= 2 * w.P and w.limit == 1.5,
-        lambda w: w.within(0, ("interleaved", 2 if w.send == 0.2 else 4)),
+        lambda w: w.full_backward and w.m >= 2 * w.P and w.limit == 1.5,
+        lambda w: w.is_within(0, ("interleaved", 2 if w.send == 0.2 else 4)),
     ),
     Rule(
         ("full", "P", "any", "m >= 8P, or m >= 2P if messages are long"),
         "`one_f_one_b` is the best",
-        lambda w: w.whole and w.limit == 1 and w.m >= (2 if w.send == 0.2 else 8) * w.P,
-        lambda w: w.within(0, ("one_f_one_b", 1)),
+        lambda w: w.full_backward and w.limit == 1 and w.m >= (2 if w.send == 0.2 else 8) * w.P,
+        lambda w: w.is_within(0, ("one_f_one_b", 1)),
     ),
     Rule(
         ("full", "none", "more than 0", "m >= 2P"),
         "`looped_bfs` with four stages per rank is the best: no rank waits for a message",
-        lambda w: w.whole and w.send > 0 and w.m >= 2 * w.P and w.limit is None,
-        lambda w: w.within(0, ("looped_bfs", 4)),
+        lambda w: w.full_backward and w.send > 0 and w.m >= 2 * w.P and w.limit is None,
+        lambda w: w.is_within(0, ("looped_bfs", 4)),
     ),
     Rule(
         ("split", "P or more", "any", "m >= P"),
         "twice as many microbatches reduce the bubble by 40 to 55 %",
-        lambda w: not w.whole and w.P <= w.m < 8 * w.P and is_limit_at_least(w.limit, 1),
+        lambda w: not w.full_backward and w.P <= w.m < 8 * w.P and is_limit_at_least(w.limit, 1),
         lambda w: 0.45 <= _compute_bubble_ratio(w) <= 0.6,
     ),
     Rule(
         ("any", "any", "any", "m < P"),
         "at least 29 % of the time is idle. With full backwards, at least half is idle",
         lambda w: w.m < w.P and w.best is not None,
-        lambda w: w.best is not None and w.best.bubble >= (0.5 if w.whole else 0.29),
+        lambda w: w.best is not None and w.best.bubble >= (0.5 if w.full_backward else 0.29),
     ),
 ]
 
 
 def _compute_bubble_ratio(w: TableCell) -> float:
     """Return the bubble with twice as many microbatches, divided by the bubble of this cell."""
-    now, then = w.best, w._replace(m=2 * w.m).best
-    assert now is not None and then is not None
-    return then.bubble / now.bubble
+    best, doubled_best = w.best, w._replace(m=2 * w.m).best
+    assert best is not None and doubled_best is not None
+    return doubled_best.bubble / best.bubble
 
 
 if __name__ == "__main__":

@@ -17,20 +17,20 @@ PICTURE_SHAPE = (8, 32)  # ranks and microbatches of the picture
 TABLE_RANKS = (4, 16)
 
 
-def format_limit_table(send: float, *, whole: bool) -> str:
+def format_limit_table(send: float, *, full_backward: bool) -> str:
     """Return a table with a row per shape and a column per memory limit."""
     rows = []
     for P, m in ((P, m) for P, m in list_shapes() if P in TABLE_RANKS):
-        found = [find_best(P, m, send, limit, whole=whole) for limit in LIMITS]
-        row, before = [str(P), str(m)], None
-        for k, cell in enumerate(found):
+        best_cells = [find_best(P, m, send, limit, full_backward=full_backward) for limit in LIMITS]
+        row, previous = [str(P), str(m)], None
+        for k, cell in enumerate(best_cells):
             if cell is None:
                 row.append("-")
-            elif k and cell == before:
+            elif k and cell == previous:
                 row.append("=")
             else:
                 row.append(f"{cell.text}<br>{cell.bubble:.1%}, {cell.memory:g}")
-            before = cell
+            previous = cell
         rows.append(row)
     heads = [("any" if limit is None else f"{limit:g} P").replace("1 P", "P") for limit in LIMITS]
     return format_table(["P", "m", *heads], rows)
@@ -47,13 +47,13 @@ def format_odd_table(send: float) -> str:
     rows = []
     for m in numbers:
         row = [str(m)]
-        for whole in (False, True):
-            cell = find_best(P, m, send, None if m < P else 1, whole=whole)
+        for full_backward in (False, True):
+            cell = find_best(P, m, send, None if m < P else 1, full_backward=full_backward)
             assert cell is not None
             row.append(f"{cell.text}, {cell.bubble:.1%}")
-        own = {(cell.name, cell.v): cell for cell in read_cells()[P, m, send]}
+        cell_by_name = {(cell.name, cell.v): cell for cell in read_cells()[P, m, send]}
         names = [("one_f_one_b", 1), ("interleaved", 2), ("zb_h1", 1), ("interleaved_zb", 2)]
-        rows.append([*row, *(f"{own[each].bubble:.1%}" for each in names)])
+        rows.append([*row, *(f"{cell_by_name[name_and_v].bubble:.1%}" for name_and_v in names)])
     heads = ["best in 1F1B's memory", "with full backwards", "`one_f_one_b`",
              "`interleaved` x 2",
              "`zb_h1`", "`interleaved_zb` x 2"]  # fmt: skip
@@ -70,8 +70,8 @@ def build_blocks() -> dict[str, object]:
         "send": send,
         "P": P,
         "m": m,
-        "any": format_limit_table(send, whole=False),
-        "whole": format_limit_table(send, whole=True),
+        "any": format_limit_table(send, full_backward=False),
+        "whole": format_limit_table(send, full_backward=True),
     }
 
 
@@ -79,9 +79,9 @@ def draw_picture() -> None:
     """Draw the bubble against the memory of all schedules, each with its best number of stages."""
     P, m = PICTURE_SHAPE
     # Rows are sorted by span, so the shortest row of each schedule overwrites the others.
-    first = {cell.name: cell for cell in reversed(read_cells()[P, m, SENDS[1]])}
+    shortest = {cell.name: cell for cell in reversed(read_cells()[P, m, SENDS[1]])}
     runs = []
-    for cell in first.values():
+    for cell in shortest.values():
         run = simulate_schedule(cell.name, P, m, v=cell.v, send=SENDS[1])
         name = cell.name + f" x {cell.v}" * (cell.v > 1)
         runs.append(replace(run, program=replace(run.program, name=name)))

@@ -27,18 +27,18 @@ def build_blocks() -> dict[str, object]:
     """The tiles that are visited, by stride, and those of the paper's video model."""
     rows = []
     for stride in STRIDES:
-        one = count_tiles(stride)
-        numbers = (WINDOW, stride, one.visited_count, one.dense_count, one.partial_count)
-        rows.append([*map(str, numbers), f"{one.speedup:.2f} x"])
+        tiles = count_tiles(stride)
+        numbers = (WINDOW, stride, tiles.visited_count, tiles.dense_count, tiles.partial_count)
+        rows.append([*map(str, numbers), f"{tiles.speedup:.2f} x"])
     head = ["window", "stride", "visited", "all tiles", "partly masked", "largest speedup"]
     sliding, strided = compute_tiles(stride=1, **VIDEO), compute_tiles(stride=(16, 8, 8), **VIDEO)
-    usual = count_tiles(64)
+    example_tiles = count_tiles(64)
     return {
         "table": format_table(head, rows),
-        "visited": usual.visited_count,
-        "dense": usual.dense_count,
-        "speedup": f"{usual.speedup:.2f}",
-        "of": usual.visited_by(10),
+        "visited": example_tiles.visited_count,
+        "dense": example_tiles.dense_count,
+        "speedup": f"{example_tiles.speedup:.2f}",
+        "of": example_tiles.visited_by(10),
         "sliding": f"{sliding.worst_tile_speedup:.1f} x",
         "strided": f"{strided.worst_tile_speedup:.1f} x",
         "pairs": f"{strided.pair_speedup:.1f} x",

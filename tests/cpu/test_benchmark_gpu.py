@@ -60,11 +60,11 @@ def test_layer_flop_counts_all_products() -> None:
 
 def test_nan_misses_its_goal() -> None:
     def missed(target: figures.Goal, *values: float) -> list[bool]:
-        return [Figure("", v, "us", target).missed for v in values]
+        return [Figure("", v, "us", target).is_missed for v in values]
 
     assert missed(figures.GAP, 9.0, 10.0, 10.1, math.nan) == [False, False, True, True]
     assert missed(figures.STAGE, 89.9, 90.0, 91.0, math.nan) == [True, False, False, True]
-    assert not Figure("", math.nan, "us").missed
+    assert not Figure("", math.nan, "us").is_missed
 
 
 def test_figures_file_round_trip(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_sleeping_ranks_take_predicted_time(monkeypatch: pytest.MonkeyPatch) -> 
 
     runs = record_timelines(ranks, step, 3)
     by_name = {figure.name.strip(): figure for figure in compute_rank_figures("", runs)}
-    assert not any(figure.missed for figure in by_name.values())
+    assert not any(figure.is_missed for figure in by_name.values())
     assert by_name[": gap, median"].value == pytest.approx(0, abs=1e-3)
     costs = Costs(F=1, B=2, send=0.02)
     predicted = simulate(ranks.program, costs, progress_model="per_edge")

@@ -44,9 +44,9 @@ def test_all_ways_return_equal_tensors() -> None:
     bytes_by_work = {}
     for work in benchmark.list_operations(OPTIONS):
         bytes_by_work[work.name] = work.bytes
-        assert set(work.ways) >= {"ours", "eager", "compiled"}
+        assert set(work.implementations) >= {"ours", "eager", "compiled"}
         # Each runs once, since some overwrite their inputs.
-        results = {way: copy_tensors(run()) for way, run in work.ways.items()}
+        results = {way: copy_tensors(run()) for way, run in work.implementations.items()}
         for way in results:
             for result, expected in zip(results[way], results["eager"], strict=True):
                 torch.testing.assert_close(result.float(), expected.float(), rtol=0.02, atol=0.02)

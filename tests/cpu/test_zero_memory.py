@@ -17,4 +17,4 @@ NAMES = (
 def test_live_memory_with_zero_matches_prediction(name: str) -> None:
     """The bytes are those of live storages on each rank and replica."""
     for row in run_row(list_byte_rows()[name]):
-        assert row.looks > 10 and row.most > 0 and not row.beside
+        assert row.comparisons > 10 and row.peak_bytes > 0 and not row.differences
