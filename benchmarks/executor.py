@@ -2,30 +2,32 @@
 
     python benchmarks/executor.py [--pairs 15] [--box | --drop-in [--model gpt]]
 
-All runtimes run one program, compiled with overlap, in the same processes of one thread each. They
-take turns: each runs one step. torch's runtime reads the program as CSV.
+All runtimes run one program, compiled with overlap, in the same processes of one thread each. The
+script runs one step of each runtime in turn. torch's runtime reads the program as CSV.
 
-The first table is without a transport. One process is rank 1 with torch's "fake" backend, whose
-messages arrive at once. "own" is the overhead per instruction: the time of a step without forward,
-loss and backward of the stages, which a plain loop measures. It includes the calls of c10d.
+The first table has steps of one process, which is rank 1 of torch's "fake" backend. Messages of
+this backend arrive at once. "own" is the overhead per instruction: the time of a step minus the
+forward, loss and backward of the stages, which a plain loop measures. It includes the calls of
+c10d.
 
-The second table is with a process for each rank. schedir uses shared memory, as `schedir train`
-does on one machine, and Gloo; torch uses Gloo. "step" is the wall time on rank 0. "own" is the
-overhead in CPU time of the threads that run the ranks. It includes their waits, but not Gloo's
-threads. It is left out if the stages compute for so long that the difference is noise. Each figure
-is a median over steps; ratios are medians over pairs of steps.
+The second table has steps with a process for each rank. schedir uses shared memory, as `schedir
+train` does on one machine, and Gloo. torch uses Gloo. "step" is the wall time on rank 0. "own" is
+the overhead in CPU time of the threads that run the ranks. It includes their waits, but not Gloo's
+threads. Rows in which this difference would be noise do not have it. Each figure is a median over
+steps. Ratios are medians over pairs of steps.
 
-With `--box`, only the black box is measured: one process runs steps that write each instruction to
-a black box, and steps that do not, in turn.
+With `--box`, the script measures only the black box. One process alternates steps that write each
+instruction to a black box with steps that do not.
 
-With `--drop-in`, only schedules in the place of torch's schedules are measured. Four processes over
+With `--drop-in`, the script measures only replacements of torch's schedules. Four processes over
 Gloo run three pipelines with the same weights: torch's schedule,
 `schedir.torch_pipelining.Schedule` of the same name in torch's runtime, and this schedule in
-schedir's executor. They take turns, one step each, and each round begins with another pipeline. A
-step begins when all ranks leave a barrier; its time is that of the slowest rank. Gradients are set
-to None between steps, outside of the measured time. A ratio is that of two steps of a round: the
-median and, in brackets, its 95 % confidence interval. "CPU" is the ratio of the processor times of
-all ranks together, including Gloo's threads. Other jobs on the machine change it less.
+schedir's executor. The script runs one step of each in turn. Each round begins with another
+pipeline. A step begins when all ranks leave a barrier. Its time is that of the slowest rank.
+Gradients are set to None between steps, outside of the measured time. A ratio compares two steps of
+a round: the median and, in brackets, its 95 % confidence interval. "CPU" is the ratio of the
+processor times of all ranks together, including Gloo's threads. Other jobs on the machine change it
+less than the wall time.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ SMOKE_FAKE_BACKEND_ROWS: list[Row] = [
     ("tiny", "interleaved_zb", 4, 2, 8),
 ]
 SMOKE_PROCESS_ROWS: list[Row] = [("tiny", "interleaved", 2, 2, 4), ("gpt", "one_f_one_b", 2, 1, 2)]
-FAKE_BACKEND_RANK = 1  # an inner rank: it receives from both neighbours, and sends to both
+FAKE_BACKEND_RANK = 1  # an inner rank, which sends to and receives from both neighbours
 
 
 class Model(NamedTuple):
@@ -144,20 +146,20 @@ MODELS = {"tiny": build_tiny_model, "gpt": build_small_gpt}
 
 
 class FakeTransport(GlooTransport):
-    """Gloo's transport for one rank of a world in which no other rank exists.
+    """Gloo's transport over torch's "fake" backend, in which only one rank exists.
 
-    torch's "fake" backend ends each of its messages at once.
+    The backend completes each message at once.
     """
 
     def check_agreement(
         self, facts: Mapping[str, str], payload: object = None, record_types: RecordTypes = ()
     ) -> list[Any]:
-        """Do nothing in the place of `Processes.agree`, because there is no other process."""
+        """Return the payload of this process, because no other process exists."""
         return [payload]
 
 
 class RuntimeBenchmark:
-    """Both runtimes of one rank, and the work of its stages without a runtime."""
+    """One rank in all runtimes, and the work of its stages without a runtime."""
 
     def __init__(
         self, row: Row, rank: int, transports: Mapping[str, Callable[[Program], Transport]]
@@ -217,7 +219,7 @@ class RuntimeBenchmark:
         )  # fmt: skip
 
     def _work(self) -> None:
-        """Run the work of the stages: each forward, loss and backward."""
+        """Run each forward, loss and backward of the stages in a plain loop."""
         model = self.model
         for s in self.rank_stages:
             for mb in range(self.m):
@@ -247,34 +249,34 @@ class Result(NamedTuple):
     counts: dict[str, int]
 
     def compute_overhead(self, runtime: str) -> float:
-        """Return the CPU time without the work of the stages, in microseconds per instruction."""
+        """Return the CPU time minus the work of the stages, in microseconds per instruction."""
         step, work = (statistics.median(cpu for _, cpu in self.times[w]) for w in (runtime, "work"))
         return (step - work) / self.counts[runtime] * 1e6
 
 
 def measure_processes(rank: int, row: Row, pairs: int) -> Result:
-    """Measure a row, as one of its processes."""
+    """Measure a row as one of its processes."""
     bench = RuntimeBenchmark(row, rank, {"shared": SharedMemoryTransport, "gloo": GlooTransport})
     return Result(bench.run(pairs, dist.barrier), bench.counts)
 
 
 def measure_fake_backend(_: int, row: Row, pairs: int) -> Result:
-    """Measure a row without a transport."""
+    """Measure a row in one process with torch's "fake" backend."""
     enter_fake_world(row)
-    # torch's stages ask all ranks whether they know their shapes. No other rank exists here.
+    # torch's stages exchange shapes with all ranks. No other rank exists here.
     PipelineStage._warmup_backward_result = lambda *_, **__: torch.ones(1)  # type: ignore[method-assign]
     bench = RuntimeBenchmark(row, FAKE_BACKEND_RANK, {"alone": FakeTransport})
     return Result(bench.run(pairs, lambda: None), bench.counts)
 
 
 def enter_fake_world(row: Row) -> None:
-    """Make this process one rank of a world that has no others."""
+    """Make this process one rank of torch's "fake" backend."""
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=FAKE_BACKEND_RANK, world_size=row[2])
 
 
 def run_without_black_box(executor: Executor) -> None:
-    """Run a step as `Running._run` does, but without a black box."""
+    """Run the instructions of a step without writes to a black box."""
     executor.resources.is_in_step = True
     try:
         for wait, run in executor.runner.calls:
@@ -320,14 +322,14 @@ def measure_black_box(_: int, row: Row, pairs: int) -> list[float]:
     ]
 
 
-# ------------------------------------------------------------ in the place of torch's schedules
+# ------------------------------------------------------------ replacements of torch's schedules
 
 
 DROP_IN_RANKS = 4
 
 
 class SchedulePair(NamedTuple):
-    """A schedule of torch, and the schedule of schedir with this name."""
+    """A schedule class of torch, and the schedule of schedir that replaces it."""
 
     torch_name: str
     schedir_name: str
@@ -354,7 +356,7 @@ PIPELINES: tuple[Literal["theirs", "torch", "schedir"], ...] = ("theirs", "torch
 
 
 class DropInBenchmark:
-    """The three pipelines of a row, of one rank."""
+    """One rank of the three pipelines of a row."""
 
     def __init__(self, rank: int, kind: str, pair: SchedulePair, microbatches: int) -> None:
         rank_stages, last_stage = pair.list_stages(rank), pair.stages - 1
@@ -406,7 +408,7 @@ class DropInBenchmark:
 def measure_drop_in(
     rank: int, pairs: int, model: str, rows: Sequence[SchedulePair], smoke: bool
 ) -> None:
-    """Measure each row with schedules in the place of torch's, and print it on rank 0."""
+    """Measure the three pipelines of each row, and print the row on rank 0."""
     for kind, microbatches in (("gpt", 16), ("tiny", 64)):
         for pair in rows if model in ("", kind) else ():
             bench = DropInBenchmark(rank, kind, pair, 2 * DROP_IN_RANKS if smoke else microbatches)
@@ -422,7 +424,7 @@ def measure_drop_in(
 
 
 def print_fake_backend(rows: Sequence[Row], pairs: int) -> None:
-    """Print the table of steps without a transport, each row when it is measured."""
+    """Print the table of steps with the "fake" backend, each row when it is measured."""
     print_header("model", "schedule", "P", "v", "m", "own, us", "torch's", "ratio")
     for row in rows:
         (result,) = run_on_ranks(measure_fake_backend, 1, row, pairs)
@@ -474,7 +476,7 @@ def print_black_box(row: Row, pairs: int) -> None:
 
 
 def print_drop_in(pairs: int, model: str, smoke: bool) -> None:
-    """Print the table of schedules in the place of torch's, each row when it is measured."""
+    """Print the table of replaced schedules of torch, each row when it is measured."""
     print_header("model", "schedule", "step, ms: torch's", "runtime=torch", "runtime=schedir",
          "torch: ratio", "CPU", "schedir: ratio", "CPU")  # fmt: skip
     rows = SMOKE_DROP_IN_PAIRS if smoke else DROP_IN_PAIRS

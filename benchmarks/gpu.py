@@ -1,43 +1,42 @@
-"""Measure stages, instructions and four virtual ranks on one GPU, and compare them with goals.
+"""Measure stages, instructions and four virtual ranks on one GPU, and compare figures with goals.
 
     python benchmarks/gpu.py
     python benchmarks/gpu.py --only stage
 
-The script first prints the machine and its versions. Without a GPU, it then ends with exit code 2.
-With a GPU, it prints one table. If a goal is missed or a part fails, it runs the other parts and
-ends with exit code 1. All times are between CUDA events.
+The script prints the machine and its versions, and then one table with a row per figure: name,
+value, unit, goal and "missed". Without a GPU, it ends with exit code 2. If a figure misses its goal
+or a part fails, the script runs the other parts and ends with exit code 1. All times are between
+CUDA events.
 
 - `machine`: prints only the machine and its versions.
-- `queues`: the number of pairs of streams of a process that share a hardware queue, and so wait for
-  each other. The script starts a kernel that waits for a while on one stream, and short kernels on
-  all other streams. A short kernel that has not ended meanwhile shares the queue. The script
-  repeats this for each stream.
-- `stage`: the model FLOP/s of transformer layers in bfloat16, forward and backward. It is compared
-  with the FLOP/s that their matrix products and attention reach alone, and with the FLOP/s of a
-  large bfloat16 product, all in the same run.
+- `queues`: counts the pairs of streams of a process that share a hardware queue. Such streams wait
+  for each other. For each stream, the script starts a kernel that occupies the stream for a while,
+  and short kernels on all other streams. A short kernel that ends late shares the queue.
+- `stage`: the model FLOP/s of transformer layers in bfloat16, forward and backward. The same run
+  measures the FLOP/s of their matrix products and attention alone, and of a large bfloat16 product.
 - `instruction`: the overhead of an instruction. One rank runs a step of tiny stages whose inputs
   are always ready, and a plain loop runs the same forwards and backwards.
 
 In the next parts, four virtual ranks run and record 1F1B, each on its own streams. `gap` is the
 time between two instructions of a compute lane, if the inputs of the second are ready. It includes
-the recording; `two events` is the time of the recording alone. `exposed transfers` is the share of
+the recording. `two events` is the time of the recording alone. `exposed transfers` is the share of
 the steady phase in which ranks wait for a message. `step, predicted` is the error of a simulation
 with the costs of the previous step.
 
 - `sleep`: a stage keeps one multiprocessor busy for a set time and sends activations of a real
-  size. So ranks share almost no resource, as if each had a GPU. This part measures the executor,
+  size. Ranks then share almost no resource, as if each had a GPU. This part measures the executor,
   its waits and the simulation.
 - `gpt`: transformer stages share the multiprocessors, so the time of an instruction depends on the
-  other ranks. Costs are means of the run. At the beginning and the end of a step, fewer ranks are
-  busy and instructions are faster than the mean. So a prediction is too long: it has m + 3 times
-  the mean of a forward and a backward, and a rank has m of them in a step. The error is at most 3 /
-  m. `host waits` is the number of times that the host waits for the GPU in a step with clipping and
-  AdamW. `peak memory, predicted` is the error of the predicted peak, compared with torch's
-  allocator: weights, gradients and optimizer state of all ranks, and the saved activations of their
-  microbatches, in the order in which the host issues instructions.
+  other ranks. The costs are means of the run. At the beginning and the end of a step, fewer ranks
+  are busy, and instructions are faster than the mean. So the prediction is too long. It has m + 3
+  times the mean of a forward and a backward, and a rank has m of them. The error is at most 3 / m.
+  `host waits` counts the waits of the host for the GPU in a step with clipping and AdamW. `peak
+  memory, predicted` is the error of the predicted peak, compared with torch's allocator. The peak
+  includes weights, gradients, optimizer state and saved activations of all ranks, in the order in
+  which the host issues instructions.
 
-No part uses NCCL. Processes that share a GPU run in turns of milliseconds, so figures of overlap
-would mean nothing.
+No part uses NCCL. Processes that share a GPU run in time slices of milliseconds, so figures of
+overlap would mean nothing.
 """
 
 from __future__ import annotations
@@ -93,14 +92,16 @@ from schedir.transports.gpu_selection import require_gpus
 
 RANKS = 4
 DEVICE = "cuda"
-BUSY_CYCLES = 40_000_000  # cycles of the kernel that waits, about 20 ms
-SHORT_KERNEL_SECONDS = 0.005  # seconds in which a short kernel ends if it does not wait
-SYNC_WARNING: Final = "called a synchronizing CUDA operation"  # torch's warning of an implicit wait
+BUSY_CYCLES = 40_000_000  # cycles of the kernel that occupies a stream, about 20 ms
+SHORT_KERNEL_SECONDS = 0.005  # seconds in which a short kernel ends if its queue is free
+SYNC_WARNING: Final = (
+    "called a synchronizing CUDA operation"  # torch's warning about an implicit wait
+)
 SYNC_OWNERS: Final = (
     torch.cuda,
     torch.cuda.Event,
     torch.cuda.Stream,
-)  # have methods that synchronize
+)  # owners of `synchronize` methods
 
 
 def main() -> int:
@@ -160,7 +161,7 @@ def print_figures(options: argparse.Namespace) -> bool:
 
 
 def measure_machine(options: argparse.Namespace) -> Iterator[Figure]:
-    """Measure nothing, because `main` has printed the machine."""
+    """Measure nothing, because `main` prints the machine."""
     yield from ()
 
 
@@ -220,7 +221,7 @@ PARTS: Final[dict[str, Callable[[argparse.Namespace], Iterator[Figure]]]] = {
 
 
 def read_command_output(*command: str) -> str:
-    """Return the output of a command in one line, or no text if it fails."""
+    """Return the output of a command in one line, or an empty text if the command fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -239,7 +240,7 @@ def format_package_versions(*names: str) -> str:
 
 
 def describe_machine() -> Iterator[str]:
-    """Yield the machine and the versions, a line each."""
+    """Yield lines that describe the machine and the versions of its software."""
     yield f"commit: {read_command_output('git', 'rev-parse', '--short', 'HEAD') or 'not known'}"
     yield f"processor: {platform.machine()}, {os.cpu_count()} cores"
     yield (
@@ -265,7 +266,7 @@ def describe_machine() -> Iterator[str]:
 
 
 def find_shared_queues(streams: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return the pairs of streams in which the second waits while the first is busy."""
+    """Return the pairs of streams whose second stream waits while the first is busy."""
     tensor = torch.zeros(1, device="cuda")
     for stream in streams:  # the first use of a stream may wait for all streams of the device
         with torch.cuda.stream(stream):
@@ -297,7 +298,7 @@ def find_shared_queues(streams: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def measure_seconds(run: Callable[[], object], times: int = 10, warm: int = 3) -> float:
-    """Return the median time of the GPU from the first to the last kernel of a run."""
+    """Return the median time on the GPU from the first to the last kernel of `run`."""
     samples: list[float] = []
     for _ in range(warm + times):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -320,7 +321,7 @@ def count_layer_flop(hidden: int, context: int) -> int:
     """Return the operations of matrix products in the forward of a layer over one sequence.
 
     24 T h^2 + 4 T^2 h (Narayanan et al., arXiv 2104.04473, appendix), which counts the full
-    attention matrix, although half of it is masked. This is the custom.
+    attention matrix, although half of it is masked. Other publications count in the same way.
     """
     return 24 * context * hidden**2 + 4 * context**2 * hidden
 
@@ -345,8 +346,8 @@ def measure_stage_rate(hidden: int, context: int, layers: int) -> float:
 def measure_kernel_rate(hidden: int, context: int, layers: int) -> float:
     """Return the model FLOP/s that the matrix products and the attention of a stage reach alone.
 
-    They run forward and backward, one after the other, with no other kernel between them. Each
-    product runs as in the stage: y = x W', dx = dy W, and dW added up in float32.
+    They run forward and backward, one after the other, without other kernels between them. Each
+    product runs as in the stage: y = x W', dx = dy W, and dW accumulates in float32.
     """
 
     def new(*shape: int) -> Tensor:
@@ -404,7 +405,7 @@ def measure_instruction_overhead(microbatches: int = 256) -> float:
 def measure_event_gap(times: int = 100) -> float:
     """Return the seconds between two events that are recorded one after the other."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * times)]
-    torch.cuda._sleep(10_000_000)  # meanwhile the host records all events
+    torch.cuda._sleep(10_000_000)  # the host records all events in this time
     for event in events:
         event.record()
     torch.cuda.synchronize()
@@ -433,7 +434,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A stage that takes a set time."""
+    """A stage whose forward and backward take a set time."""
 
     def __init__(self, cycles: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -451,7 +452,7 @@ def measure_clock_rate() -> float:
 
 
 def compile_1f1b(microbatches: int, clip: bool = False) -> Program:
-    """Return 1F1B on four ranks, with receives posted early and as few slots as it needs."""
+    """Compile 1F1B for four ranks, with early receives and as few slots as it needs."""
     costs, shape = Costs(F=1, B=2, send=0.02), PipelineShape(RANKS, microbatches)
     return compile(
         one_f_one_b,
@@ -465,7 +466,7 @@ def compile_1f1b(microbatches: int, clip: bool = False) -> Program:
 
 
 def build_sleeping_ranks(microbatches: int, boundary: Boundary, cycles: int) -> InProcessExecutor:
-    """Return ranks whose forwards take a number of cycles, for inputs of any boundary."""
+    """Return virtual ranks whose forwards take a number of cycles."""
     stages = [Sleeper(cycles, boundary.dtype).to(DEVICE) for _ in range(RANKS)]
     return InProcessExecutor(
         compile_1f1b(microbatches),
@@ -478,7 +479,7 @@ def build_sleeping_ranks(microbatches: int, boundary: Boundary, cycles: int) -> 
 def record_timelines(
     ranks: InProcessExecutor, step: Callable[[], object], steps: int
 ) -> list[Timeline]:
-    """Return the Timelines of some steps, after two steps that warm up."""
+    """Return the Timelines of `steps` steps, after warm-up steps."""
     timelines = []
     for _ in range(WARM_UP_STEPS + steps):
         step()
@@ -558,9 +559,9 @@ def measure_gpt_ranks(config: gpt.GPTConfig, microbatches: int, steps: int) -> I
 
 
 def predict_peak_memory(ranks: InProcessExecutor, sizes: Sizes) -> float:
-    """Return the peak memory of all ranks, if instructions run when the host issues them.
+    """Return the peak memory of all ranks if instructions run when the host issues them.
 
-    An allocator counts in this order, whenever the GPU runs the instructions.
+    The allocator allocates in this order, no matter when the GPU runs the instructions.
     """
     offsets = ranks.program.offsets
     issue_order = ranks.execution_orders[ranks.program.digest].round_robin_order

@@ -6,13 +6,13 @@
     python benchmarks/gpu_run.py --device cpu
 
 Each step is a process with a time limit. If a step hangs or fails, the other steps still run. The
-output of a step is in `FOLDER/STEP.txt`, and in `STEP.txt.part` while it runs. After every step,
-the script rewrites `FOLDER/README.md`: the machine, the steps, and a table of goals and measured
-values. So an interrupted run keeps its results. `--rest` runs the steps without a result in the
-folder, so a run can have several parts. `--device cpu` is a rehearsal: it runs the steps that do
-not need a GPU, to test that they run. Its figures mean nothing.
+output of a step is in `FOLDER/STEP.txt`, and in `STEP.txt.part` while the step runs. After every
+step, the script rewrites `FOLDER/README.md`, so an interrupted run keeps its results. The page
+lists the machine, the steps, and a table of goals and measured values. `--rest` runs only steps
+without a result in the folder, to continue an interrupted run. `--device cpu` is a rehearsal: it
+tests that the steps run, without steps that need a GPU. Its figures mean nothing.
 
-The exit code is 0 if all steps ended well and no goal was missed, 2 if there is no GPU, and else 1.
+The exit code is 0 if all steps succeed and meet their goals, 2 without a GPU, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -37,18 +37,27 @@ from benchmarks.harness import parse
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 STATE = "results.json"
-FIGURES, FOLDER = "FIGURES", "FOLDER"  # placeholders in commands: the file of figures, the folder
+FIGURES, FOLDER = (
+    "FIGURES",
+    "FOLDER",
+)  # placeholders in commands for the file of figures and the folder
 OUT_OF_TIME = "cut, as the run's time was over"
 NOT_REHEARSED = "needs a GPU", "skipped"
 SANITIZER = "TORCH_CUDA_SANITIZER"
-MIN_STEP_SECONDS = 20.0  # seconds; with less time left, no step begins
-GRACE_SECONDS = 5.0  # seconds that a step gets to end after a signal
+MIN_STEP_SECONDS = 20.0  # seconds; the run starts no step if less time is left
+GRACE_SECONDS = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 class Step(NamedTuple):
-    """A step: its purpose, its time limit in seconds, its command, and environment variables.
+    """A test or a benchmark.
 
-    On a CPU, `rehearsal` runs in its place.
+    Attributes:
+        name: The name.
+        about: The purpose.
+        limit: The time limit, in seconds.
+        command: The arguments of Python.
+        environ: More environment variables.
+        rehearsal: The arguments that replace `command` on a CPU.
     """
 
     name: str
@@ -67,7 +76,7 @@ class Step(NamedTuple):
 
 
 def make_test_command(*arguments: str) -> list[str]:
-    """Return the command of pytest. Warnings of other packages on the machine fail no test."""
+    """Return a command of pytest in which warnings of other packages are no errors."""
     return ["-m", "pytest", "-q", "-rfEs", "-W", "default", "-p", "no:cacheprovider",
             "--durations=3", *arguments]  # fmt: skip
 
@@ -133,7 +142,7 @@ STEPS: Final = (
 
 
 class Result(NamedTuple):
-    """The end of a step in words, its seconds, its figures, and the last line of its output."""
+    """The outcome of a step, its seconds, the last line of its output, and its figures."""
 
     outcome: str
     seconds: float
@@ -157,7 +166,7 @@ class Run:
             self.results = {k: Result(*v) for k, v in json.loads(state.read_text()).items()}
 
     def run_step(self, step: Step) -> Result:
-        """Run a step to its end or to its time limit. Write its result and all tables."""
+        """Run a step to its end or its time limit. Write its result and all tables."""
         command = step.get_command(self.device)
         limit = float(step.limit)
         if self.deadline is not None:
@@ -213,7 +222,7 @@ class Run:
         return Result(outcome, seconds, last_line, measured)
 
     def write(self) -> None:
-        """Write the results so far, each file in one operation."""
+        """Write the current results, each file atomically."""
         write_atomically(self.folder / STATE, json.dumps(self.results, indent=1))
         write_atomically(
             self.folder / "README.md", format_page(self.folder, self.results, self.device)
@@ -225,24 +234,24 @@ def name_output_file(step: Step) -> str:
 
 
 def stop_process(process: subprocess.Popen[bytes]) -> None:
-    """End a process that still runs, and all processes that it has started."""
+    """Stop a process and all processes that it has started."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal_number)
-        # A process that waits in a driver may not end at all. The run then continues.
+        # A process that waits in a driver may never end. The run then continues.
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SECONDS)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file under another name, then rename it, so that it is complete or absent."""
+    """Write a file under another name and rename it, so that it is complete or absent."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text)
     part.replace(path)
 
 
 def format_page(folder: Path, results: Mapping[str, Result], device: str) -> str:
-    """Return the page with machine, steps and goals, as Markdown."""
+    """Return the page with the machine, the steps and the goals, as Markdown."""
     machine = folder / name_output_file(STEPS[0])
     lines = machine.read_text().splitlines() if machine.exists() else []
     rows = ["# Run on a GPU" if device == "cuda" else "# A rehearsal without a GPU", ""]
@@ -302,8 +311,8 @@ def run_steps(options: argparse.Namespace, folder: Path) -> int:
     run = Run(folder.resolve(), options.device, options.minutes)
     has_gpu, is_ok = True, True
     for step in STEPS:
-        # The first step always runs: it ends the run if there is no GPU. Otherwise the tests would
-        # only be skipped.
+        # The first step always runs. Without a GPU it ends the run, in which pytest would skip all
+        # tests.
         checks_gpu = step == STEPS[0] and options.device == "cuda"
         if options.only and step.name not in options.only and not checks_gpu:
             continue

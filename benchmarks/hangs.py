@@ -1,21 +1,21 @@
-"""Cause a fault in one process of a run: all must end in time, and the report must name it.
+"""Measure whether all processes end in time after a fault in one, and whether reports name it.
 
     TORCH_CPP_LOG_LEVEL=FATAL python benchmarks/hangs.py [--seed 0] [--trials 100] [--only 7 89]
 
 Each trial draws a configuration and a fault. The configuration has up to 4 processes (pp, tp and
-dp), and options such as ZeRO, offload, optimizer states on the host or the disk, stage segments,
-several updates, checkpoints and overlap, over shared memory or Gloo. The fault is an error,
-SIGKILL, SIGSTOP, SIGINT, an exit or a sleep of one process. It happens before, within or after an
-instruction of a drawn kind in a drawn step, on the lane of this instruction, or while a checkpoint
-is written.
+dp) over shared memory or Gloo. Its options include ZeRO, offload, optimizer states on the host or
+the disk, stage segments, several updates, checkpoints and overlap. The fault of one process is an
+error, SIGKILL, SIGSTOP, SIGINT, an exit or a sleep. It happens before, within or after a drawn
+instruction of a drawn step, on the lane of this instruction, or while a checkpoint is written.
 
-- Every process must end without help within `TIMEOUT` and `MORE` seconds after the fault.
+- Every process must end by itself within `TIMEOUT` + `EXTRA_SECONDS` seconds after the fault.
 - The report must begin with the process at fault and its instruction. A slow disk must not cause a
   failure.
-- If the run saves checkpoints, the command runs again without a fault. Its losses must equal those
-  of an unbroken run, byte for byte, and only results may remain in the folder.
+- If the run saves checkpoints, the script runs the command again without a fault. The losses must
+  equal those of an unbroken run, byte for byte. Only result files may remain in the folder.
 
-If processes do not end, the script prints the stacks of all of them.
+The script prints a row per trial: the fault, the seconds until the last process ended, the problems
+or "good", and the options. If processes do not end, it prints their stacks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ from schedir.training.processes import process_world
 from schedir.training.train import build_program, run
 from tests.cpu import process_faults
 
-assert trainer and process_world and torch._dynamo  # imported here, so forked processes share them
+assert (
+    trainer and process_world and torch._dynamo
+)  # imported before the fork, so that processes share them
 TIMEOUT, EXTRA_SECONDS, NO_FAULT_TIMEOUT = 12.0, 12.0, 60.0  # seconds
 STEPS = 7
 KINDS = ("raise", "kill", "stop", "interrupt", "exit", "sleep")
@@ -79,10 +81,15 @@ record = false
 
 
 class Fault(NamedTuple):
-    """A fault of a process: its kind, its step (from 1), and its instruction.
+    """A fault of a process.
 
-    The fault can happen on the lane of the instruction. The kind of instruction "save" is a fault
-    while a checkpoint is written.
+    Attributes:
+        process: The process.
+        kind: One of `KINDS`.
+        op: The name of the instruction, or "save" for a fault while a checkpoint is written.
+        index: The index of the instruction in the Stream of the rank.
+        moment: One of `MOMENTS`, or "on the lane" for a fault on the lane of the instruction.
+        step: The step of the fault, from 1.
     """
 
     process: int
@@ -99,10 +106,13 @@ class Fault(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How processes ended.
+    """The result of a run.
 
-    These are the exit codes, the processes that did not end without help, the seconds from the
-    fault to the last end, and the output.
+    Attributes:
+        codes: The exit codes of the processes.
+        hung: The ids of the processes that the script had to kill.
+        end_delay: The seconds from the fault to the end of the last process.
+        output: The output of all processes.
     """
 
     codes: list[int]
@@ -112,7 +122,7 @@ class Outcome(NamedTuple):
 
 
 def draw_configuration(draw: random.Random, folder: Path) -> list[str]:
-    """Return settings of a run. schedir refuses some of them."""
+    """Draw the settings of a run. schedir refuses some of them."""
     pp, tp, dp = draw.choice([(2, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 2), (2, 2, 1), (1, 2, 2)])
     model = draw.choice(["gpt", "gpt", "gpt", "llama"])
     settings: dict[str, object] = {
@@ -159,7 +169,7 @@ def _format_toml(value: object) -> str:
 
 
 def draw_trial(draw: random.Random, path: Path, folder: Path) -> tuple[list[str], Fault]:
-    """Return a configuration that schedir accepts, and a fault that its program can have."""
+    """Draw a configuration that schedir accepts, and a fault that its program can have."""
     while True:
         sets = draw_configuration(draw, folder)
         try:
@@ -187,7 +197,7 @@ def draw_trial(draw: random.Random, path: Path, folder: Path) -> tuple[list[str]
 
 
 def install_fault(fault: Fault, note: Path) -> None:
-    """Make the fault happen in this process."""
+    """Install the fault in this process."""
 
     def cause_fault() -> None:
         note.write_text(str(time.time()))
@@ -205,7 +215,7 @@ def install_fault(fault: Fault, note: Path) -> None:
 
 
 def start_store() -> tuple[int, int]:
-    """Start a process that has the store of a run, as an agent of torchrun. Return pid and port."""
+    """Start a process with the TCPStore of a run, as torchrun does. Return its id and port."""
     port = find_free_port()
     if child := os.fork():
         return child, port
@@ -220,7 +230,7 @@ def start_store() -> tuple[int, int]:
 
 
 def run_processes(sets: list[str], folder: Path, processes: int, fault: Fault | None) -> Outcome:
-    """Run all processes until they have ended."""
+    """Run all processes to their end."""
     agent, port = start_store()
     output_path, fault_time_path = folder / "said.txt", folder / "at"
     output_path.write_text("")
@@ -246,7 +256,7 @@ def run_processes(sets: list[str], folder: Path, processes: int, fault: Fault | 
 
 
 def _wait_for_processes(children: list[int], output_path: Path, fault_time_path: Path) -> Outcome:
-    """Wait for processes. Print the stacks of those that do not end, and end them."""
+    """Wait for processes. If some do not end, make them print their stacks, and kill them."""
     start, codes, hung, last_end = time.time(), dict[int, int](), list[int](), 0.0
     while len(codes) < len(children):
         for child in children:
@@ -273,11 +283,11 @@ def _wait_for_processes(children: list[int], output_path: Path, fault_time_path:
     )
 
 
-# ---------------------------------------------------------------- what came of it
+# ---------------------------------------------------------------- checks of the result
 
 
 def find_errors(fault: Fault, outcome: Outcome, happened: bool) -> list[str]:
-    """Return what is wrong with a run that has a fault."""
+    """Return the problems of a run with a fault, as texts."""
     problems = []
     if outcome.hung:
         problems.append(f"{len(outcome.hung)} processes did not end")
@@ -288,7 +298,7 @@ def find_errors(fault: Fault, outcome: Outcome, happened: bool) -> list[str]:
             problems.append("failed for a slow disk" if fault.is_slow_disk else "nobody failed")
         return problems
     first_line = re.search(r"^(?:[^\s\[].*: )?process (\d+) \(.*", outcome.output, re.M)
-    # If one process cannot save, all processes raise an error that names this process.
+    # If one process cannot save, all processes raise an error with the number of this process.
     first_line = (
         re.search(r"CheckpointError: process (\d+): ValueError.*", outcome.output) or first_line
     )
@@ -306,7 +316,7 @@ def find_errors(fault: Fault, outcome: Outcome, happened: bool) -> list[str]:
 
 
 def find_resume_errors(folder: Path, sets: list[str], processes: int) -> list[str]:
-    """Resume the run and run it from the beginning. Return what is wrong."""
+    """Resume the run, and compare it with an unbroken run. Return the problems, as texts."""
     sets = [*sets, f"train.timeout={NO_FAULT_TIMEOUT}"]  # on a busy machine no process may time out
     resumed = run_processes(sets, folder, processes, None)
     if any(resumed.codes):

@@ -1,4 +1,4 @@
-"""Functions that benchmarks share: the command line, processes, steps in turn, tables and medians.
+"""Functions that benchmarks share: options, processes, alternating steps, tables and medians.
 
     python benchmarks/NAME.py --smoke
 
@@ -6,7 +6,7 @@ With `--smoke`, each script runs all its code on small sizes within seconds. The
 run mean nothing. `tests/cpu/test_benchmarks.py` runs every script in this way.
 
 Importing this module does not import torch, because some benchmarks measure processes without
-torch. Functions that start or gather processes import it.
+torch. Functions that start processes or gather their results import it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 
-WARM_UP_STEPS = 3  # warm-up steps of each kind, which are not measured
+WARM_UP_STEPS = 3  # steps of each kind before the measurement
 Times = list[tuple[float, float]]  # wall and processor seconds of steps
 
 
@@ -54,9 +54,9 @@ def parse(
 
 
 def report_missing(message: str, smoke: bool) -> int:
-    """Print what this machine lacks for the script, and return the exit code.
+    """Print the missing requirement of a script, and return its exit code.
 
-    The exit code is 2, or 0 with `--smoke`, because no more code can run on this machine.
+    The exit code is 2. With `--smoke` it is 0, because this machine can run no more of the script.
     """
     print(message, file=sys.stderr)
     return 0 if smoke else 2
@@ -74,9 +74,9 @@ def print_header(*cells: object) -> None:
 
 
 def compute_median_interval(values: Iterable[float]) -> tuple[float, float]:
-    """Return a 95 % confidence interval of the median, from the sample `values`.
+    """Return the 95 % confidence interval of the median of a sample, by the sign test.
 
-    Both ends are values of the sample. It is the interval of the sign test.
+    Both ends are values of the sample.
     """
     ordered = sorted(values)
     n, low, tail = len(ordered), 0, 0.0
@@ -102,9 +102,9 @@ def run_on_ranks(
 ) -> list[Any]:
     """Run `work(rank, *args)` in forked processes of one Gloo world; return the results by rank.
 
-    A process that fails, hangs for `timeout` seconds or dies raises RankError with its traceback.
+    If a process fails, dies or hangs for `limit` seconds, RankError has its traceback.
     """
-    import torch._dynamo  # noqa: F401  # every optimizer loads it: once, before processes fork
+    import torch._dynamo  # noqa: F401  # every optimizer imports it, so import it before the fork
 
     from schedir.transports.local_processes import run_processes
 
@@ -120,7 +120,7 @@ def _run_without_warnings(rank: int, work: Callable[..., Any], *args: Any) -> An
 
 
 def find_free_port() -> int:
-    """Return a free port."""
+    """Return a free TCP port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
@@ -129,11 +129,11 @@ def find_free_port() -> int:
 def fork_ranks(
     processes: int, port: int, output_path: Path, work: Callable[[int], object], **environ: str
 ) -> list[int]:
-    """Fork processes with the environment variables that torchrun sets.
+    """Fork processes, and set the environment variables that torchrun sets.
 
     Args:
         processes: The number of processes.
-        port: The port of the store, which rank 0 has.
+        port: The port of the store on rank 0.
         output_path: A file to which each process appends its output.
         work: Called with the rank in each process. The process exits with 1 if `work` returns or
             raises.
@@ -168,13 +168,13 @@ def measure_in_rounds(
     rotate: bool = True,
     clock: Callable[[], float] = process_time,
 ) -> dict[str, Times]:
-    """Measure a step of each kind in each round, after `WARM` rounds that are not measured.
+    """Measure a step of each kind in each round, after `WARM_UP_STEPS` warm-up rounds.
 
     Args:
         steps: The steps, by name.
         rounds: The number of measured steps of each kind.
-        prepare: Called before each step, outside of the measured time. If several processes step
-            together, it must end with a barrier.
+        prepare: Called before each step, outside of the measured time. If several processes run
+            the step together, it must end with a barrier.
         rotate: Begin each round with the next kind.
         clock: Returns processor time. The default is that of the process.
 
@@ -219,7 +219,7 @@ def format_milliseconds(times: Times) -> str:
 
 
 def format_pair_ratios(times: Times, base: Times, digits: int) -> list[str]:
-    """Format the ratio of wall times to those of `base`, round by round, and that of CPU times."""
+    """Format the median ratios of wall times and of CPU times to those of `base`, per round."""
     pairs = [*zip(times, base, strict=True)]
     cpu = median(one / other for (_, one), (_, other) in pairs)
     return [

@@ -1,17 +1,17 @@
-"""Kill processes of runs that save checkpoints, and run the same command again.
+"""Measure whether killed training runs resume from their checkpoints with the same losses.
 
     TORCH_CPP_LOG_LEVEL=FATAL python benchmarks/resume.py [--seed 0] [--kills 100] [--csv kills.csv]
 
 Each run has pp 2, or pp 2 x dp 2 with zero 3, and saves a checkpoint after every fifth step. The
-seed draws a process and a moment, and the process ends by SIGKILL. The moment is in set-up (also
-while a checkpoint is read), inside a step, while losses are written, while a checkpoint is written
-(its files or their digests), or at a rename, a removal or an fsync. When all processes have ended,
-the same command runs again, until the run is complete. Then the next run begins.
+script draws a process and a moment from the seed, and kills the process with SIGKILL. The moment is
+during set-up (or the load of a checkpoint), in a step, or while the process writes losses or a
+checkpoint. It can also be a rename, a removal or an fsync of a file. When all processes have ended,
+the script runs the same command again, until the run is complete. Then the next run begins.
 
-For each kill, the script records how many steps were lost, and whether the next start resumed at
-the right step. For each run, it records whether the losses equal those of an unbroken run, byte for
-byte, and which files remain. Processes are forked from a process that has imported torch, and find
-each other as under torchrun.
+For each kill, the script prints and records the number of lost steps, and checks the step at which
+the next start resumes. For each run, it compares the losses with those of an unbroken run, byte for
+byte, and lists extra files. The script imports torch, forks the processes, and sets the environment
+variables that torchrun sets.
 """
 
 from __future__ import annotations
@@ -77,7 +77,14 @@ record = false
 
 
 class Kill(NamedTuple):
-    """A kill: the process, the place in the code, the number of visits, and the delay."""
+    """A kill of a process.
+
+    Attributes:
+        process: The process that is killed.
+        where: The place in the code, one of `PLACES`.
+        times: The visit of this place at which the process is killed, from 1.
+        delay: The seconds from this visit to the kill.
+    """
 
     process: int
     where: str
@@ -96,7 +103,7 @@ def draw_kill(draw: random.Random, processes: int) -> Kill:
 
 
 def install_kill(kill: Kill) -> None:
-    """Make this process end at the place of the kill."""
+    """Wrap functions of this process, so that it is killed at the place of `kill`."""
     visits_left = [kill.times]
 
     def end() -> None:
@@ -146,7 +153,7 @@ def install_kill(kill: Kill) -> None:
 def run_processes(
     sets: list[str], folder: Path, processes: int, kill: Kill | None
 ) -> tuple[bool, str]:
-    """Run all processes until they have ended. Return whether all succeeded, and their output."""
+    """Run all processes to their end. Return whether all succeeded, and their output."""
     output_path = folder / "said.txt"
     output_path.write_text("")
 
@@ -171,14 +178,14 @@ def run_processes(
 
 
 def read_last_step(folder: Path) -> int:
-    """Return the last step whose loss is written."""
+    """Return the last step in the file of losses."""
     path = folder / "out" / "loss.csv"
     rows = path.read_text().splitlines()[1:] if path.exists() else []
     return int(rows[-1].partition(",")[0]) if rows else 0
 
 
 def find_newest_checkpoint(folder: Path) -> int:
-    """Return the newest step with a checkpoint."""
+    """Return the step of the newest checkpoint."""
     return CheckpointDirectory(folder / "saved").find_newest_step() or 0
 
 

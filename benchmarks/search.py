@@ -10,18 +10,21 @@
     python benchmarks/search.py below --certify           # runs CP-SAT for 60 s per case
     python benchmarks/search.py certify --seeds 0:200 [--seconds 6] [--add]
 
-Each row is printed when it is measured, as a row of a table. Seconds are processor time, unless the
-text says wall time, which is right only on a quiet machine.
+The script measures the lengths of found schedules and the times of searches. It prints each row of
+a table as soon as it is measured. Seconds are processor time. Only columns with "clock" are wall
+time, which needs an idle machine.
 
-- `certified`: the cases of tests/certified_optima.csv. The excess is that of the shortest order,
-  without queues of messages, as for the optima. The last column counts the cases in which a
-  simulation, which has queues, takes longer. Seconds are those of the search alone.
-- `below`: 20 cases of 72 to 192 (stage, microbatch) pairs, with memory for fewer microbatches than
-  ranks. CP-SAT gets no hint and no bound. Its results are in docs/results/search-below.csv.
-- `certify`: draws cases, lets CP-SAT prove their optima, and keeps the cases that it proves. Only
-  the seed determines a case: 2 to 8 ranks, one or several stages per rank in loops and vees, even
-  and uneven costs, and limits in counts and bytes below, at and above the number of ranks. The
-  script prints the cases as lines of tests/certified_optima.csv, or adds them to this file.
+- `certified`: searches the cases of tests/certified_optima.csv. The excess is the length of the
+  found order over the optimum. Both are lengths without message queues. The last column counts the
+  cases in which a simulation takes longer, because it has queues. Seconds are those of the search
+  alone.
+- `below`: searches 20 cases of 72 to 192 (stage, microbatch) pairs, with memory for fewer
+  microbatches than ranks. CP-SAT gets no hint and no bound. docs/results/search-below.csv has its
+  results.
+- `certify`: draws cases, runs CP-SAT, and keeps the cases whose optimum CP-SAT proves. The seed
+  alone determines a case. Cases have 2 to 8 ranks, one or several stages per rank in loops and
+  vees, and even or uneven costs. Memory limits are counts or bytes below, at and above the number
+  of ranks. The script prints the cases as lines of tests/certified_optima.csv, or appends them.
 
 CP-SAT is the solver of `ortools`, which `pip install 'schedir[solver]'` installs.
 """
@@ -131,7 +134,7 @@ def find_shortest_span(shape: PipelineShape, costs: Costs, max_in_flight: int) -
 
 
 def print_uneven(options: Options) -> None:
-    """Print how far the best built-in schedule and the found order are above the bound."""
+    """Print the gap to the bound of the best built-in schedule and of the found order."""
     print_header("p x m", "in flight", "costs", "recommend of the zoo", "found", "stopped", "s")
     search_gaps, built_in_gaps = [], []
     for p, m in SHAPES[:1] if options.smoke else SHAPES:
@@ -161,7 +164,7 @@ def print_uneven(options: Options) -> None:
 
 
 def print_times(options: Options) -> None:
-    """Print the times of a bound, a proof, an order within 1 % of the bound, and a first order."""
+    """Print the times of a bound and a proof, and the times until a first and a close order."""
     try:
         numba_jit.enable_numba()
     except UsageError:
@@ -234,7 +237,7 @@ def print_times(options: Options) -> None:
         )
 
 
-# ------------------------------------------------------------ beside certified optima
+# ------------------------------------------------------------ compared with certified optima
 
 
 class Result(NamedTuple):
@@ -299,7 +302,7 @@ def format_summary(results: list[Result]) -> Iterator[str]:
 
 
 def print_certified(options: Options) -> None:
-    """Print how often a search finds the optimum, and the errors of the order and of the bound."""
+    """Print the share of optimal searches, and the errors of the order and of the bound."""
     results = []
     for case in [c for c in load_cases() if c.cells <= options.cells][:: options.every]:
         results.append(search_case(case, options.seconds))
@@ -394,7 +397,7 @@ def print_below(options: Options) -> None:
         print_solver_comparison(BELOW_FILE, options.seconds)
 
 
-# ------------------------------------------------------------ certified optima, made
+# ------------------------------------------------------------ new certified optima
 
 
 def draw_case(seed: int) -> Case:
@@ -459,7 +462,10 @@ def _draw_row(rng: random.Random, stages: int, draw_value: object, is_even: bool
 
 
 def list_built_in_orders(problem: SchedulingProblem) -> Iterator[tuple[str, Order]]:
-    """Return the orders of built-in schedules for a shape. If the case splits backwards, all do."""
+    """Yield the names and orders of built-in schedules for a shape.
+
+    If the problem splits backwards, the orders split all backwards.
+    """
     shape = problem.shape
     for name, schedule in ZOO.items():
         placement, per_rank = get_placement_mark(schedule)
@@ -486,7 +492,7 @@ def list_built_in_orders(problem: SchedulingProblem) -> Iterator[tuple[str, Orde
 
 
 def find_shortest_order(problem: SchedulingProblem) -> tuple[float | None, str]:
-    """Return the shortest time of a built-in order that fits, and its name."""
+    """Return the length and the name of the shortest built-in order that fits into memory."""
     best_length, best_name = inf, ""
     for name, order in list_built_in_orders(problem):
         length = compute_length(problem, order)
@@ -501,7 +507,7 @@ def find_shortest_order(problem: SchedulingProblem) -> tuple[float | None, str]:
 
 
 def certify(options: Options) -> None:
-    """Draw cases, and print or add those whose optimum CP-SAT proves."""
+    """Draw cases, and write the cases whose optimum CP-SAT proves."""
     names = [f.name for f in fields(Case)]
     file = FILE.open("a", newline="") if options.add else sys.stdout
     writer = csv.DictWriter(file, names, lineterminator="\n")
@@ -532,7 +538,7 @@ TABLES: dict[str, tuple[Callable[[Options], None], float]] = {
     "table5": (print_table5, 6.0), "uneven": (print_uneven, 4.0), "time": (print_times, 10.0),
     "certified": (print_certified, 2.0), "below": (print_below, 10.0), "certify": (certify, 6.0),
 }  # fmt: skip
-DRAWS_CASES = "certify"  # this command draws cases and prints no table, so `all` leaves it out
+DRAWS_CASES = "certify"  # this command draws cases and prints no table, so `all` does not run it
 
 
 def main() -> int:

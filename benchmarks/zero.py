@@ -1,28 +1,28 @@
-"""Measure ZeRO: the bits of each level compared with level 0, the memory, and the gathers.
+"""Measure ZeRO: equality of each level with level 0, memory to the byte, and gathers of weights.
 
     python benchmarks/zero.py                    # all tables
     python benchmarks/zero.py bits [NAME ...]    # cases whose names begin with NAME, or all
     python benchmarks/zero.py bytes [NAME ...]
     python benchmarks/zero.py gathers [--ranks 4] [--microbatches 16] [--stages-per-rank 4]
 
-- `bits`: each case is a GPT with a tied embedding and gradient clipping, and five steps of AdamW
-  over Gloo, once for each level. Parameters, moments and losses of levels 1 to 3 must have the bits
-  of plain data parallelism.
-- `bytes`: each row is a program of a small GPT over Gloo with AdamW, in some rows with optimizer
-  state on the host. After each instruction of the second step, each process adds the bytes of all
-  live tensors: tensors of Python objects, and tensors that operations have made and autograd keeps.
-  Each storage counts once, with its current size. Messages, the batch, losses, norms and flags do
-  not count. The sum must equal the prediction for this instruction, to the byte.
-- `gathers`: a row for each schedule with several stages per rank and each number of unsharded
-  stages. It has the gathers of each rank without prefetch (the fewest possible) and with one stage
-  ahead (the default), and those of the instruction list of torch's `_add_unshard_reshard` with at
-  most as many unsharded stages. One number means that all ranks have it. It also has the predicted
-  time of a step with none and one ahead, and with gathers that take no time, in forwards: F takes
-  1, B 2, I and W 1, a message 0.05 and a gather 0.5. Another table has the number of reductions of
-  each rank, at the end of a step and after each backward, and the bytes that a process sends for
-  them.
+- `bits`: each case trains a GPT with a tied embedding and gradient clipping for five steps of AdamW
+  over Gloo, once for each level. Parameters, moments and losses of levels 1 to 3 must be bitwise
+  equal to those of plain data parallelism.
+- `bytes`: each row runs a program of a small GPT over Gloo with AdamW. In some rows, the optimizer
+  state is on the host. After each instruction of the second step, each process adds the bytes of
+  all live tensors: tensors of Python objects, and results of operations that autograd keeps. Each
+  storage counts once, with its current size. Messages, the batch, losses, norms and flags do not
+  count. The sum must equal the prediction for this instruction, to the byte.
+- `gathers`: the table has a row for each schedule with several stages per rank and each number of
+  unsharded stages. It counts the gathers of each rank without prefetch (the fewest possible), with
+  a prefetch of one stage (the default), and in torch's `_add_unshard_reshard` with at most as many
+  unsharded stages. One number means that all ranks have the same count. The times are those of a
+  predicted step without prefetch, with prefetch, and with gathers that take no time. Their unit is
+  the time of a forward: B takes 2, I and W 1, a message 0.05 and a gather 0.5. A second table
+  counts the reductions of each rank, at the end of a step and after each backward, and the bytes
+  that a process sends for them.
 
-The exit code is 1 if a bit or a byte differs.
+The exit code is 1 if a value or a number of bytes differs.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def build_stages(case: Case, rank_stages: Any, tp: Any) -> dict[int, nn.Module]:
 
 
 def train(rank: int, case: Case, zero: int, steps: int = STEPS) -> tuple[list[bytes], TensorShards]:
-    """Run as one process. Return losses, norms, and its parts of each parameter and moment."""
+    """Train as one process. Return losses, norms, and its shards of parameters and moments."""
     torch.manual_seed(0)
     options = {k: v for k, v in dict(case.options).items() if k != "unsharded_stages" or zero == 3}
     program = schedir.compile(
@@ -177,7 +177,7 @@ def train(rank: int, case: Case, zero: int, steps: int = STEPS) -> tuple[list[by
 
 
 def collect_shards(executor: Executor, optimizer: Any, transport: Any) -> TensorShards:
-    """Return the parts of parameters, gradients and moments of a process, with their offsets."""
+    """Return the shards of parameters, gradients and moments of a process, with their offsets."""
     shards: TensorShards = {}
     main_parameters = dict(
         zip(
@@ -208,7 +208,7 @@ def collect_shards(executor: Executor, optimizer: Any, transport: Any) -> Tensor
 
 
 def join_shards(process_results: list[tuple[list[bytes], TensorShards]]) -> dict[Any, torch.Tensor]:
-    """Join the parts of all processes to full tensors, by name."""
+    """Join the shards of all processes into full tensors, by name."""
     shards_by_tensor: dict[Any, list[tuple[int, torch.Tensor]]] = {}
     for _, shards in process_results:
         for key, tensor_shards in shards.items():
@@ -219,7 +219,7 @@ def join_shards(process_results: list[tuple[list[bytes], TensorShards]]) -> dict
         result[key] = torch.full((size,), torch.nan, dtype=tensor_shards[0][1].dtype)
         for begin, t in tensor_shards:
             target = result[key][begin : begin + t.numel()]
-            # Replicas must have equal parts.
+            # Replicas must have equal shards.
             assert torch.equal(target[~target.isnan()], t[~target.isnan()]), key
             target.copy_(t)
     return result
@@ -249,7 +249,7 @@ def find_differences(plain: Any, *others: Any) -> list[str]:
 
 
 def compare_bits(options: argparse.Namespace) -> int:
-    """Compare cases, and return how many differ."""
+    """Compare the levels in each case. Return the number of cases that differ."""
     print_header("case", "processes", "zero 1, 2, 3 against 0")
     differing_cases = 0
     for name, case in select_by_name(list_cases(), options.names):
@@ -260,7 +260,7 @@ def compare_bits(options: argparse.Namespace) -> int:
 
 
 def select_by_name(entries: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Return the entries whose names prefix with one of `names`, or all entries."""
+    """Yield the entries whose names begin with one of `names`, or all entries without `names`."""
     for name, entry in entries.items():
         if not names or any(name.startswith(prefix) for prefix in names):
             yield name, entry
@@ -270,7 +270,7 @@ def select_by_name(entries: dict[str, Any], names: Sequence[str]) -> Iterator[tu
 
 
 class ByteRow(NamedTuple):
-    """A row of `bytes`: the schedule, the shape and the memory options of its program."""
+    """A row of `bytes`: a schedule, a shape, and memory options."""
 
     schedule: Any
     shape: PipelineShape
@@ -284,8 +284,10 @@ class ByteRow(NamedTuple):
 class Measurement(NamedTuple):
     """The measurements of one process.
 
-    These are the number of comparisons, the differences (instruction, live bytes, predicted bytes)
-    and the peak of live bytes.
+    Attributes:
+        comparisons: The number of comparisons.
+        differences: The instruction, the live bytes and the predicted bytes of each difference.
+        peak_bytes: The peak of the live bytes.
     """
 
     comparisons: int
@@ -321,7 +323,7 @@ def list_byte_rows() -> dict[str, ByteRow]:
 
 
 class LiveTensors(TorchDispatchMode):
-    """The memory of all tensors: of existing tensors, and of those that operations make."""
+    """Count the memory of all tensors that exist, and of those that operations create."""
 
     def __init__(self, but: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -344,7 +346,7 @@ class LiveTensors(TorchDispatchMode):
         return result
 
     def bytes(self, but: Iterable[object]) -> int:
-        """Return the live bytes, each storage once, without some tensors."""
+        """Return the live bytes without the tensors in `but`. Each storage counts once."""
         self.storage_sizes = {
             storage: size for storage, size in self.storage_sizes.items() if not storage.expired()
         }
@@ -375,7 +377,7 @@ class MemoryCheck:
         run()
         state = self.executor.state
         joined = [*state.stream.joined.tolist(), False]
-        if joined[k + 1]:  # the prediction is for the complete group
+        if joined[k + 1]:  # the prediction applies after the last instruction of a group
             return
         sent_tensors = [
             slot
@@ -418,7 +420,7 @@ class MemoryCheck:
 
 
 def measure(rank: int, row: ByteRow) -> Measurement:
-    """Run as one process, and compare the live bytes of its second step with the prediction."""
+    """Train as one process, and compare the live bytes of the second step with the prediction."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     tensors_before = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
@@ -464,7 +466,7 @@ def run_row(row: ByteRow) -> list[Measurement]:
 
 
 def compare_bytes(options: argparse.Namespace) -> int:
-    """Measure rows, and return how many differ from the prediction."""
+    """Compare live and predicted bytes in each row. Return the number of rows that differ."""
     print_header("program", "processes", "looks", "beside", "most bytes, by rank and replica")
     differing_rows = 0
     for name, row in select_by_name(list_byte_rows(), options.names):
@@ -504,12 +506,13 @@ class GatherRow(NamedTuple):
 
 
 def count_torch_gathers(program: Program, max_unsharded: int) -> list[int]:
-    """Return the gathers of each rank in one of torch's lists.
+    """Return the number of gathers of each rank in torch's schedule.
 
-    It is the list with the fewest gathers and at most `max_unsharded` unsharded stages. The
-    result is empty if each list has more unsharded stages.
+    torch can keep several stages unsharded. The counts are those with the fewest gathers among the
+    schedules with at most `max_unsharded` unsharded stages. Without such a schedule, the result is
+    empty.
     """
-    # Other programs import this module without these two modules.
+    # Some users of this module do not need these two modules, so they are imported here.
     from torch.distributed.pipelining.schedules import _add_unshard_reshard
 
     from tests.cpu.test_zero_unshard_count import actions, residency
@@ -549,14 +552,14 @@ def list_gather_rows(program: Program) -> Iterator[GatherRow]:
 
 
 def format_by_rank(times: Sequence[float]) -> str:
-    """Return the numbers of all ranks as text, or one number if they are equal."""
+    """Format the numbers of all ranks, or one number if they are equal."""
     return " ".join(map(str, times if len({*times}) > 1 else times[:1])) or "-"
 
 
 def format_reductions(program: Program) -> list[str]:
-    """Return a row with the reductions and their bytes, at the end and after each backward.
+    """Return cells with the reductions and their bytes, at the end and after each backward.
 
-    A stage has 1 GB of gradients, and there are 4 replicas.
+    The bytes are those of 1 GB of gradients per stage and 4 replicas.
     """
     cells = []
     for reduce_at in ("update_end", "each_backward"):
@@ -570,7 +573,7 @@ def format_reductions(program: Program) -> list[str]:
 
 
 def count_gathers(options: argparse.Namespace) -> int:
-    """Print how often weights are gathered and gradients reduced. Return 0 differences."""
+    """Print the numbers of gathers and reductions. Return 0, because nothing is compared."""
     print_header("schedule", "stages of a rank", "whole", "fewest", "one ahead", "torch",
          "time, none ahead", "one ahead", "free")  # fmt: skip
     drafts: dict[str, Program] = {}
