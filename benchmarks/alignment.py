@@ -4,9 +4,9 @@
     MKL_CBWR=AUTO python benchmarks/alignment.py
     ATEN_CPU_CAPABILITY=default python benchmarks/alignment.py
 
-Each kernel runs on operands that begin on a 64-byte line, and again with one operand moved by some
-bytes. The table counts the shapes for which a move changes the bits of the result. A kernel that is
-not in the table has the same bits at every address.
+The script runs each kernel on operands that begin on a 64-byte line, and again with one operand
+moved by some bytes. The table counts the shapes for which a move changes the bits of the result.
+The results of other kernels do not depend on the address.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ELEMENTWISE_AND_SUMS: dict[str, Kernel] = {
 
 
 class Case(NamedTuple):
-    """A kernel with its operands; the operands are moved one by one."""
+    """A kernel with its operands."""
 
     name: str
     kernel: Kernel

@@ -1,22 +1,23 @@
-"""Measure how fast programs are compiled, checked and simulated, compared with a commit or torch.
+"""Measure the time to compile, check and simulate programs, compared with a commit or torch.
 
     python benchmarks/compile.py [--large | --zero] [--torch] [--compiled]
     python benchmarks/compile.py --against COMMIT-OR-FOLDER [--compiled]
 
-A turn compiles and checks one program and simulates it, in seconds of processor time. Each turn of
-a process has a number of microbatches and costs that the process has not used before. Each round
-starts one process per row (and per checkout). The process first warms up on a small program.
+A turn compiles, checks and simulates one program, in seconds of processor time. Each turn of a
+process has a number of microbatches and costs that are new to the process. Each round starts one
+process per row (and per checkout). The process first warms up on a small program.
 
-- `--against` runs each turn in one checkout and then in the other. Its ratios are those of such
-  pairs of turns, with their quartiles.
-- `--torch` also runs torch.distributed.pipelining.
-- With `--compiled`, numba compiles loops before the first turn. Without it, numba is not imported,
-  as on a machine without numba.
+- `--against` runs each turn in both checkouts, one after the other. The table has the median ratio
+  of such pairs of turns, with quartiles.
+- `--torch` also measures torch.distributed.pipelining.
+- With `--compiled`, numba compiles loops before the first turn. Without this option, the process
+  does not import numba, as on a machine without numba.
 - `--zero` measures programs with ZeRO 3 and two replicas, in which all microbatches read the result
   of one gather.
 
-"B/instr" is the growth of the peak memory, in bytes per instruction: after compiling, and with the
-Timeline. The last row compares the command `schedir check gpipe` with `import numpy`.
+"B/instr" is the growth of the peak memory after the compilation, in bytes per instruction. "with
+Timeline" is the growth after the simulation. The last row compares the command
+`schedir check gpipe` with `import numpy`.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ ZERO_ROWS = tuple(
 )
 TORCH_ROWS = SMALL_ROWS[3:5] + SMOKE_ROWS[1:]  # torch needs hours for larger programs
 PARTS = ("draft", "compile", "simulate", "memory", "show", "parse")
-TURN_PARTS = PARTS[:3]  # the parts whose times are the time of a turn
-MAX_TEXT_INSTRUCTIONS = 2**24  # instructions; larger programs are measured without their text
+TURN_PARTS = PARTS[:3]  # the parts that a turn includes
+MAX_TEXT_INSTRUCTIONS = 2**24  # instructions; larger programs are not printed and parsed
 
 Measurement = dict[str, float]
 
@@ -109,9 +110,9 @@ def time_part(measurement: Measurement, part: str, call: Callable[..., Any], *ar
 def measure_schedir(
     name: str, ranks: int, v: int, microbatches: int, zero: int, turn: int, text: bool
 ) -> Measurement:
-    """Return the seconds of each part, and the bytes per instruction.
+    """Measure the seconds of each part, and the bytes per instruction.
 
-    It uses only names that every checkout has.
+    The function uses only names of schedir that every checkout has.
     """
     import schedir
 
@@ -149,7 +150,7 @@ def measure_schedir(
 
 
 def measure_torch(name: str, ranks: int, v: int, microbatches: int, *_: object) -> Measurement:
-    """Measure torch: its constructor builds and lowers, its simulator runs the lists."""
+    """Measure torch: the constructor of a schedule, and the simulator of its instruction lists."""
     from unittest.mock import create_autospec
 
     from torch.distributed.pipelining import schedules
@@ -197,7 +198,7 @@ def serve(implementation: str) -> None:
     }  # fmt: skip
     measure = measure_functions[implementation]
     if implementation == "compiled":
-        with suppress(ImportError):  # an old checkout without this module
+        with suppress(ImportError):  # an old checkout does not have this module
             import_module("schedir.analysis.numba_jit").enable_numba()
     else:
         sys.modules["numba"] = None  # type: ignore[assignment]
@@ -208,7 +209,7 @@ def serve(implementation: str) -> None:
         print(json.dumps(measure(*json.loads(line))), flush=True)
 
 
-# ------------------------------------------------------------ who asks
+# ------------------------------------------------------------ in the main process
 
 
 class Worker:
@@ -224,7 +225,7 @@ class Worker:
         )
 
     def turn(self, row: Row, turn: int, text: bool = False) -> Measurement:
-        """Measure a turn. Turn 0 has the microbatches of the row, others a few more or fewer."""
+        """Measure a turn. Turn 0 has the microbatches of the row, others more or fewer."""
         assert self.process.stdin and self.process.stdout
         microbatch_offset = (turn + 1) // 2 * (1 if turn % 2 else -1)
         arguments = (
@@ -248,13 +249,13 @@ class Worker:
 
 
 def _make_process_options(checkout: Path) -> dict[str, Any]:
-    """Return the arguments that start a process which imports schedir from a folder."""
+    """Return arguments of `subprocess` with which a process imports schedir from a folder."""
     return {"cwd": checkout, "env": os.environ | {"PYTHONPATH": str(checkout)}}
 
 
 @contextmanager
 def open_checkout(name: str) -> Iterator[Path]:
-    """Yield the folder, or for a commit a temporary work tree."""
+    """Yield the folder with this name, or a temporary work tree of this commit."""
     if Path(name, "schedir").is_dir():
         yield Path(name).resolve()
         return
@@ -306,7 +307,7 @@ def compare_checkouts(
     implementation: str,
     report: Any,
 ) -> list[Any]:
-    """Print a table with the times of each row in two checkouts, and their ratios per turn."""
+    """Return table rows with the times in two checkouts, and the ratios of paired turns."""
     cells = []
     for row in rows:
         ratios: dict[str, list[float]] = {}
@@ -333,7 +334,7 @@ def compare_checkouts(
         seconds = [f"{1e3 * statistics.median(samples):.2f}" for samples in times]
         ratio_columns = [*TURN_PARTS, "all", "B/instr", "with Timeline"]
         if n < 2**16:
-            ratio_columns[-2:] = []  # the memory of a small program is within the noise
+            ratio_columns[-2:] = []  # the memory of a small program is noise
         cells.append(
             [
                 *row.shape,
@@ -359,7 +360,7 @@ def compare_checkouts(
 def measure_this_checkout(
     rows: tuple[Row, ...], rounds: int, schedir_implementation: str, torch: bool, report: Any
 ) -> Iterator[list[str]]:
-    """Print a table with the times of each row in this checkout, and those of torch."""
+    """Yield table rows with the times of this checkout and of torch."""
     for row in rows:
         implementations = (schedir_implementation, "torch")[: 1 + (torch and row in TORCH_ROWS)]
         measurements: dict[str, list[Measurement]] = {

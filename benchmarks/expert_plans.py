@@ -7,8 +7,8 @@ The script prints three tables:
 
 - The bubble of DualPipeV and the formula of DeepSeek-V3 (arXiv 2412.19437, table 2).
 - The time of a microbatch divided by its compute, if all-to-alls take as long as compute, as in
-  DeepSeek-V3 (section 3.2.1). It is 1 if all all-to-alls are hidden, and less if those of the first
-  forward and the last backward are hidden, too.
+  DeepSeek-V3 (section 3.2.1). It is 1 if the schedule hides all all-to-alls. It is less if the
+  schedule also hides those of the first forward and the last backward.
 - The steps of schedules for Qwen3-235B-A22B, pp 4 and ep 8, relative to 1F1B. Each draw multiplies
   the speeds of the cluster by factors, because the planner does not know the speeds exactly. The
   interval contains 95 % of the draws.
@@ -79,7 +79,7 @@ def compute_exposed_share(layers: int, *, is_split: bool) -> float:
         microbatches=microbatches,
         **options,
     )
-    # The time of the first forward and the last backward, which run alone.
+    # The time of the first forward and the last backward, which overlap with no other instruction.
     exposed_ends = 3 * segments + 4 * layers * all_to_all
     return (simulate(program, costs).span - exposed_ends) / (microbatches - 1) / (3 * segments)
 

@@ -1,13 +1,14 @@
-"""Compare predicted and measured steps with all-to-alls of experts, exposed and hidden.
+"""Measure steps with exposed and hidden all-to-alls of experts, and compare them with predictions.
 
     python benchmarks/experts.py
     python benchmarks/experts.py --rounds 20 --forward 0.02
 
 Four processes over Gloo (pp 2, dp 2, ep 2) train a small mixture-of-experts GPT. Each segment
 sleeps until a set time has passed. Each all-to-all takes a set time, and a rank runs its
-all-to-alls one after the other. So the times are known, and few cores suffice. The schedules take
-turns, one step each. The prediction is a simulation with the set times. The measured step is that
-of the slowest process.
+all-to-alls one after the other. So the script knows all times, and needs few cores. It runs one
+step of each schedule in turn. The table has a row per schedule: the predicted step without and with
+all-to-alls, the measured step of the slowest process, and the error of the prediction. The
+prediction is a simulation with the set times.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 class _LateWork:
-    """Work that ends at a set time, or later."""
+    """Communication that ends at a set time, or later."""
 
     def __init__(self, work: Work, end: float) -> None:
         self.work, self.end = work, end
@@ -84,7 +85,7 @@ class SlowTransport(GlooTransport):
 
 
 class _StartOfBackward(torch.autograd.Function):
-    """The identity. Its backward sets when the backward of a segment ends."""
+    """The identity. Its backward sets the end time of the backward of a segment."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, segment: SlowSegment) -> Tensor:

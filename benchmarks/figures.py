@@ -1,4 +1,4 @@
-"""Figures: values that are measured on a GPU, and their goals. This module needs no torch."""
+"""Figures are values that benchmarks measure on a GPU, with their goals. No torch is needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 
 class Goal(NamedTuple):
-    """The largest or the smallest value of a figure that meets the goal."""
+    """A goal of a figure: an upper bound, or a lower bound if `at_least` is set."""
 
     name: str
     bound: float
@@ -34,7 +34,7 @@ GOALS: Final = (WAITS, GAP, EXPOSED, STAGE, STEP, MEMORY)
 
 
 class Figure(NamedTuple):
-    """A line of a table."""
+    """A measured value: one line of a table."""
 
     name: str
     value: float
@@ -53,7 +53,7 @@ class Figure(NamedTuple):
 
 
 def append_figure(path: Path | None, figure: Figure) -> None:
-    """Append a figure to the file of figures, if a file is given."""
+    """Append a figure to a file, or do nothing if `path` is None."""
     if path is not None:
         goal = figure.goal and figure.goal.name
         line = json.dumps([figure.name.strip(), figure.value, figure.unit, goal])
@@ -62,14 +62,14 @@ def append_figure(path: Path | None, figure: Figure) -> None:
 
 
 def read_figures(path: Path) -> list[Figure]:
-    """Return the figures of a file, without a last line that is incomplete."""
+    """Return the figures of a file. Ignore an incomplete last line."""
     text = path.read_text() if path.exists() else ""
     complete_lines, _, _ = text.rpartition("\n")
     return parse_figures(map(json.loads, complete_lines.splitlines()))
 
 
 def parse_figures(lines: Iterable[list[object]]) -> list[Figure]:
-    """Return the figures from the lines that `write` has written."""
+    """Return the figures of lines that `append_figure` has written."""
     goals = {goal.name: goal for goal in GOALS}
     return [
         Figure(str(name), float(str(value)), str(unit), goals.get(str(goal)))

@@ -1,24 +1,23 @@
-"""Compare kernels with the bandwidth of a copy, and windowed attention with its predicted speedup.
+"""Measure the bandwidth of kernels, and the speedup of windowed attention.
 
     python benchmarks/kernels.py
     python benchmarks/kernels.py --only windows [--device cuda]
 
-`bandwidth`, the default, needs a GPU and triton. For each operation, the table has the bytes that
-the operation must read and write once, its time, and the bandwidth that it reaches, as a share of
-the bandwidth of a plain copy in the same run. It has the same for eager torch, for torch.compile,
-and for Liger-Kernel if it is installed and has the operation. All times are medians between CUDA
-events. The goal for schedir's kernels is a share of 0.8. The weight gradient is limited by its
-product, not by bytes. So it is compared with a product that is followed by a sum, and with the
-product alone.
+`bandwidth`, the default, needs a GPU and triton. For each operation, the table has the megabytes
+that it must read and write, its time, and its bandwidth divided by that of a plain copy in the same
+run. More columns have this share for eager torch, for torch.compile, and for Liger-Kernel if it is
+installed and has the operation. All times are medians between CUDA events. The goal for schedir's
+kernels is a share of 0.8. The matrix product limits the weight gradient, not the bytes. So the
+script compares the weight gradient with a product and a sum, and with the product alone.
 
-`windows` measures attention for each length and window, the forward alone and forward and backward.
-The speedup is the time without a window divided by the time with it. The predicted speedup is the
-number of all tiles divided by the number of visited tiles (`schedir.predict.window_tiles`). There
-are two references without a window: the same kernel with a window over all tokens, to which the
-prediction applies, and torch's `scaled_dot_product_attention`. The last two columns are the speedup
-of a GPT layer, predicted from floating-point operations and measured. All kernels of a length run
-in turn, round after round, on one thread, and ratios are those of one round. The table has medians
-with quartiles. On a CPU, times are processor time of the thread. On a GPU (`--device cuda`, in
+`windows` measures attention for each length and window: the forward, and forward and backward. The
+speedup is the time without a window divided by the time with the window. The predicted speedup is
+the number of all tiles divided by the number of visited tiles (`schedir.predict.window_tiles`). One
+reference is the same kernel with a window over all tokens, to which the prediction applies. The
+other is torch's `scaled_dot_product_attention`. The last two columns are the speedup of a GPT
+layer: predicted from floating-point operations, and measured. In each round, all kernels of a
+length run once, on one thread. Each ratio compares times of one round. The table has medians with
+quartiles. On a CPU, times are processor time of the thread. On a GPU (`--device cuda`, in
 bfloat16), they are between CUDA events, and the first rounds compile.
 """
 
@@ -69,7 +68,7 @@ HEADER = (
 
 
 class Operation(NamedTuple):
-    """An operation limited by bandwidth: the bytes that it must move, and its implementations."""
+    """An operation: the bytes that it must read and write, and its implementations."""
 
     name: str
     bytes: int
@@ -107,14 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_bandwidth(options: argparse.Namespace) -> int:
-    """Print the share of a copy's bandwidth that each kernel reaches; return the exit code."""
+    """Print the bandwidth of each kernel as a share of a copy's. Return the exit code."""
     if not torch.cuda.is_available():
         return report_missing("needs a GPU, but torch finds none", options.smoke)
     if not backend_choice.uses_triton(torch.empty(0, device=DEVICE)):
         return report_missing(
             f"needs triton, and no {backend_choice.BACKEND_VARIABLE}=reference", options.smoke
         )
-    # Each backward runs several times over the same activations, so they must not be donated.
+    # Each backward runs several times on the same activations: torch must not reuse their memory.
     torch._functorch.config.donated_buffer = False
     copy = measure_copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {copy / 1e9:.2f} TB/s")
@@ -128,7 +127,7 @@ def print_bandwidth(options: argparse.Namespace) -> int:
 def print_operations(
     operations: Iterator[Operation], copy: float, clock: Callable[[Run], float]
 ) -> bool:
-    """Print each measurement, and each failure. Return whether schedir's kernels reach the goal."""
+    """Print each measurement and failure. Return whether all kernels of schedir meet the goal."""
     met, failed = True, []
     print(
         f"{'operation':34} {'MB':>8} {'ms':>8}" + "".join(f"{name:>10}" for name in IMPLEMENTATIONS)
@@ -159,7 +158,7 @@ def print_operations(
 
 
 def measure_milliseconds(run: Run, times: int = 30) -> float:
-    """Return the median time on the GPU, with a cold cache and a host that is ahead of the GPU."""
+    """Return the median time on the GPU, with a cold cache and all kernels queued in advance."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
@@ -193,7 +192,7 @@ def make_random_tensor(*shape: int) -> Tensor:
 
 
 def list_operations(options: argparse.Namespace) -> Iterator[Operation]:
-    """Yield the operations one after the other, because each keeps its memory while it exists."""
+    """Yield the operations one by one, because each keeps its tensors while it exists."""
     T, t, k = options.tokens, options.tp, options.vocab // options.tp
     yield from list_cross_entropies(T, k)
     n = 4 * options.hidden // t
@@ -238,7 +237,7 @@ def list_forward_and_backward(
 ) -> Iterator[Operation]:
     """Yield the forward and the backward of an operation.
 
-    `moved` has the bytes that the backward and the forward move, as multiples of the first input.
+    `moved` has the bytes of the backward and of the forward, in multiples of the first input.
     """
     inputs = [x.requires_grad_() for x in inputs]
     backward_factor, forward_factor = moved
@@ -341,7 +340,7 @@ def list_cross_entropies(T: int, k: int) -> Iterator[Operation]:
 def measure_weight_gradients(
     options: argparse.Namespace, clock: Callable[[Run], float]
 ) -> Iterator[str]:
-    """Measure weight gradients: ours, a product followed by a sum, and the product alone."""
+    """Measure the weight gradient of schedir, a product and a sum, and the product alone."""
     T, h, k = options.tokens, options.hidden, 4 * options.hidden // options.tp
     dy, x = make_random_tensor(T, k), make_random_tensor(T, h)
     main = torch.zeros(k, h, device=DEVICE)
@@ -358,7 +357,7 @@ def measure_weight_gradients(
 
 
 def print_windows(options: argparse.Namespace) -> int:
-    """Print the predicted and measured speedups of windowed attention; return the exit code."""
+    """Print the predicted and measured speedups of windows. Return the exit code."""
     if options.device == "cuda" and not torch.cuda.is_available():
         return report_missing("needs a GPU, but torch finds none", options.smoke)
     torch.set_num_threads(1)
@@ -378,7 +377,7 @@ def print_windows(options: argparse.Namespace) -> int:
 
 
 def _measure_rows(length: int, windows: list[Window], options: Any) -> list[list[str]]:
-    """Yield the rows of a length."""
+    """Measure one length, and return its table rows."""
     full_window, device = (2 * length, 1), options.device
     runs: dict[tuple[str, Window | None], Run] = {}
     for window in (None, full_window, *windows):

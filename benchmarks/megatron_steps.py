@@ -1,10 +1,10 @@
-"""Compare step times inside Megatron-core: programs of schedir and Megatron's own schedules.
+"""Measure step times in Megatron-core: programs of schedir compared with Megatron's schedules.
 
     OMP_NUM_THREADS=1 python benchmarks/megatron_steps.py
 
-A GPTModel of megatron-core is trained over Gloo on CPUs. In each round every schedule takes one
-step, in turn. A ratio is the median over rounds of the step time, divided by that of Megatron's own
-schedule with the same number of model chunks.
+Processes train a GPTModel of megatron-core over Gloo on CPUs. Each round has one step of every
+schedule. The table has the median step time of each schedule, and its median ratio to the step of
+Megatron's schedule with the same number of model chunks in the same round.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SCHEDULES = {1: ("one_f_one_b", "zb_h1"), 2: ("interleaved", "interleaved_zb")}
 
 
 def time_steps(rank: int, case: Case, schedules: tuple[str, ...], rounds: int) -> dict[str, Times]:
-    """Return the step times of Megatron's schedule and of ours, gathered over all ranks."""
+    """Return the step times of Megatron's schedule and of schedir's, gathered over all ranks."""
     import torch.distributed as dist
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 

@@ -1,4 +1,4 @@
-"""Change many legal programs, and compare `check` with an execution.
+"""Measure whether `check` agrees with executions of many mutated programs.
 
     python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 2
     python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 1 --only turns
@@ -6,9 +6,10 @@
     python benchmarks/mutants.py --programs 10000 --seed 1 --jobs 2 --only parts
     python benchmarks/mutants.py --programs 10000 --seed 1 --jobs 1 --only states
 
-The script prints a row per mutation: the programs that were judged, those that were rejected (wrong
-under a progress model under which the original program is right) or equivalent, and texts that are
-no program. The last column counts the programs for which `check` and the execution disagree under a
+The script mutates legal programs, checks and executes each mutant, and prints a row per mutation.
+"programs" is the number of mutants. "rejected" mutants fail under a progress model under which the
+original program finishes. The others are "equivalent". "no program" counts texts that schedir does
+not parse. "disagreements" counts mutants for which `check` and the execution disagree under a
 model. If there are any, the exit code is 1. `tests.mutants.trial(mutation, seed)` repeats a case.
 
 - `--only turns` has the mutations of ZeRO: gathers of weights and reductions of gradients.
@@ -16,8 +17,8 @@ model. If there are any, the exit code is 1. `tests.mutants.trial(mutation, seed
 - `--only parts` has the mutations of stage segments, microbatch chunks and their sums.
 - `--only states` has the mutations of optimizer states that move, and of optimizer steps per stage.
 
-With these options, each program is judged under one model, in turn, and each legal program is
-changed 50 times. `trial(mutation, seed, [model], 50)` repeats a case.
+With these options, the script tests each mutant under one model, the next model for the next seed,
+and mutates each legal program 50 times. `trial(mutation, seed, [model], 50)` repeats a case.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from tests.mutations_of_sums import SUMMED
 from tests.mutations_of_tiers import AWAY
 from tests.mutations_of_turns import TURNED
 
-CHUNK = 50  # programs of one task
+CHUNK = 50  # mutants of one task
 SEEDS = 100 * CHUNK  # seeds of one task, more than it can need
 COLUMNS = ("rejected", "equivalent", "no program", "disagreements")
 
@@ -49,11 +50,13 @@ MUTATION_GROUPS = {
     "all": [*MUTATIONS], "turns": TURNED, "away": AWAY, "parts": SUMMED, "states": STEPPED,
 }  # fmt: skip
 
-Task = tuple[str, int, int, bool]  # mutation, first seed, programs, each under all models
+Task = tuple[
+    str, int, int, bool
+]  # mutation, first seed, mutants, whether each runs under all models
 
 
 def list_tasks(programs: int, seed: int, only: str) -> Iterator[Task]:
-    """Return chunks of programs, with the same number of programs for each mutation."""
+    """Yield tasks, with the same number of programs for each mutation."""
     names = MUTATION_GROUPS[only]
     for k, name in enumerate(names):
         share = programs // len(names) + (k < programs % len(names))
@@ -63,7 +66,7 @@ def list_tasks(programs: int, seed: int, only: str) -> Iterator[Task]:
 
 
 def run_task(task: Task) -> tuple[str, Counter[str], list[Trial]]:
-    """Judge a number of programs. Texts that are no program do not count."""
+    """Test a number of mutants. Texts that are no program do not count."""
     name, first_seed, programs, under_all_models = task
     counts: Counter[str] = Counter()
     disagreements = []

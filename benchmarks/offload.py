@@ -1,24 +1,24 @@
-"""Compare predicted and measured steps with offload, and offload with torch's `save_on_cpu`.
+"""Measure steps with offload, and compare them with predictions and with torch's `save_on_cpu`.
 
     python benchmarks/offload.py [--rounds 20] [--only slowed|fits|torch]
 
-- `slowed`: two processes over Gloo, of one thread each. Copies are slow: each takes at least the
-  time of its bytes at a given bandwidth, and no processor works in this time (`Lanes.bandwidth`).
-  Layers are wide and microbatches small, so that a copy needs little processor time compared with
-  the compute. Offloaded tensors are not overwritten with NaN. A program with the fewest possible
-  slots takes one step with free lanes and one with slowed lanes, in turn. The costs are those of
-  the step with free lanes. Two predictions use them: that of the step with free lanes, which shows
-  the error of the calibration, and that of the step with slowed lanes in the same round.
-- `fits`: a memory limit that only a program with offload meets. The same program without offload,
-  and with recomputation instead, needs more memory, and schedir refuses it. The program with
-  offload is trained, and its live memory is measured.
-- `torch`: one process, one thread, a model of one stage, all forwards before all backwards, so that
-  both save the same tensors. The comparison is a loop with
-  `torch.autograd.graph.save_on_cpu(pin_memory=True)`. On a CPU this copies nothing, so the loop
-  uses hooks with unpinned memory, which copy. In the second column of schedir, offloaded tensors
-  are not overwritten with NaN.
+- `slowed`: two processes over Gloo, of one thread each, alternate steps with fast copies and with
+  slowed copies. `CopyLanes.bandwidth` sets the least time of a slowed copy, which needs no
+  processor. Layers are wide and microbatches small, so a copy needs little processor time compared
+  with the compute. The program has the fewest possible slots. The executor does not overwrite
+  offloaded tensors with NaN. The costs are those of the step with fast copies. The table compares
+  two predictions with measured steps of the same round: that with fast copies, which shows the
+  error of the calibration, and that with slowed copies.
+- `fits`: a memory limit that only the program with offload meets. schedir refuses the program
+  without offload, and that with recomputation instead, because they need more memory. The script
+  trains the program with offload, and measures its live memory.
+- `torch`: one process of one thread trains a model of one stage. All forwards run before all
+  backwards, so that both loops save the same tensors. The reference is a loop with
+  `torch.autograd.graph.save_on_cpu(pin_memory=True)`. On a CPU this function copies nothing, so the
+  loop uses hooks that copy to unpinned memory. In the second column of schedir, the executor does
+  not overwrite offloaded tensors with NaN.
 
-A ratio is that of two steps of a round: the median and, in brackets, its 95 % confidence interval.
+A ratio compares two steps of a round: the median and, in brackets, its 95 % confidence interval.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ MEDIUM = gpt.GPTConfig(vocab=512, layers=8, hidden=256, heads=4, context=64, tie
 DEEP = gpt.GPTConfig(vocab=256, layers=2, hidden=1024, heads=8, context=32, tied=False)
 SMALL = gpt.GPTConfig(vocab=256, layers=2, hidden=64, heads=2, context=32, tied=False)
 SEQUENCES = 2  # sequences of a microbatch
-# The schedule, the stages that are offloaded, and the time of a copy in forwards.
+# The schedule, the offloaded stages, and the time of a copy in forwards.
 SLOWED_ROWS: tuple[tuple[str, Any, float], ...] = (
     ("gpipe", "all", 0.5),
     ("gpipe", "all", 1.5),
@@ -112,7 +112,7 @@ def build_model(
 
 
 def measure_model_sizes(config: gpt.GPTConfig, stages: int) -> Sizes:
-    """Return the sizes of such a model, with the states of AdamW."""
+    """Return the sizes of a model of `build_model` with the states of AdamW."""
     modules, x, y = build_model(config, stages, 1)
     boundary = (SEQUENCES, config.context, config.hidden)
     return measure_sizes(modules, x[0], y[0], loss=gpt.loss, boundary=boundary)
@@ -121,7 +121,7 @@ def measure_model_sizes(config: gpt.GPTConfig, stages: int) -> Sizes:
 def compare_slowed_copies(
     rank: int, rounds: int, config: gpt.GPTConfig, rows: Sequence[tuple[str, Any, float]]
 ) -> None:
-    """Compare predicted and measured steps with free and slowed copies."""
+    """Compare predicted and measured steps with fast and slowed copies."""
     saved = measure_model_sizes(config, RANKS).for_stages("saved", RANKS)
     for name, offloaded_stages, share in rows:
         schedule, shape = getattr(schedules, name), PipelineShape(RANKS, 8)
@@ -149,7 +149,7 @@ def compare_slowed_copies(
             slow.executor.resources.service(CopyLanes).bandwidth[lane] = bandwidth
         all_spans: list[
             list[float]
-        ] = []  # measured free and slowed, then predicted free and slowed
+        ] = []  # measured fast and slowed, then predicted fast and slowed
         for round_index in range(WARM_UP_STEPS + rounds):
             spans = [0.0] * 4
             for run in pair if round_index % 2 else pair[::-1]:
@@ -281,7 +281,7 @@ def _pack(tensor: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    """Return a copy of the copy, in the place of the copy to the device."""
+    """Return a copy of the packed tensor, in place of a copy to the device."""
     return packed.to("cpu", copy=True)
 
 

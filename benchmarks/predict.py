@@ -1,17 +1,17 @@
-"""Compare a simulation at measured costs with the measured step, for every schedule that trains.
+"""Measure the error of simulated steps at measured costs, for every schedule that trains.
 
     python benchmarks/predict.py
     python benchmarks/predict.py zb_v dualpipe_v --ranks 2 --steps 100
 
-Processes train a small GPT. For each schedule, every step after the first five is a Timeline. The
-columns are:
+Processes train a small GPT. For each schedule, the script records each step after the first five as
+a Timeline. The table has a row per schedule, with these columns:
 
 - `own`: the error of a simulation with the mean instruction times of the step itself.
 - `next`: the error of a simulation with the mean instruction times of the first half of the steps,
   compared with the median step of the second half.
 - `from 1F1B`: the error of a simulation with the costs of the 1F1B run, if the stages are the same.
-- `recording`: the processor time of recording a step, divided by the time of the step. It is
-  measured with instructions that do nothing.
+- `recording`: the processor time of recording a step, divided by the time of the step. The script
+  measures it with instructions that do nothing.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def train(rank: int, name: str, ranks: int, steps: int) -> tuple[list[Timeline],
 
 
 def _measure_recording(executor: Executor, times: int = 200) -> float:
-    """Return the processor seconds per instruction of recording, with instructions without work."""
+    """Return the processor seconds of recording one instruction, measured on empty instructions."""
     executor.runner.calls = [Call(None, lambda: None)] * len(executor.state.stream)
     cpu_seconds = [0.0, 0.0]
     for repetition in range(2 * times):

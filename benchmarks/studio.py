@@ -1,12 +1,13 @@
-"""Measure the time from a slider of the studio to the picture, in a real browser.
+"""Measure the time from a change of a studio's slider to the new picture, in a real browser.
 
     python benchmarks/studio.py [--changes N]
 
-For each size, a headless Chromium opens a studio on this machine. The script moves a slider N
-times: the cost of a backward, then the number of microbatches. The next move begins when the
-browser has painted the last picture. A time is from the event of the slider until the new picture
-is painted, on the clock of the browser. "Answer" is the processor time of the Python process for a
-change: compile, check, simulate, bound and JSON. The browser needs further processor time.
+For each size, a headless Chromium opens a studio on this machine. The script moves two sliders N
+times each: the cost of a backward, and the number of microbatches. It begins the next move when the
+browser has painted the picture. A time is from the event of the slider until the browser has
+painted the new picture, on the clock of the browser. "answer" is the processor time of the Python
+process for a change: compile, check, simulate, bound and JSON. The browser needs further processor
+time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tests.browser.chromium import Chromium, found
 
 # Ranks and microbatches of `one_f_one_b` with about 100, 1,000 and 5,000 instructions.
 SIZES = ((4, 5), (8, 23), (8, 113))
-WARM_UP_CHANGES = 3  # changes that are not measured, because the browser compiles its scripts
+WARM_UP_CHANGES = 3  # changes before the measurement, in which the browser compiles its scripts
 # Moves a slider by one step, back and forth, and returns milliseconds until each picture.
 MEASURE = """
 (async (name, changes) => {
@@ -55,7 +56,7 @@ MEASURE = """
 
 @contextmanager
 def open_studio(path: str, ranks: int, microbatches: int) -> Iterator[Chromium]:
-    """Yield a browser that shows a studio."""
+    """Open a studio in a browser, and yield the browser."""
     options = DEFAULTS | {"ranks": str(ranks), "microbatches": str(microbatches)}
     studio = Studio()
     load_compiled_loops(studio)
