@@ -87,7 +87,7 @@ class Fault(NamedTuple):
         process: The process.
         kind: One of `KINDS`.
         op: The name of the instruction, or "save" for a fault while a checkpoint is written.
-        index: The index of the instruction in the Stream of the rank.
+        position: The index of the instruction in the Stream of the rank.
         moment: One of `MOMENTS`, or "on the lane" for a fault on the lane of the instruction.
         step: The step of the fault, from 1.
     """
@@ -95,7 +95,7 @@ class Fault(NamedTuple):
     process: int
     kind: str
     op: str
-    index: int
+    position: int
     moment: str
     step: int
 
@@ -211,7 +211,9 @@ def install_fault(fault: Fault, note: Path) -> None:
             fault.step, "", dcp_storage.write, cause_fault
         )
     else:
-        process_faults.install_instruction_fault(fault.index, fault.step, fault.moment, cause_fault)
+        process_faults.install_instruction_fault(
+            fault.position, fault.step, fault.moment, cause_fault
+        )
 
 
 def start_store() -> tuple[int, int]:

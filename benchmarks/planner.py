@@ -1,4 +1,4 @@
-"""Compare predictions of the planner with published figures.
+"""Measure the error of the planner's predictions against published figures.
 
     python benchmarks/planner.py            # all tables but the last
     python benchmarks/planner.py layers     # arXiv 2205.05198, table 4: one layer
@@ -12,18 +12,17 @@
     python benchmarks/planner.py large      # MT-NLG 530B and a trillion: plans of papers and ours
     python benchmarks/planner.py here [--cluster here.toml] [--steps 2] [--microbatch 4]
 
-Each command prints tables. Steps of `sc21` and `large` are simulated programs. The other steps are
-results of closed forms, or simulated with `--exact`. An error is predicted / published - 1; means
-are those of absolute errors. With NUMBA_DISABLE_JIT=1, numba is not used even if it is installed.
+Each command prints tables. `sc21` and `large` simulate programs. The other commands compute steps
+with closed forms, or simulate them with `--exact`. An error is predicted / published - 1. Means are
+those of absolute errors. With NUMBA_DISABLE_JIT=1, the script does not use numba.
 
 `here` measures this machine as `schedir plan --measure` does, unless `--cluster` is given. It
-predicts the steps of all plans of a small GPT for the same number of processes by simulation. It
-also trains all plans, as `schedir train` would with the configuration that the planner writes. A
-step begins when all processes leave a barrier and ends with the last process. After two warm-up
-steps, the median of `--steps` steps counts. "Worked" is the processor time of all processes in a
-step, divided by the number of processors. No step can be shorter than this. If a step is much
-longer, processors were idle or ran other jobs, so run nothing else meanwhile. Only `here` needs
-torch.
+simulates the steps of all plans of a small GPT for the same number of processes. It also trains all
+plans, as `schedir train` would with the configuration that the planner writes. A step begins when
+all processes leave a barrier, and ends with the last process. The measured step is the median of
+`--steps` steps after two warm-up steps. "worked" is the processor time of all processes in a step,
+divided by the number of processors. No step can be shorter. A much longer step means that
+processors were idle or ran other jobs. So run no other jobs. Only `here` needs torch.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ from tests.published_runs import Run
 
 
 def print_error_summary(errors: Iterable[float], what: str) -> None:
-    """Return a summary of errors, as a line below a table."""
+    """Print a summary of errors below a table."""
     values = list(errors)
     worst = max(values, key=abs)
     print(
@@ -118,7 +117,7 @@ def print_stages() -> None:
 
 
 def choose_cluster(choice: ParallelPlan) -> Cluster:
-    """Return a cluster with the A100 nodes of a run, or a part of one node if this is enough."""
+    """Return a cluster with the A100 nodes of a run, or with some GPUs of one node."""
     node = planner.cluster_preset("a100")
     if choice.gpus < node.gpus_per_node:
         return replace(node, gpus_per_node=choice.gpus)
@@ -150,7 +149,7 @@ def simulate_step(
 
 
 def fit_flops(run: Run) -> float:
-    """Return the FLOP/s with which the predicted step equals the measured step (secant method)."""
+    """Return the FLOP/s at which the predicted step equals the measured step (secant method)."""
     cluster = choose_cluster(run.choice)
 
     def compute_error(flops: float) -> float:
@@ -214,10 +213,10 @@ def compute_tflops(run: Run, seconds: float) -> float:
 
 
 def print_sc21() -> None:
-    """Print the table of SC21, and the parts of each predicted step.
+    """Print the table of SC21, and the breakdown of each predicted step.
 
-    One prediction has the constants of Megatron-LM of that time, which are fitted to no row. The
-    other has the constants of today, which hide tensor-parallel sums.
+    One prediction uses the constants of Megatron-LM in 2021, which are fitted to no row. The other
+    uses the default constants, which hide tensor-parallel sums.
     """
     runs = read_weak_scaling_runs()
     constants_2021 = stack_preset("megatron-2021").constants
@@ -278,8 +277,8 @@ def print_left_out() -> None:
 def print_anchored() -> None:
     """Predict the other rows with the FLOP/s of one row.
 
-    The result that counts is that for the first row. Its run takes the fewest GPUs, so a user would
-    measure it before a larger run.
+    The main result is that of the first row. Its run needs the fewest GPUs, so a user would measure
+    it before a larger run.
     """
     runs = read_weak_scaling_runs()
     print_header("anchor", "its TFLOP/s", *(run.name for run in runs), "mean of the others")
@@ -377,7 +376,7 @@ def print_memory() -> None:
         )
 
 
-# ------------------------------------------------------------ large ones
+# ------------------------------------------------------------ large models
 
 LARGE = [
     *(
@@ -423,7 +422,7 @@ def print_plan(name: str, estimate: PlanEstimate) -> None:
 
 
 def print_large() -> None:
-    """Simulate the papers' plans, the planner's, and the planner's with fewer options."""
+    """Simulate the plans of papers, of the planner, and of the planner with fewer options."""
     numba = "with numba" if is_installed() else "without numba"
     for name, model, batch, nodes, paper in SMALL if SMOKE else LARGE:
         cluster = planner.cluster_preset("a100", nodes=nodes)
@@ -471,7 +470,7 @@ class MeasuredStep(NamedTuple):
 
 
 def train_all(texts: list[str], processes: int, steps: int) -> list[MeasuredStep]:
-    """Train with each configuration in its own processes, one after the other. Return the times."""
+    """Train each configuration in its own processes, one after the other. Return the times."""
     from schedir.transports.local_processes import run_processes
 
     context = multiprocessing.get_context("forkserver")
@@ -550,7 +549,7 @@ def train_one(_: int, text: str, steps: int) -> MeasuredStep:
 
 
 def list_plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[PlanEstimate]:
-    """Return all plans that the trainer can run, with the shortest predicted step first."""
+    """Return all plans that the trainer can run, the shortest predicted step first."""
     return plan(
         HERE_MODEL, cluster, HERE_BATCH, top=10**6, schedules=SCHEDULES, exact=True,
         microbatch_size=(1, 2, 4) if microbatch is None else microbatch, stages_per_rank=(1, 2),
@@ -560,7 +559,7 @@ def list_plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[Plan
 
 
 def format_plan(one: PlanEstimate) -> list[object]:
-    """Return a plan as a few table cells."""
+    """Return a plan as table cells."""
     recompute_text = "yes" if one.recompute == "full" else ""
     return [
         one.pp,

@@ -1,4 +1,4 @@
-"""Compare the planner with 798 runs of nanotron on H100, and 14 of Megatron-LM on B200.
+"""Measure the planner's errors on 798 runs of nanotron on H100 and 14 of Megatron-LM on B200.
 
     python benchmarks/planner_grid.py              # all tables
     python benchmarks/planner_grid.py defaults     # default constants, fitted to no row of these
@@ -9,10 +9,10 @@
     python benchmarks/planner_grid.py mlperf       # MLPerf v4.1: steps of GPT-3 175B in FP8
     python benchmarks/planner_grid.py scatter -o FILE.svg
 
-An error is predicted / measured - 1; medians are those of absolute errors. Errors are those of runs
-with an MFU above 10 %; other runs have columns of their own. Predicted steps are results of closed
-forms. Constants are fitted to runs with an MFU above 10 %, and minimize Cauchy's loss of
-logarithms.
+An error is predicted / measured - 1. The tables have medians of absolute errors and of errors with
+signs. Runs with an MFU of 10 % or less have separate columns. The script computes steps with closed
+forms. It fits constants to runs with an MFU above 10 %, and minimizes Cauchy's loss of the
+logarithms of times.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests import published_runs as published
 from tests.published_runs import GridRun
 
 SMOKE, DRAWS, OUTPUT = False, 200, ""
-MIN_MFU = 0.10  # only runs with a higher MFU are in the summary of errors
+MIN_MFU = 0.10  # the lowest MFU of runs in the summary of errors
 NANOTRON, CLUSTER = planner.stack_preset("nanotron"), planner.cluster_preset("h100-efa")
 # Fitted constants -> (lower bound, start value, upper bound).
 STACK_CONSTANTS = {
@@ -75,7 +75,7 @@ def read_runs() -> list[GridRun]:
 
 
 def read_measured_runs() -> list[GridRun]:
-    """Return the runs that have a result and the batch of 256 sequences."""
+    """Return the runs with a result and a batch of 256 sequences."""
     return [run for run in read_runs() if run.seconds is not None and run.is_consistent]
 
 
@@ -98,7 +98,7 @@ def is_possible(run: GridRun, stack: Stack) -> bool:
 
 
 def predict(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> Prediction:
-    """Predict runs. Runs with one model and number of nodes share a table of costs."""
+    """Predict runs. Runs with the same model and number of nodes share a table of costs."""
     seconds, memory = np.full(len(runs), np.inf), np.full(len(runs), np.inf)
     groups: dict[Any, list[int]] = defaultdict(list)
     for k, run in enumerate(runs):
@@ -153,7 +153,7 @@ def fit_by_gauss_newton(
 
 
 def build_stack(constants: dict[str, float]) -> tuple[Stack, Cluster]:
-    """Return the stack nanotron and the cluster with other constants."""
+    """Return the stack of nanotron and the cluster with these constants."""
     stack_constants = {k: float(v) for k, v in constants.items() if k not in CLUSTER_CONSTANTS}
     cluster_constants: dict[str, Any] = {
         k: float(v) for k, v in constants.items() if k in CLUSTER_CONSTANTS
@@ -165,7 +165,7 @@ def build_stack(constants: dict[str, float]) -> tuple[Stack, Cluster]:
 
 
 def fit_nanotron(runs: Sequence[GridRun]) -> tuple[Stack, Cluster]:
-    """Return constants of times and of memory that are fitted to some of the runs."""
+    """Fit the constants of times and of memory to runs."""
     efficient_runs = select_efficient_runs(runs)
     time_constants = fit_by_gauss_newton(
         STACK_CONSTANTS | CLUSTER_CONSTANTS,
@@ -233,14 +233,14 @@ def print_errors(name: str, runs: Sequence[GridRun], prediction: Prediction) -> 
 
 
 def choose_run(runs: Sequence[GridRun], subset: Sequence[int], prediction: Prediction) -> int:
-    """Return the run that `schedir plan` prints first: the simplest within 2 % of the best."""
+    """Return the index of the run that `schedir plan` prefers: the simplest within 2 %."""
     longest = (1 + PREFERENCE_TOLERANCE) * min(prediction.seconds[k] for k in subset)
     fast = [k for k in subset if prediction.seconds[k] <= longest]
     return min(fast, key=lambda k: measure_complexity(runs[k].choice, prediction.memory[k]))
 
 
 def compute_regrets(runs: Sequence[GridRun], prediction: Prediction) -> list[float]:
-    """Return the regrets of the first choice: among all runs, and without one value of tp or pp."""
+    """Return the regrets of the first choice among all runs, and without one value of tp or pp."""
     groups: dict[str, list[int]] = defaultdict(list)
     for k in np.flatnonzero(np.isfinite(prediction.seconds)).tolist():
         groups[name_group(runs[k])].append(k)
@@ -310,7 +310,7 @@ def print_defaults() -> None:
 
 
 def print_shipped() -> None:
-    """Print errors with the constants in schedir, which are fitted to all of these rows."""
+    """Print errors with the constants of schedir, which are fitted to all of these rows."""
     print_comparison(read_measured_runs(), NANOTRON, CLUSTER)
 
 
@@ -341,7 +341,7 @@ def print_left_out() -> None:
 def predict_rows(
     predict_pool: Callable[[Cluster], Prediction], rows: list[int], cluster: Cluster
 ) -> Any:
-    """Return the predictions of some rows."""
+    """Return the predicted seconds of some rows."""
     return predict_pool(cluster).seconds[rows]
 
 
@@ -388,7 +388,7 @@ def print_calibrated() -> None:
 
 
 def print_b200() -> None:
-    """Compare the memory of Megatron-LM on B200. The rows have the bytes of tensors only."""
+    """Compare the memory of Megatron-LM on B200. The rows have only the bytes of tensors."""
     stack, node = planner.stack_preset("megatron"), planner.cluster_preset("b200")
     constants = replace(stack.constants, allocator_share=0, reserved_bytes=0)
     print_header("layout", "allocated, GB", "predicted, GB", "")

@@ -1,6 +1,6 @@
-"""The reference of all public names: see `generate.py`.
+"""Generate the reference of all public names. `generate.py` writes the page.
 
-A name is public where the `__all__` of a public module has it.  `docs/reference/api.md` lists the
+A name is public if the `__all__` of a public module lists it.  `docs/reference/api.md` lists the
 public names, each with the first sentence of its docstring, for readers of the repository.  On the
 site `sphinx.ext.autodoc` renders each of them in full: `docs/conf.py` replaces the sentences by
 directives.
@@ -126,7 +126,7 @@ GROUPS = {
 
 # More options of a directive.
 OPTIONS = {
-    "viz.Style": ":undoc-members:",  # it is a TypedDict: its keys are no parameters
+    "viz.Style": ":undoc-members:",  # a TypedDict: its keys are no parameters
 }
 
 
@@ -183,7 +183,7 @@ def format_directive(title: str, value: object) -> str:
 
 
 def list_members(module: ModuleType) -> list[str]:
-    """Return the public names of a module: its `__all__`, or else its own classes."""
+    """Return the public names of a module: its `__all__`, or the classes that it defines."""
     classes = [
         n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__
     ]
@@ -191,7 +191,7 @@ def list_members(module: ModuleType) -> list[str]:
 
 
 def build_blocks(note: str, entry: Callable[[str, object], str]) -> dict[str, str]:
-    """Return the note, and all groups with `entry(title, value)` below each heading."""
+    """Return the note, and all groups with the text `entry(title, value)` below each heading."""
     values = list_public_names()
     listed = [n for _, titles in GROUPS.values() for title in titles for n in title.split(", ")]
     expected = sorted(name for name in values if not name.startswith("schedules."))

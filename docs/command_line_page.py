@@ -1,4 +1,4 @@
-"""The page of the command line, from the parsers of all commands: see `generate.py`."""
+"""Generate the page of the command line from the parsers of all commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MORE = re.compile(r"^The page (?:docs/)?(\S+\.md) has more\.$", re.MULTILINE)
 
 
 class Option(NamedTuple):
-    """An option or a positional argument; equal ones of several commands are one option."""
+    """An option or a positional argument. Equal options of several commands are one option."""
 
     flags: str
     meaning: str
@@ -41,7 +41,7 @@ def build_command_parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def format_cell(text: str) -> str:
-    """Return a text as it is written in a cell of a table."""
+    """Return a text as the content of a Markdown table cell."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -143,7 +143,7 @@ def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared)
 
 
 def make_link(path: str) -> str:
-    """Return a link from the page to a page that the help names."""
+    """Return a link to a page that the help of a command mentions."""
     if path.startswith("reference/"):
         return path.removeprefix("reference/")
     return f"../{path}" if (ROOT / "docs" / path).is_file() else f"../../{path}"
@@ -157,7 +157,7 @@ def read_title(path: str) -> str:
 
 
 def build_blocks() -> dict[str, str]:
-    """The tables of commands, shared options, options of compiling and exit codes."""
+    """Return the tables of commands, shared options, options of `compile` and exit codes."""
     parsers = build_command_parsers()
     shared = find_shared(parsers)
     takes_all = [n for n, p in parsers.items() if {*shared.program} <= {*list_options(p)}]

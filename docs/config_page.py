@@ -1,4 +1,4 @@
-"""The page of all settings of a training run: see `generate.py`."""
+"""Generate the page of all settings of a training run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def format_section(section: str, about: str, settings: list[Setting]) -> str:
 
 
 def build_blocks() -> dict[str, str]:
-    """Every section with its settings, and the transports."""
+    """Return the sections with their settings, and the transports."""
     sections = [format_section(name, *section) for name, section in list_settings().items()]
     transports = [
         [row.device, f"`{row.name}`", row.doc, f"`{row.progress_model}`"]

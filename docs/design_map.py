@@ -1,6 +1,6 @@
-"""The table of packages in docs/explanation/design.md, made from the source tree.
+"""Generate the table of packages in docs/explanation/design.md from the source tree.
 
-The layers are those of the layout test.  A package describes itself in the first sentence of its
+The layers are those of the layout test.  The description of a package is the first sentence of its
 docstring.
 """
 

@@ -1,4 +1,4 @@
-"""The page of all error classes: see `generate.py`."""
+"""Generate the page of all error classes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def format_summary(error: type[errors.SchedirError]) -> str:
 
 
 def list_field_rows(described: type) -> list[list[str]]:
-    """Return a row for each field that a class adds, or that has another meaning there."""
+    """Return a row for each field that a class adds or gives another meaning."""
     doc = str(getdoc(described))
     field_texts = parse_entries(doc) | parse_entries(doc, "Attributes")
     if issubclass(described, errors.SchedirError) and described is not errors.SchedirError:
@@ -43,7 +43,7 @@ def list_field_rows(described: type) -> list[list[str]]:
 
 
 def build_blocks() -> dict[str, str]:
-    """The tables of the classes and of their fields."""
+    """Return the tables of the classes and of their fields."""
     classes = [
         [f"`{error.__name__}`", f"`{base.__name__}`", format_summary(error)]
         for error in list_error_classes()

@@ -1,4 +1,4 @@
-"""The page about expert parallelism: what its example prints, and the measured table."""
+"""Generate the page about expert parallelism."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from examples import expert_parallel
 
 
 def build_blocks() -> dict[str, object]:
-    """Return what the example prints, and the table of the results."""
+    """Return the output of the example, and the table of measured results."""
     with redirect_stdout(StringIO()) as out:
         expert_parallel.main()
     results, *_ = (DOCS / "results" / "experts.md").read_text().partition("\n## ")

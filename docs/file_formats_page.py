@@ -1,4 +1,4 @@
-"""The page about file formats: see `generate.py`."""
+"""Generate the page about file formats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from schedir.ir.text_format import FORMAT_VERSION
 
 
 def build_blocks() -> dict[str, object]:
-    """The fields of a cluster file, and the number of the text format."""
+    """Return the table of the fields of a cluster file, and the version of the text format."""
     about = parse_entries(str(getdoc(Cluster)))
     rows = [
         [

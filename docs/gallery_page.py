@@ -1,4 +1,4 @@
-"""The page of all schedules and pictures: see `generate.py`."""
+"""Generate the page of all schedules and pictures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from schedir import schedules
 
 
 def build_blocks() -> dict[str, str]:
-    """All schedules, two in a row, each with the first sentence of its docstring."""
+    """Return the table of all schedules, two in a row, with first sentences of docstrings."""
     cells = []
     for name in schedules.__all__:
         about = get_first_sentence(str(getdoc(getattr(schedules, name))))
@@ -22,7 +22,7 @@ def build_blocks() -> dict[str, str]:
 
 
 def draw_first() -> None:
-    """Run the first lines of the first page."""
+    """Run the first Python block of docs/index.md, which draws first.svg."""
     code = (DOCS / "index.md").read_text().split("```python\n")[1].split("```")[0]
     exec(compile(code, "index.md", "exec"), {})
 

@@ -1,4 +1,4 @@
-"""Write the pages and pictures that are generated from the source: `python docs/generate.py`.
+"""Write all generated pages and pictures: `python docs/generate.py`.
 
 A test compares the committed pages with the output of this script.
 """

@@ -1,4 +1,4 @@
-"""The page about instructions, from the tables in `schedir/ir/`: see `generate.py`."""
+"""Generate the page about instructions from the tables in `schedir/ir/`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from schedir.ir.isa.instructions import INSTRUCTIONS, LANES, VALUES, Value
 from schedir.ir.isa.table_schema import ProducerRule
 from schedir.schedules.schedule_algebra import get_placement_mark
 
-FORWARD, SEND, GATHER = 1.45, 0.14, 0.12  # ms of a layer's forward, a slice's send, a gather
+FORWARD, SEND, GATHER = 1.45, 0.14, 0.12  # ms of a layer's forward, a slice's send and a gather
 GATHERED = {"one_f_one_b": 1, "eager_1f1b": 1, "zb_h1": 1, "zb_v": 2, "interleaved": 4}
 
 
 def format_gather_table() -> str:
-    """Return the table of the additional time of gathers on the compute lane and on their own."""
+    """Return the table of the slowdown by gathers on the compute lane and on their own lane."""
     rows = []
     for name, v in GATHERED.items():
         shape, time = (
@@ -61,7 +61,7 @@ HOSTS = {
 
 
 def build_blocks() -> dict[str, object]:
-    """The tables of instructions, values, lanes and progress models."""
+    """Return the tables of instructions, values, lanes and progress models."""
 
     def join_names(listed: tuple[Value, ...]) -> str:
         return ", ".join(value.name.lower() for value in listed) or "-"
@@ -108,7 +108,7 @@ def build_blocks() -> dict[str, object]:
 
 
 def build_gather_blocks() -> dict[str, object]:
-    """The table of gathers, and the times that it assumes."""
+    """Return the table of gathers, and the times that it assumes."""
     return {"gathers": format_gather_table(), "forward": FORWARD, "send": SEND, "gather": GATHER}
 
 

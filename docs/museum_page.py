@@ -1,4 +1,4 @@
-"""The museum's page and its pictures, from `tests/museum/`: see `generate.py`."""
+"""Generate the museum of hangs and its pictures from `tests/museum/`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def find_refusal(case: Case) -> tuple[ProgressModel, SchedirError] | None:
 
     The model is `per_device` if it refuses the program, and otherwise the first that refuses it.
 
-    A case can set the model in `show`. If the case is about lazy communicators, the refusal is that
-    with lazy communicators.
+    A case can set the model in `show`. For a case about lazy communicators, the error is that with
+    lazy communicators.
     """
     if case.show:
         error = case.refusal(case.show, lazy_communicators=case.show in case.lazy)
@@ -40,7 +40,7 @@ def find_refusal(case: Case) -> tuple[ProgressModel, SchedirError] | None:
 
 
 def is_drawn(case: Case) -> bool:
-    """Return whether the page has a picture: if ranks wait for each other, or messages cross."""
+    """Return whether the page draws a case: ranks wait for each other, or messages cross."""
     refusal = find_refusal(case) if case.program else None
     if refusal is None or not isinstance(
         refusal[1], DeadlockError | GroupError | ChannelMismatchError
@@ -50,14 +50,14 @@ def is_drawn(case: Case) -> bool:
 
 
 def draw_picture(case: Case) -> str:
-    """Draw the position of each rank."""
+    """Draw the instruction at which each rank waits."""
     refusal = find_refusal(case)
     assert refusal is not None
     return draw_deadlock(case.made(), refusal[1])
 
 
 def _format_file_link(case: Case) -> str:
-    """Return a link to the file that shows a case without a public thread."""
+    """Return a link to the file with a case that has no public issue."""
     return f"[{case.here}](../../{case.here})"
 
 
@@ -125,7 +125,7 @@ def format_correction(case: Case) -> str:
 
 
 def format_details(summary: str, text: str) -> str:
-    """Return a text that a reader can unfold."""
+    """Return a collapsible block."""
     return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
 
 
@@ -140,7 +140,7 @@ def format_conditions(case: Case, model: ProgressModel) -> str:
 
 
 def format_verdicts(shown_cases: list[Case]) -> str:
-    """Return two tables of verdicts: of cases that depend on the model, and of all others."""
+    """Return two tables of verdicts: cases that depend on the model, and all other cases."""
     model_rows, other_rows = [], []
     for case in shown_cases:
         verdicts = [
@@ -165,7 +165,7 @@ def shorten_error_name(verdict: list[str]) -> str:
 
 
 def build_blocks() -> dict[str, object]:
-    """The table of all cases, and each case in its chapter."""
+    """Return the table of all cases, and the chapters with their cases."""
     programs = [case for case in CASES if case.is_said]
     chapters = ""
     for chapter, title in CHAPTERS.items():

@@ -1,4 +1,4 @@
-"""The page about offload: see `generate.py`."""
+"""Generate the page about offload."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Generate pages: each has a template of Markdown, and blocks that fill it.
+"""Generate pages from templates of Markdown and blocks of text.
 
 `docs/templates/NAME.md.in` is the source of `docs/FOLDER/NAME.md`. A template has these places:
 
-- `{block}` becomes a block of the page's module, as `str.format` inserts it.
-- `{printed}` under a line `$ schedir ...` becomes what that command prints.
-- A command of schedir that writes an SVG makes the picture of that name, if the page shows it.
-  A comment `<!-- draws: schedir ... -->` holds a command that readers do not see.
+- `str.format` replaces `{block}` by a block of the page's module.
+- The output of `$ schedir ...` replaces `{printed}` below this line.
+- A command of schedir that writes an SVG draws the picture with this name, if the page shows it.
+  A comment `<!-- draws: schedir ... -->` contains a command that the page does not show.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def define_page(
     blocks: Callable[[], Mapping[str, object]] = dict,
     pictures: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, Callable[[], str]]:
-    """Return functions that make a page and its pictures, by their paths in `docs/`.
+    """Return functions that generate a page and its pictures, by their paths in `docs/`.
 
     Args:
         name: The page's path in `docs/`, without its suffix: `reference/api`.
@@ -65,7 +65,7 @@ def define_page(
 
 
 def run_command(command: str) -> str:
-    """Return what a command of schedir prints on a terminal of 80 columns."""
+    """Return the output of a command of schedir on a terminal of 80 columns."""
     with patch.dict(os.environ, COLUMNS="80"), redirect_stdout(StringIO()) as out:
         assert main(shlex.split(command)[1:]) == 0, command
     return out.getvalue()

@@ -1,4 +1,4 @@
-"""The pages about the planner: see `generate.py`."""
+"""Generate the pages about the planner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPE = ("layers", "hidden", "heads", "vocab", "sequence")  # columns of the tab
 
 
 def build_blocks() -> dict[str, str]:
-    """The models and clusters that have a name, and the constants of software."""
+    """Return the tables of models, clusters, stacks and software constants."""
     models = [
         [
             f"`{name}`",

@@ -1,4 +1,4 @@
-"""The page of the schedules, with their formulas and pictures: see `generate.py`."""
+"""Generate the page of the schedules, with their formulas and pictures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from schedir.schedules.schedule_algebra import (
     get_weight_delay_mark,
 )
 
-# In the order of the page: the case for which each schedule is made.
+# When to use each schedule, in the order of the page.
 WHEN = {
     "gpipe": "As a baseline, or with so few microbatches that memory is sufficient.",
     "one_f_one_b": "The default, if memory is short and messages are fast.",
@@ -117,7 +117,7 @@ def compute_figures(name: str, ranks: int, microbatches: int) -> tuple[float, fl
 
 
 def build_blocks() -> dict[str, str]:
-    """The tables of all schedules, and a section for each."""
+    """Return the tables of all schedules, and a section for each."""
     assert {*WHEN} == {*schedules.__all__}
     sizes = ((4, 8), (8, 32))
     numbers = {name: [compute_figures(name, *size) for size in sizes] for name in WHEN}

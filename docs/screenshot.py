@@ -1,6 +1,6 @@
-"""Make docs/images/page.png, for docs/reference/gallery.md: `python docs/screenshot.py`.
+"""Take the screenshot docs/images/page.png of the gallery: `python docs/screenshot.py`.
 
-It needs Chromium.  The page is that of
+The script needs Chromium.  It opens the output of
 `schedir draw one_f_one_b --ranks 6 --microbatches 12 --costs F=1,B=2,send=0.2 -o x.html`.
 """
 

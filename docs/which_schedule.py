@@ -1,8 +1,8 @@
-"""Simulate all schedules on many shapes, and keep rules about the shortest schedule.
+"""Simulate all schedules on many shapes, and define rules about the shortest schedule.
 
     python docs/which_schedule.py          # simulates all, and writes results/which-schedule.csv
 
-`which_schedule_page.py` makes the page.
+`which_schedule_page.py` generates the page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANKS = (2, 4, 8, 16)
 PER_RANK = (0.5, 1, 2, 4, 8)  # microbatches per rank
 SENDS = (0.0, 0.05, 0.2)  # time of a message, relative to a forward of all stages of a rank
 LIMITS = (0.5, 0.75, 1.0, 1.5, 2.0, None)  # activations of a rank, divided by the number of ranks
-ODD = (8, (3, 5, 11, 13, 21))  # ranks, and numbers of microbatches that they do not divide
+ODD = (8, (3, 5, 11, 13, 21))  # ranks, and numbers of microbatches that are no multiples of them
 WORK = 3.0  # time of a microbatch on a rank: F = 1, B = 2
 
 
@@ -44,7 +44,7 @@ class Cell(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """The idle share of the ranks. All ranks are busy for the same time."""
+        """Return the idle share of the ranks. All ranks compute for the same time."""
         return 1 - WORK * self.m / self.span
 
     @property
@@ -145,13 +145,13 @@ class TableCell(NamedTuple):
         return find_best(self.P, self.m, self.send, self.limit, full_backward=self.full_backward)
 
     def find_row(self, name: str, v: int) -> Cell | None:
-        """Return the row of a schedule for this cell, or None if the schedule does not fit."""
+        """Return the row of a schedule for this cell, or None if it does not fit into the limit."""
         shape_cells = read_cells()[self.P, self.m, self.send]
         rows = [cell for cell in shape_cells if (cell.name, cell.v) == (name, v)]
         return rows[0] if rows and fits(rows[0], self.limit) else None
 
     def is_within(self, share: float, *candidates: tuple[str, int]) -> bool:
-        """Return whether one of some schedules takes at most a share longer than the best."""
+        """Return whether a candidate takes at most `share` longer than the best schedule."""
         best, rows = self.best, [cell for name, v in candidates if (cell := self.find_row(name, v))]
         if best is None or not rows:
             return False

@@ -1,7 +1,7 @@
-"""The page that says which schedule is the shortest for a shape: see `generate.py`.
+"""Generate the page with the shortest schedule for each shape.
 
-Its tables are from the simulations of `which_schedule.py`, which calls `schedir recommend`. So a
-reader can reproduce each number with this command.
+The tables show simulations of `which_schedule.py`, which calls `schedir recommend`. So a reader can
+reproduce each number with this command.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def format_limit_table(send: float, *, full_backward: bool) -> str:
 
 
 def format_rules() -> str:
-    """The rules as a table.  A test checks that they hold."""
+    """Return the table of the rules.  A test checks that they hold."""
     heads = ["backwards", "memory limit", "messages", "microbatches", "rule"]
     return format_table(heads, [[*rule.conditions, rule.text] for rule in RULES])
 
@@ -61,7 +61,7 @@ def format_odd_table(send: float) -> str:
 
 
 def build_blocks() -> dict[str, object]:
-    """The rules, and all tables."""
+    """Return the rules, and all tables."""
     send, P, m = SENDS[1], *PICTURE_SHAPE
     return {
         "rules": format_rules(),
@@ -76,7 +76,7 @@ def build_blocks() -> dict[str, object]:
 
 
 def draw_picture() -> None:
-    """Draw the bubble against the memory of all schedules, each with its best number of stages."""
+    """Draw bubble and memory of all schedules, each with its best number of stages."""
     P, m = PICTURE_SHAPE
     # Rows are sorted by span, so the shortest row of each schedule overwrites the others.
     shortest = {cell.name: cell for cell in reversed(read_cells()[P, m, SENDS[1]])}

@@ -1,4 +1,4 @@
-"""The page about windows of attention: see `generate.py`."""
+"""Generate the page about windowed attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def count_tiles(stride: int) -> Tiles:
 
 
 def build_blocks() -> dict[str, object]:
-    """The tiles that are visited, by stride, and those of the paper's video model."""
+    """Return the visited tiles by stride, and those of the paper's video model."""
     rows = []
     for stride in STRIDES:
         tiles = count_tiles(stride)
