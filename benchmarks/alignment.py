@@ -4,9 +4,9 @@
     MKL_CBWR=AUTO python benchmarks/alignment.py
     ATEN_CPU_CAPABILITY=default python benchmarks/alignment.py
 
-Each kernel runs on operands that begin on a 64-byte line, and again with one operand moved by some
-bytes. The table counts the shapes for which a move changes the bits of the result. A kernel that is
-not in the table has the same bits at every address.
+The script runs each kernel on operands that begin on a 64-byte line, and again with one operand
+moved by some bytes. The table counts the shapes for which a move changes the bits of the result.
+The results of other kernels do not depend on the address.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import parse
 
-LINE = 64  # bytes
+CACHE_LINE_BYTES = 64  # bytes
 SEED = 0
 Kernel = Callable[..., Tensor]
 ELEMENTWISE_AND_SUMS: dict[str, Kernel] = {
@@ -47,14 +47,14 @@ ELEMENTWISE_AND_SUMS: dict[str, Kernel] = {
 
 
 class Case(NamedTuple):
-    """A kernel with its operands; the operands are moved one by one."""
+    """A kernel with its operands."""
 
     name: str
     kernel: Kernel
     operands: Sequence[Tensor]
 
 
-def cases_of(dtype: torch.dtype) -> list[Case]:
+def build_cases(dtype: torch.dtype) -> list[Case]:
     """Return every kernel on operands of one random shape."""
     rows, inner, columns = torch.randint(1, 70, (3,)).tolist()
 
@@ -72,24 +72,24 @@ def cases_of(dtype: torch.dtype) -> list[Case]:
     ]
 
 
-def moved(t: Tensor, offset: int) -> Tensor:
+def copy_at_offset(t: Tensor, offset: int) -> Tensor:
     """Return a copy of `t`, with its strides, that begins `offset` bytes after a 64-byte line."""
-    memory = torch.empty(t.nbytes + 2 * LINE, dtype=torch.uint8)
-    begin = -memory.data_ptr() % LINE + offset
+    memory = torch.empty(t.nbytes + 2 * CACHE_LINE_BYTES, dtype=torch.uint8)
+    begin = -memory.data_ptr() % CACHE_LINE_BYTES + offset
     flat = memory[begin : begin + t.nbytes].view(t.dtype)
     return flat.as_strided(t.shape, t.stride()).copy_(t)
 
 
-def offsets_that_matter(case: Case) -> set[int]:
+def find_rounding_offsets(case: Case) -> set[int]:
     """Return the offsets, in bytes, by which a moved operand changes the bits of the result."""
-    expected = case.kernel(*(moved(t, 0) for t in case.operands))
-    found = set()
+    expected = case.kernel(*(copy_at_offset(t, 0) for t in case.operands))
+    offsets = set()
     for k, operand in enumerate(case.operands):
         for offset in (operand.element_size(), 16, 32, 48):
-            operands = [moved(t, offset * (j == k)) for j, t in enumerate(case.operands)]
+            operands = [copy_at_offset(t, offset * (j == k)) for j, t in enumerate(case.operands)]
             if not torch.equal(case.kernel(*operands), expected):
-                found.add(offset)
-    return found
+                offsets.add(offset)
+    return offsets
 
 
 def main() -> None:
@@ -100,17 +100,19 @@ def main() -> None:
     shapes = parse(parser, shapes=2).shapes
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    differ: Counter[tuple[str, str, int]] = Counter()
+    differing_shapes: Counter[tuple[str, str, int]] = Counter()
     for dtype in (torch.float32, torch.float64):
         for _ in range(shapes):
-            for case in cases_of(dtype):
+            for case in build_cases(dtype):
                 kind = str(dtype).removeprefix("torch.")
-                differ.update((case.name, kind, offset) for offset in offsets_that_matter(case))
+                differing_shapes.update(
+                    (case.name, kind, offset) for offset in find_rounding_offsets(case)
+                )
     setting = os.environ.get("MKL_CBWR", "not set")
     print(f"{torch.backends.cpu.get_cpu_capability()} kernels, MKL_CBWR {setting}, seed {SEED}")
-    for (name, kind, offset), count in sorted(differ.items()):
+    for (name, kind, offset), count in sorted(differing_shapes.items()):
         print(f"{name:20} {kind:8} moved by {offset:2} bytes: {count:3} of {shapes} shapes differ")
-    if not differ:
+    if not differing_shapes:
         print("no kernel rounds by the address of an operand")
 
 

@@ -1,22 +1,23 @@
-"""Measure how fast programs are compiled, checked and simulated, compared with a commit or torch.
+"""Measure the time to compile, check and simulate programs, compared with a commit or torch.
 
     python benchmarks/compile.py [--large | --zero] [--torch] [--compiled]
     python benchmarks/compile.py --against COMMIT-OR-FOLDER [--compiled]
 
-A turn compiles and checks one program and simulates it, in seconds of processor time. Each turn of
-a process has a number of microbatches and costs that the process has not used before. Each round
-starts one process per row (and per checkout). The process first warms up on a small program.
+A turn compiles, checks and simulates one program, in seconds of processor time. Each turn of a
+process has a number of microbatches and costs that are new to the process. Each round starts one
+process per row (and per checkout). The process first warms up on a small program.
 
-- `--against` runs each turn in one checkout and then in the other. Its ratios are those of such
-  pairs of turns, with their quartiles.
-- `--torch` also runs torch.distributed.pipelining.
-- With `--compiled`, numba compiles loops before the first turn. Without it, numba is not imported,
-  as on a machine without numba.
+- `--against` runs each turn in both checkouts, one after the other. The table has the median ratio
+  of such pairs of turns, with quartiles.
+- `--torch` also measures torch.distributed.pipelining.
+- With `--compiled`, numba compiles loops before the first turn. Without this option, the process
+  does not import numba, as on a machine without numba.
 - `--zero` measures programs with ZeRO 3 and two replicas, in which all microbatches read the result
   of one gather.
 
-"B/instr" is the growth of the peak memory, in bytes per instruction: after compiling, and with the
-Timeline. The last row compares the command `schedir check gpipe` with `import numpy`.
+"B/instr" is the growth of the peak memory after the compilation, in bytes per instruction. "with
+Timeline" is the growth after the simulation. The last row compares the command
+`schedir check gpipe` with `import numpy`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Row(NamedTuple):
         return (name, *map(str, self[1:4]))
 
 
-SMALL = (
+SMALL_ROWS = (
     Row("one_f_one_b", 4, 1, 8, turns=9),
     Row("one_f_one_b", 8, 1, 64, turns=15),
     Row("one_f_one_b", 64, 1, 1024, turns=3),
@@ -72,71 +73,84 @@ SMALL = (
     Row("interleaved", 64, 2, 1024, turns=3, step=64),
     Row("interleaved", 128, 4, 512, turns=1),
 )
-SMOKE = (Row("one_f_one_b", 4, 1, 8, turns=2), Row("interleaved", 4, 2, 8))
-LARGE = (
+SMOKE_ROWS = (Row("one_f_one_b", 4, 1, 8, turns=2), Row("interleaved", 4, 2, 8))
+LARGE_ROWS = (
     Row("interleaved", 256, 8, 512),
     Row("interleaved", 256, 8, 2048),
     Row("one_f_one_b", 1024, 1, 8192),
 )
-ZERO = tuple(
+ZERO_ROWS = tuple(
     Row(name, 8, v, m, turns=3, zero=3)
     for name, v in (("one_f_one_b", 1), ("interleaved", 2))
     for m in (64, 128, 256, 512, 1024)
 )
-TORCH = SMALL[3:5] + SMOKE[1:]  # torch needs hours for larger programs
+TORCH_ROWS = SMALL_ROWS[3:5] + SMOKE_ROWS[1:]  # torch needs hours for larger programs
 PARTS = ("draft", "compile", "simulate", "memory", "show", "parse")
-COUNTED = PARTS[:3]  # the parts whose times are the time of a turn
-MOST_TEXT = 2**24  # instructions; larger programs are measured without their text
+TURN_PARTS = PARTS[:3]  # the parts that a turn includes
+MAX_TEXT_INSTRUCTIONS = 2**24  # instructions; larger programs are not printed and parsed
 
-Measured = dict[str, float]
+Measurement = dict[str, float]
 
 
 # ------------------------------------------------------------ in the process that is measured
 
 
-def peak() -> float:
+def read_peak_memory() -> float:
     """Return the peak memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
-def timed(into: Measured, part: str, call: Callable[..., Any], *args: Any) -> Any:
+def time_part(measurement: Measurement, part: str, call: Callable[..., Any], *args: Any) -> Any:
     begin = process_time()
     result = call(*args)
-    into[part] = process_time() - begin
+    measurement[part] = process_time() - begin
     return result
 
 
-def ours(
+def measure_schedir(
     name: str, ranks: int, v: int, microbatches: int, zero: int, turn: int, text: bool
-) -> Measured:
-    """Return the seconds of each part, and the bytes per instruction.
+) -> Measurement:
+    """Measure the seconds of each part, and the bytes per instruction.
 
-    It uses only names that every checkout has.
+    The function uses only names of schedir that every checkout has.
     """
     import schedir
 
     shape, costs = schedir.PipelineShape(ranks, microbatches, v), schedir.Costs(F=1 + turn / 1024)
-    more: dict[str, Any] = {"dp": 2, "zero": zero} if zero else {}
-    got: Measured = {}
+    zero_options: dict[str, Any] = {"dp": 2, "zero": zero} if zero else {}
+    measurement: Measurement = {}
     gc.collect()
-    base = peak()
-    draft = timed(got, "draft", schedir.expand_schedule, getattr(schedir.schedules, name), shape)
-    program = timed(got, "compile", partial(schedir.compile, draft, costs=costs, **more))
+    base = read_peak_memory()
+    draft = time_part(
+        measurement, "draft", schedir.expand_schedule, getattr(schedir.schedules, name), shape
+    )
+    program = time_part(
+        measurement, "compile", partial(schedir.compile, draft, costs=costs, **zero_options)
+    )
     del draft
-    compiled = peak()
-    timeline = timed(got, "simulate", schedir.simulate, program, costs)
-    simulated, n = peak(), len(program)
+    compiled = read_peak_memory()
+    timeline = time_part(measurement, "simulate", schedir.simulate, program, costs)
+    simulated, n = read_peak_memory(), len(program)
     if text:
-        timed(got, "memory", lambda: timeline.peak_in_flight)
-        if n < MOST_TEXT:
-            timed(got, "parse", schedir.from_text, timed(got, "print", schedir.to_text, program))
-    got |= {"instructions": n, "B/instr": compiled - base, "with Timeline": simulated - base}
+        time_part(measurement, "memory", lambda: timeline.peak_in_flight)
+        if n < MAX_TEXT_INSTRUCTIONS:
+            time_part(
+                measurement,
+                "parse",
+                schedir.from_text,
+                time_part(measurement, "print", schedir.to_text, program),
+            )
+    measurement |= {
+        "instructions": n,
+        "B/instr": compiled - base,
+        "with Timeline": simulated - base,
+    }
     return {key: value / n if key in ("B/instr", "with Timeline") else value
-            for key, value in got.items()}  # fmt: skip
+            for key, value in measurement.items()}  # fmt: skip
 
 
-def torchs(name: str, ranks: int, v: int, microbatches: int, *_: object) -> Measured:
-    """Measure torch: its constructor builds and lowers, its simulator runs the lists."""
+def measure_torch(name: str, ranks: int, v: int, microbatches: int, *_: object) -> Measurement:
+    """Measure torch: the constructor of a schedule, and the simulator of its instruction lists."""
     from unittest.mock import create_autospec
 
     from torch.distributed.pipelining import schedules
@@ -151,75 +165,81 @@ def torchs(name: str, ranks: int, v: int, microbatches: int, *_: object) -> Meas
         stage.is_first, stage.is_last, stage.has_backward = j == 0, False, True
         stage.stage_index_to_group_rank = {s: s % ranks for s in range(ranks * v)}
         stages.append(stage)
-    got: Measured = {}
-    base = peak()
-    schedule = timed(
-        got,
+    measurement: Measurement = {}
+    base = read_peak_memory()
+    schedule = time_part(
+        measurement,
         "compile",
         lambda: schedules.ScheduleInterleaved1F1B(
             stages, n_microbatches=microbatches, loss_fn=lambda *_: None
         ),
     )
     kinds = schedules._ComputationType
-    other = {kinds.UNSHARD, kinds.RESHARD, kinds.REDUCE_GRAD}
+    zero_kinds = {kinds.UNSHARD, kinds.RESHARD, kinds.REDUCE_GRAD}
     order = {
-        rank: [a for a in actions if a is None or a.computation_type not in other]
+        rank: [a for a in actions if a is None or a.computation_type not in zero_kinds]
         for rank, actions in schedule.pipeline_order_with_comms.items()
     }
     n = sum(map(len, order.values()))
-    timed(
-        got,
+    time_part(
+        measurement,
         "simulate",
         lambda: schedules._simulate_comms_compute(
             order, stage_to_rank=lambda s: s % ranks, num_stages=ranks * v
         ),
     )
-    return got | {"instructions": n, "with Timeline": (peak() - base) / n}
+    return measurement | {"instructions": n, "with Timeline": (read_peak_memory() - base) / n}
 
 
-def serve(who: str) -> None:
+def serve(implementation: str) -> None:
     """Read a row and a turn from each line of stdin, and print their measurement as JSON."""
-    measures: dict[str, Callable[..., Measured]] = {
-        "schedir": ours, "compiled": ours, "torch": torchs,
+    measure_functions: dict[str, Callable[..., Measurement]] = {
+        "schedir": measure_schedir, "compiled": measure_schedir, "torch": measure_torch,
     }  # fmt: skip
-    measure = measures[who]
-    if who == "compiled":
-        with suppress(ImportError):  # an old checkout without this module
+    measure = measure_functions[implementation]
+    if implementation == "compiled":
+        with suppress(ImportError):  # an old checkout does not have this module
             import_module("schedir.analysis.numba_jit").enable_numba()
     else:
         sys.modules["numba"] = None  # type: ignore[assignment]
-    if who != "torch":
+    if implementation != "torch":
         for turn in range(2):
-            ours("gpipe", 3, 1, 5 + turn, 0, turn, True)
+            measure_schedir("gpipe", 3, 1, 5 + turn, 0, turn, True)
     for line in sys.stdin:
         print(json.dumps(measure(*json.loads(line))), flush=True)
 
 
-# ------------------------------------------------------------ who asks
+# ------------------------------------------------------------ in the main process
 
 
 class Worker:
     """A process that measures turns of a checkout."""
 
-    def __init__(self, checkout: Path, who: str = "schedir") -> None:
+    def __init__(self, checkout: Path, implementation: str = "schedir") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", who],
+            [sys.executable, __file__, "--serve", implementation],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            **_in(checkout),
+            **_make_process_options(checkout),
         )
 
-    def turn(self, row: Row, turn: int, text: bool = False) -> Measured:
-        """Measure a turn. Turn 0 has the microbatches of the row, others a few more or fewer."""
+    def turn(self, row: Row, turn: int, text: bool = False) -> Measurement:
+        """Measure a turn. Turn 0 has the microbatches of the row, others more or fewer."""
         assert self.process.stdin and self.process.stdout
-        away = (turn + 1) // 2 * (1 if turn % 2 else -1)
-        asked = (*row[:3], row.microbatches + away * row.step, row.zero, turn, text)
-        print(json.dumps(asked), file=self.process.stdin, flush=True)
+        microbatch_offset = (turn + 1) // 2 * (1 if turn % 2 else -1)
+        arguments = (
+            *row[:3],
+            row.microbatches + microbatch_offset * row.step,
+            row.zero,
+            turn,
+            text,
+        )
+        print(json.dumps(arguments), file=self.process.stdin, flush=True)
         if not (line := self.process.stdout.readline()):
             raise SystemExit(f"a process that measured {row} ended with {self.process.wait()}")
-        got: Measured = json.loads(line)
-        return got
+        measurement: Measurement = json.loads(line)
+        return measurement
 
     def __enter__(self) -> Worker:
         return self
@@ -228,34 +248,34 @@ class Worker:
         self.process.communicate()  # closes stdin, which ends the process
 
 
-def _in(checkout: Path) -> dict[str, Any]:
-    """Return the arguments that start a process which imports schedir from a folder."""
+def _make_process_options(checkout: Path) -> dict[str, Any]:
+    """Return arguments of `subprocess` with which a process imports schedir from a folder."""
     return {"cwd": checkout, "env": os.environ | {"PYTHONPATH": str(checkout)}}
 
 
 @contextmanager
-def checkout_of(named: str) -> Iterator[Path]:
-    """Yield the folder, or for a commit a temporary work tree."""
-    if Path(named, "schedir").is_dir():
-        yield Path(named).resolve()
+def open_checkout(name: str) -> Iterator[Path]:
+    """Yield the folder with this name, or a temporary work tree of this commit."""
+    if Path(name, "schedir").is_dir():
+        yield Path(name).resolve()
         return
     git = ["git", "-C", str(ROOT), "worktree"]
     with tempfile.TemporaryDirectory() as folder:
-        where = Path(folder, "checkout")
-        added = subprocess.run([*git, "add", "--quiet", "--detach", str(where), named])
-        if added.returncode:
-            raise SystemExit(f"--against takes a folder with schedir in it, or a commit: {named}")
+        checkout = Path(folder, "checkout")
+        result = subprocess.run([*git, "add", "--quiet", "--detach", str(checkout), name])
+        if result.returncode:
+            raise SystemExit(f"--against takes a folder with schedir in it, or a commit: {name}")
         try:
-            yield where
+            yield checkout
         finally:
-            subprocess.run([*git, "remove", "--force", str(where)], check=True)
+            subprocess.run([*git, "remove", "--force", str(checkout)], check=True)
 
 
-def command_time(checkout: Path, *command: str) -> float:
+def measure_command(checkout: Path, *command: str) -> float:
     """Return the processor time of a command, in seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, check=True,
-                   **_in(checkout))  # fmt: skip
+                   **_make_process_options(checkout))  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
@@ -266,12 +286,12 @@ COMMANDS = {
 }
 
 
-def total(got: Measured) -> float:
+def sum_turn_parts(measurement: Measurement) -> float:
     """Return the time of a turn."""
-    return sum(got.get(part, 0.0) for part in COUNTED)
+    return sum(measurement.get(part, 0.0) for part in TURN_PARTS)
 
 
-def spread(values: list[float], form: str = ".2f") -> str:
+def format_quartiles(values: list[float], form: str = ".2f") -> str:
     """Return the median and the quartiles as text."""
     low, middle, high = (
         statistics.quantiles(values, method="inclusive") if values[1:] else values * 3
@@ -279,78 +299,114 @@ def spread(values: list[float], form: str = ".2f") -> str:
     return f"{middle:{form}} [{low:{form}}, {high:{form}}]"
 
 
-def compare(
-    here: Path, other: Path, rows: tuple[Row, ...], rounds: int, who: str, say: Any
+def compare_checkouts(
+    new_checkout: Path,
+    old_checkout: Path,
+    rows: tuple[Row, ...],
+    rounds: int,
+    implementation: str,
+    report: Any,
 ) -> list[Any]:
-    """Print a table with the times of each row in two checkouts, and their ratios per turn."""
+    """Return table rows with the times in two checkouts, and the ratios of paired turns."""
     cells = []
     for row in rows:
         ratios: dict[str, list[float]] = {}
         times: tuple[list[float], list[float]] = ([], [])
         n = 0.0
         for _ in range(rounds):
-            say(f"{row}")
-            with Worker(other, who) as before, Worker(here, who) as after:
+            report(f"{row}")
+            with (
+                Worker(old_checkout, implementation) as old_worker,
+                Worker(new_checkout, implementation) as new_worker,
+            ):
                 for turn in range(row.turns):
-                    old, new = before.turn(row, turn), after.turn(row, turn)
-                    for part in COUNTED:
+                    old, new = old_worker.turn(row, turn), new_worker.turn(row, turn)
+                    for part in TURN_PARTS:
                         ratios.setdefault(part, []).append(new[part] / old[part])
-                    ratios.setdefault("all", []).append(total(new) / total(old))
-                    times[0].append(total(old))
-                    times[1].append(total(new))
+                    ratios.setdefault("all", []).append(sum_turn_parts(new) / sum_turn_parts(old))
+                    times[0].append(sum_turn_parts(old))
+                    times[1].append(sum_turn_parts(new))
                     if turn == 0:
                         n = new["instructions"]
                         for part in ("B/instr", "with Timeline"):
-                            more = new[part] / old[part] if old[part] else float("nan")
-                            ratios.setdefault(part, []).append(more)
-        seconds = [f"{1e3 * statistics.median(each):.2f}" for each in times]
-        told = [*COUNTED, "all", "B/instr", "with Timeline"]
+                            memory_ratio = new[part] / old[part] if old[part] else float("nan")
+                            ratios.setdefault(part, []).append(memory_ratio)
+        seconds = [f"{1e3 * statistics.median(samples):.2f}" for samples in times]
+        ratio_columns = [*TURN_PARTS, "all", "B/instr", "with Timeline"]
         if n < 2**16:
-            told[-2:] = []  # the memory of a small program is within the noise
-        cells.append([*row.shape, f"{n:,.0f}", *seconds, *(spread(ratios[p]) for p in told)])
+            ratio_columns[-2:] = []  # the memory of a small program is noise
+        cells.append(
+            [
+                *row.shape,
+                f"{n:,.0f}",
+                *seconds,
+                *(format_quartiles(ratios[p]) for p in ratio_columns),
+            ]
+        )
     for name, command in COMMANDS.items():
-        say(name)
-        pairs = [[command_time(at, *command) for at in (other, here)] for _ in range(3 * rounds)]
-        seconds = [f"{1e3 * statistics.median(each):.2f}" for each in zip(*pairs, strict=True)]
-        ratio = spread([after / before for before, after in pairs])
-        cells.append([name, *[""] * 4, *seconds, *[""] * len(COUNTED), ratio])
+        report(name)
+        pairs = [
+            [measure_command(checkout, *command) for checkout in (old_checkout, new_checkout)]
+            for _ in range(3 * rounds)
+        ]
+        seconds = [
+            f"{1e3 * statistics.median(samples):.2f}" for samples in zip(*pairs, strict=True)
+        ]
+        ratio = format_quartiles([after / before for before, after in pairs])
+        cells.append([name, *[""] * 4, *seconds, *[""] * len(TURN_PARTS), ratio])
     return cells
 
 
-def alone(
-    rows: tuple[Row, ...], rounds: int, ours: str, torch: bool, say: Any
+def measure_this_checkout(
+    rows: tuple[Row, ...], rounds: int, schedir_implementation: str, torch: bool, report: Any
 ) -> Iterator[list[str]]:
-    """Print a table with the times of each row in this checkout, and those of torch."""
+    """Yield table rows with the times of this checkout and of torch."""
     for row in rows:
-        whose = (ours, "torch")[: 1 + (torch and row in TORCH)]
-        got: dict[str, list[Measured]] = {who: [] for who in whose}
+        implementations = (schedir_implementation, "torch")[: 1 + (torch and row in TORCH_ROWS)]
+        measurements: dict[str, list[Measurement]] = {
+            implementation: [] for implementation in implementations
+        }
         for k in range(rounds):
-            say(f"{row}")
+            report(f"{row}")
             with ExitStack() as stack:
-                for who in whose:
-                    if who == "torch" and k:
+                for implementation in implementations:
+                    if implementation == "torch" and k:
                         continue  # torch takes minutes, so it runs only in the first round
-                    worker = stack.enter_context(Worker(ROOT, who))
-                    turns = 1 if who == "torch" else row.turns
-                    got[who] += [worker.turn(row, turn, text=turn == 0) for turn in range(turns)]
-        for who, each in got.items():
-            first = each[0]
-            cells = [f"{1e3 * statistics.median(g[p] for g in each if p in g):.2f}"
+                    worker = stack.enter_context(Worker(ROOT, implementation))
+                    turns = 1 if implementation == "torch" else row.turns
+                    measurements[implementation] += [
+                        worker.turn(row, turn, text=turn == 0) for turn in range(turns)
+                    ]
+        for implementation, samples in measurements.items():
+            first = samples[0]
+            cells = [f"{1e3 * statistics.median(g[p] for g in samples if p in g):.2f}"
                      if p in first else "" for p in PARTS]  # fmt: skip
-            sums = spread([1e3 * total(g) for g in each])
+            sums = format_quartiles([1e3 * sum_turn_parts(g) for g in samples])
             bytes_ = [f"{first[p]:.0f}" if p in first else "" for p in ("B/instr", "with Timeline")]
-            yield [who, *row.shape, f"{first['instructions']:,.0f}", *cells, sums, *bytes_]
-        if len(whose) > 1:
-            ratios = [total(got["torch"][0]) / total(g) for g in got[ours]]
+            yield [
+                implementation,
+                *row.shape,
+                f"{first['instructions']:,.0f}",
+                *cells,
+                sums,
+                *bytes_,
+            ]
+        if len(implementations) > 1:
+            ratios = [
+                sum_turn_parts(measurements["torch"][0]) / sum_turn_parts(g)
+                for g in measurements[schedir_implementation]
+            ]
             yield [
                 "",
                 *row.shape,
                 *[""] * (1 + len(PARTS)),
-                f"torch x {spread(ratios, '.0f')}",
+                f"torch x {format_quartiles(ratios, '.0f')}",
             ]
-    numpy, check = ([command_time(ROOT, *c) for _ in range(3 * rounds)] for c in COMMANDS.values())
+    numpy, check = (
+        [measure_command(ROOT, *c) for _ in range(3 * rounds)] for c in COMMANDS.values()
+    )
     for name, seconds in zip(COMMANDS, (numpy, check), strict=True):
-        yield ["", name, *[""] * (4 + len(PARTS)), spread([1e3 * s for s in seconds])]
+        yield ["", name, *[""] * (4 + len(PARTS)), format_quartiles([1e3 * s for s in seconds])]
 
 
 def main() -> None:
@@ -374,27 +430,35 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    rows = SMOKE if args.smoke else ZERO if args.zero else SMALL + LARGE * args.large
+    rows = (
+        SMOKE_ROWS
+        if args.smoke
+        else ZERO_ROWS
+        if args.zero
+        else SMALL_ROWS + LARGE_ROWS * args.large
+    )
     if args.rows:
         rows = tuple(rows[int(k)] for k in args.rows.split(","))
-    who = "compiled" if args.compiled else "schedir"
+    implementation = "compiled" if args.compiled else "schedir"
     console, progress = Console(width=200), Console(stderr=True)
 
-    def say(what: str) -> None:
-        progress.print(what, style="dim")
+    def report(text: str) -> None:
+        progress.print(text, style="dim")
 
     shape = ["schedule", "P", "v", "m", "instructions"]
     bytes_ = ["B/instr", "with Timeline"]
     if args.against or args.smoke:
-        with checkout_of(args.against or str(ROOT)) as other:
-            table = Table(*shape, "ms before", "ms now", *COUNTED, "all", *bytes_)
-            for cells in compare(ROOT, other, rows, args.rounds, who, say):
+        with open_checkout(args.against or str(ROOT)) as other_checkout:
+            table = Table(*shape, "ms before", "ms now", *TURN_PARTS, "all", *bytes_)
+            for cells in compare_checkouts(
+                ROOT, other_checkout, rows, args.rounds, implementation, report
+            ):
                 table.add_row(*cells)
         console.print(table)
         console.print("ms are of the whole; ratios, now by before: the median and the quartiles")
     if not args.against:
         table = Table("", *shape, *PARTS, "compiled and simulated", *bytes_)
-        for cells in alone(rows, args.rounds, who, args.torch, say):
+        for cells in measure_this_checkout(rows, args.rounds, implementation, args.torch, report):
             table.add_row(*cells)
         console.print(table)
         console.print("medians in milliseconds of processor time; in brackets the quartiles")

@@ -1,13 +1,14 @@
-"""Compare predicted and measured steps with all-to-alls of experts, exposed and hidden.
+"""Measure steps with exposed and hidden all-to-alls of experts, and compare them with predictions.
 
     python benchmarks/experts.py
     python benchmarks/experts.py --rounds 20 --forward 0.02
 
 Four processes over Gloo (pp 2, dp 2, ep 2) train a small mixture-of-experts GPT. Each segment
 sleeps until a set time has passed. Each all-to-all takes a set time, and a rank runs its
-all-to-alls one after the other. So the times are known, and few cores suffice. The schedules take
-turns, one step each. The prediction is a simulation with the set times. The measured step is that
-of the slowest process.
+all-to-alls one after the other. So the script knows all times, and needs few cores. It runs one
+step of each schedule in turn. The table has a row per schedule: the predicted step without and with
+all-to-alls, the measured step of the slowest process, and the error of the prediction. The
+prediction is a simulation with the set times.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import deviation, gathered, head, line, on_ranks, parse, take_turns
+from benchmarks.harness import (
+    format_deviation,
+    gather_times,
+    measure_in_rounds,
+    parse,
+    print_header,
+    print_row,
+    run_on_ranks,
+)
 from examples.expert_parallel import combined_1f1b
 from schedir import Costs, Program, compile, simulate
 from schedir.models import moe_gpt
@@ -50,7 +59,7 @@ SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 class _LateWork:
-    """Work that ends at a set time, or later."""
+    """Communication that ends at a set time, or later."""
 
     def __init__(self, work: Work, end: float) -> None:
         self.work, self.end = work, end
@@ -76,7 +85,7 @@ class SlowTransport(GlooTransport):
 
 
 class _StartOfBackward(torch.autograd.Function):
-    """The identity. Its backward sets when the backward of a segment ends."""
+    """The identity. Its backward sets the end time of the backward of a segment."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, segment: SlowSegment) -> Tensor:
@@ -139,10 +148,10 @@ def make_costs(forward: float) -> Costs:
 
 def make_program(name: str, costs: Costs) -> Program:
     schedule, options = SCHEDULES[name]
-    filled = {**options, "costs": costs} if options else {}
+    fill_options = {**options, "costs": costs} if options else {}
     return compile(
         schedule, ranks=RANKS, microbatches=MICROBATCHES, dp=REPLICAS, ep=REPLICAS,
-        stage_segments="dc", progress_model="per_edge", blocking_hosts=True, **filled,
+        stage_segments="dc", progress_model="per_edge", blocking_hosts=True, **fill_options,
     )  # fmt: skip
 
 
@@ -153,13 +162,16 @@ def make_executor(program: Program, forward: float) -> Executor:
         MODEL, transport.rank, RANKS, ep=REPLICAS, ep_rank=transport.dp_rank
     )
     segments = moe_gpt.split_stage(stage)
-    first = transport.rank * len(segments)
+    first_stage = transport.rank * len(segments)
     stream = Boundary((1, MODEL.context, MODEL.hidden))
     boundary = moe_gpt.build_boundaries(MODEL, [len(segments)] * RANKS, stream, REPLICAS)
     return Executor(
         program,
         transport.rank,
-        {s: SlowSegment(one, forward, is_first=s == 0) for s, one in enumerate(segments, first)},
+        {
+            s: SlowSegment(segment, forward, is_first=s == 0)
+            for s, segment in enumerate(segments, first_stage)
+        },
         transport,
         loss=moe_gpt.loss,
         boundary=boundary,
@@ -173,9 +185,12 @@ def measure(rank: int, rounds: int, forward: float) -> dict[str, list[float]]:
     costs = make_costs(forward)
     executors = {name: make_executor(make_program(name, costs), forward) for name in SCHEDULES}
     tokens = torch.randint(MODEL.vocab, (2, MICROBATCHES, 1, MODEL.context))
-    steps = {name: partial(one.step, tokens[0], tokens[1], 1e-2) for name, one in executors.items()}
-    took = gathered(take_turns(steps, rounds, dist.barrier))
-    return {name: [wall for wall, _ in times] for name, times in took.items()}
+    steps = {
+        name: partial(executor.step, tokens[0], tokens[1], 1e-2)
+        for name, executor in executors.items()
+    }
+    times_by_schedule = gather_times(measure_in_rounds(steps, rounds, dist.barrier))
+    return {name: [wall for wall, _ in times] for name, times in times_by_schedule.items()}
 
 
 def main() -> None:
@@ -186,19 +201,19 @@ def main() -> None:
     )
     args = parse(parser, rounds=1, forward=0.002)
     costs = make_costs(args.forward)
-    measured = on_ranks(measure, RANKS * REPLICAS, args.rounds, args.forward)[0]
-    head("schedule", "all-to-alls free, ms", "predicted, ms", "measured, ms",
+    measured = run_on_ranks(measure, RANKS * REPLICAS, args.rounds, args.forward)[0]
+    print_header("schedule", "all-to-alls free, ms", "predicted, ms", "measured, ms",
          "predicted less measured")  # fmt: skip
     for name, times in measured.items():
         program = make_program(name, costs)
-        free = Costs(F=costs.F, B=costs.B)
+        costs_without_all_to_alls = Costs(F=costs.F, B=costs.B)
         spans = [
-            simulate(program, one, progress_model="per_edge", blocking_hosts=True).span
-            for one in (free, costs)
+            simulate(program, simulated_costs, progress_model="per_edge", blocking_hosts=True).span
+            for simulated_costs in (costs_without_all_to_alls, costs)
         ]
-        line(
+        print_row(
             name, *(f"{1e3 * span:.0f}" for span in spans), f"{1e3 * median(times):.0f}",
-            deviation([spans[1] / seconds for seconds in times]),
+            format_deviation([spans[1] / seconds for seconds in times]),
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Figures: values that are measured on a GPU, and their goals. This module needs no torch."""
+"""Figures are values that benchmarks measure on a GPU, with their goals. No torch is needed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Final, NamedTuple
 
 
 class Goal(NamedTuple):
-    """The largest or the smallest value of a figure that meets the goal."""
+    """A goal of a figure: an upper bound, or a lower bound if `at_least` is set."""
 
     name: str
     bound: float
     unit: str
     at_least: bool = False
 
-    def met(self, value: float) -> bool:
+    def is_met_by(self, value: float) -> bool:
         """Return whether the value meets the goal. NaN meets no goal."""
         return value >= self.bound if self.at_least else value <= self.bound
 
@@ -34,7 +34,7 @@ GOALS: Final = (WAITS, GAP, EXPOSED, STAGE, STEP, MEMORY)
 
 
 class Figure(NamedTuple):
-    """A line of a table."""
+    """A measured value: one line of a table."""
 
     name: str
     value: float
@@ -42,16 +42,18 @@ class Figure(NamedTuple):
     goal: Goal | None = None
 
     @property
-    def missed(self) -> bool:
-        return self.goal is not None and not self.goal.met(self.value)
+    def is_missed(self) -> bool:
+        return self.goal is not None and not self.goal.is_met_by(self.value)
 
     def __str__(self) -> str:
         goal = "" if self.goal is None else str(self.goal)
-        return f"{self.name:44} {self.value:9.2f} {self.unit:8} {goal:>6}{' missed' * self.missed}"
+        return (
+            f"{self.name:44} {self.value:9.2f} {self.unit:8} {goal:>6}{' missed' * self.is_missed}"
+        )
 
 
-def write(path: Path | None, figure: Figure) -> None:
-    """Append a figure to the file of figures, if a file is given."""
+def append_figure(path: Path | None, figure: Figure) -> None:
+    """Append a figure to a file, or do nothing if `path` is None."""
     if path is not None:
         goal = figure.goal and figure.goal.name
         line = json.dumps([figure.name.strip(), figure.value, figure.unit, goal])
@@ -59,15 +61,15 @@ def write(path: Path | None, figure: Figure) -> None:
             file.write(f"{line}\n")
 
 
-def read(path: Path) -> list[Figure]:
-    """Return the figures of a file, without a last line that is incomplete."""
+def read_figures(path: Path) -> list[Figure]:
+    """Return the figures of a file. Ignore an incomplete last line."""
     text = path.read_text() if path.exists() else ""
-    whole, _, _ = text.rpartition("\n")
-    return made(map(json.loads, whole.splitlines()))
+    complete_lines, _, _ = text.rpartition("\n")
+    return parse_figures(map(json.loads, complete_lines.splitlines()))
 
 
-def made(lines: Iterable[list[object]]) -> list[Figure]:
-    """Return the figures from the lines that `write` has written."""
+def parse_figures(lines: Iterable[list[object]]) -> list[Figure]:
+    """Return the figures of lines that `append_figure` has written."""
     goals = {goal.name: goal for goal in GOALS}
     return [
         Figure(str(name), float(str(value)), str(unit), goals.get(str(goal)))

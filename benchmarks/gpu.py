@@ -1,43 +1,42 @@
-"""Measure stages, instructions and four virtual ranks on one GPU, and compare them with goals.
+"""Measure stages, instructions and four virtual ranks on one GPU, and compare figures with goals.
 
     python benchmarks/gpu.py
     python benchmarks/gpu.py --only stage
 
-The script first prints the machine and its versions. Without a GPU, it then ends with exit code 2.
-With a GPU, it prints one table. If a goal is missed or a part fails, it runs the other parts and
-ends with exit code 1. All times are between CUDA events.
+The script prints the machine and its versions, and then one table with a row per figure: name,
+value, unit, goal and "missed". Without a GPU, it ends with exit code 2. If a figure misses its goal
+or a part fails, the script runs the other parts and ends with exit code 1. All times are between
+CUDA events.
 
 - `machine`: prints only the machine and its versions.
-- `queues`: the number of pairs of streams of a process that share a hardware queue, and so wait for
-  each other. The script starts a kernel that waits for a while on one stream, and short kernels on
-  all other streams. A short kernel that has not ended meanwhile shares the queue. The script
-  repeats this for each stream.
-- `stage`: the model FLOP/s of transformer layers in bfloat16, forward and backward. It is compared
-  with the FLOP/s that their matrix products and attention reach alone, and with the FLOP/s of a
-  large bfloat16 product, all in the same run.
+- `queues`: counts the pairs of streams of a process that share a hardware queue. Such streams wait
+  for each other. For each stream, the script starts a kernel that occupies the stream for a while,
+  and short kernels on all other streams. A short kernel that ends late shares the queue.
+- `stage`: the model FLOP/s of transformer layers in bfloat16, forward and backward. The same run
+  measures the FLOP/s of their matrix products and attention alone, and of a large bfloat16 product.
 - `instruction`: the overhead of an instruction. One rank runs a step of tiny stages whose inputs
   are always ready, and a plain loop runs the same forwards and backwards.
 
 In the next parts, four virtual ranks run and record 1F1B, each on its own streams. `gap` is the
 time between two instructions of a compute lane, if the inputs of the second are ready. It includes
-the recording; `two events` is the time of the recording alone. `exposed transfers` is the share of
+the recording. `two events` is the time of the recording alone. `exposed transfers` is the share of
 the steady phase in which ranks wait for a message. `step, predicted` is the error of a simulation
 with the costs of the previous step.
 
 - `sleep`: a stage keeps one multiprocessor busy for a set time and sends activations of a real
-  size. So ranks share almost no resource, as if each had a GPU. This part measures the executor,
+  size. Ranks then share almost no resource, as if each had a GPU. This part measures the executor,
   its waits and the simulation.
 - `gpt`: transformer stages share the multiprocessors, so the time of an instruction depends on the
-  other ranks. Costs are means of the run. At the beginning and the end of a step, fewer ranks are
-  busy and instructions are faster than the mean. So a prediction is too long: it has m + 3 times
-  the mean of a forward and a backward, and a rank has m of them in a step. The error is at most 3 /
-  m. `host waits` is the number of times that the host waits for the GPU in a step with clipping and
-  AdamW. `peak memory, predicted` is the error of the predicted peak, compared with torch's
-  allocator: weights, gradients and optimizer state of all ranks, and the saved activations of their
-  microbatches, in the order in which the host issues instructions.
+  other ranks. The costs are means of the run. At the beginning and the end of a step, fewer ranks
+  are busy, and instructions are faster than the mean. So the prediction is too long. It has m + 3
+  times the mean of a forward and a backward, and a rank has m of them. The error is at most 3 / m.
+  `host waits` counts the waits of the host for the GPU in a step with clipping and AdamW. `peak
+  memory, predicted` is the error of the predicted peak, compared with torch's allocator. The peak
+  includes weights, gradients, optimizer state and saved activations of all ranks, in the order in
+  which the host issues instructions.
 
-No part uses NCCL. Processes that share a GPU run in turns of milliseconds, so figures of overlap
-would mean nothing.
+No part uses NCCL. Processes that share a GPU run in time slices of milliseconds, so figures of
+overlap would mean nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ from torch import Tensor, nn
 import schedir
 from benchmarks import figures
 from benchmarks.figures import Figure
-from benchmarks.harness import lacks, parse
+from benchmarks.harness import parse, report_missing
 from schedir import Costs, PipelineShape, Program, Timeline, compile
 from schedir.errors import UsageError
 from schedir.ir.cost.sizes import Sizes
@@ -93,10 +92,16 @@ from schedir.transports.gpu_selection import require_gpus
 
 RANKS = 4
 DEVICE = "cuda"
-PARKED = 40_000_000  # cycles of the kernel that waits, about 20 ms
-PATIENCE = 0.005  # seconds in which a short kernel ends if it does not wait
-WARNED: Final = "called a synchronizing CUDA operation"  # torch's warning of an implicit wait
-ASKED: Final = (torch.cuda, torch.cuda.Event, torch.cuda.Stream)  # have methods that synchronize
+BUSY_CYCLES = 40_000_000  # cycles of the kernel that occupies a stream, about 20 ms
+SHORT_KERNEL_SECONDS = 0.005  # seconds in which a short kernel ends if its queue is free
+SYNC_WARNING: Final = (
+    "called a synchronizing CUDA operation"  # torch's warning about an implicit wait
+)
+SYNC_OWNERS: Final = (
+    torch.cuda,
+    torch.cuda.Event,
+    torch.cuda.Stream,
+)  # owners of `synchronize` methods
 
 
 def main() -> int:
@@ -126,19 +131,19 @@ def main() -> int:
         parser, hidden=128, context=16, layers=1, product=128, microbatches=4, steps=2,
         forward=0.1, streams=2, high=1,
     )  # fmt: skip
-    for line in machine():
+    for line in describe_machine():
         print(line, flush=True)
     # Streams that share a hardware queue wait for each other, and four ranks have more than 8.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         require_gpus(1)
     except UsageError as error:
-        return lacks(str(error), options.smoke)
+        return report_missing(str(error), options.smoke)
     print()
-    return int(not table(options))
+    return int(not print_figures(options))
 
 
-def table(options: argparse.Namespace) -> bool:
+def print_figures(options: argparse.Namespace) -> bool:
     """Print and write each figure. Return whether all parts ran and met their goals."""
     print(f"{'':44} {'':>9} {'':8} {'goal':>6}")
     met = True
@@ -146,8 +151,8 @@ def table(options: argparse.Namespace) -> bool:
         try:
             for figure in PARTS[name](options):
                 print(figure, flush=True)
-                figures.write(options.figures, figure)
-                met = met and not figure.missed
+                figures.append_figure(options.figures, figure)
+                met = met and not figure.is_missed
         except Exception as error:
             traceback.print_exc()
             print(f"not measured, or not all of it: {name}: {type(error).__name__}", flush=True)
@@ -155,90 +160,92 @@ def table(options: argparse.Namespace) -> bool:
     return met
 
 
-def of_machine(options: argparse.Namespace) -> Iterator[Figure]:
-    """Measure nothing, because `main` has printed the machine."""
+def measure_machine(options: argparse.Namespace) -> Iterator[Figure]:
+    """Measure nothing, because `main` prints the machine."""
     yield from ()
 
 
-def of_queues(options: argparse.Namespace) -> Iterator[Figure]:
+def measure_queues(options: argparse.Namespace) -> Iterator[Figure]:
     streams = [torch.cuda.default_stream(), *(torch.cuda.Stream() for _ in range(options.streams))]
     streams += [torch.cuda.Stream(priority=-1) for _ in range(options.high)]
-    found = sharing(streams)
-    for first, second in found:
+    pairs = find_shared_queues(streams)
+    for first, second in pairs:
         print(f"stream {second} waits for stream {first}")
-    yield Figure("pairs of streams that share a queue", len(found), "")
+    yield Figure("pairs of streams that share a queue", len(pairs), "")
     yield Figure("  of pairs", len(streams) * (len(streams) - 1), "")
 
 
-def of_stage(options: argparse.Namespace) -> Iterator[Figure]:
+def measure_stage(options: argparse.Namespace) -> Iterator[Figure]:
     shape = options.hidden, options.context, options.layers
-    most = product_rate(options.product)
-    yield Figure(f"product of side {options.product}", most / 1e12, "TFLOP/s")
-    allowed, rate = allowed_rate(*shape), stage_rate(*shape)
-    yield Figure(f"products of a stage of hidden {options.hidden}", allowed / 1e12, "TFLOP/s")
-    yield Figure(f"stage of hidden {options.hidden}", rate / 1e12, "TFLOP/s")
-    yield Figure("  of the large product's", 100 * rate / most, "%")
-    yield Figure("  of its own products'", 100 * rate / allowed, "%", figures.STAGE)
+    product_rate = measure_product_rate(options.product)
+    yield Figure(f"product of side {options.product}", product_rate / 1e12, "TFLOP/s")
+    kernel_rate, stage_rate = measure_kernel_rate(*shape), measure_stage_rate(*shape)
+    yield Figure(f"products of a stage of hidden {options.hidden}", kernel_rate / 1e12, "TFLOP/s")
+    yield Figure(f"stage of hidden {options.hidden}", stage_rate / 1e12, "TFLOP/s")
+    yield Figure("  of the large product's", 100 * stage_rate / product_rate, "%")
+    yield Figure("  of its own products'", 100 * stage_rate / kernel_rate, "%", figures.STAGE)
 
 
-def of_instruction(options: argparse.Namespace) -> Iterator[Figure]:
-    yield Figure("one rank, an instruction", instruction_cost(), "us", figures.GAP)
-    yield Figure("two events, one after the other", 1e6 * two_events(), "us")
+def measure_instruction(options: argparse.Namespace) -> Iterator[Figure]:
+    yield Figure("one rank, an instruction", measure_instruction_overhead(), "us", figures.GAP)
+    yield Figure("two events, one after the other", 1e6 * measure_event_gap(), "us")
 
 
-def of_sleepers(options: argparse.Namespace) -> Iterator[Figure]:
+def measure_sleeping_ranks(options: argparse.Namespace) -> Iterator[Figure]:
     boundary = Boundary((1, options.context, options.hidden), torch.bfloat16)
-    ranks = sleeping(16, boundary, round(options.forward / 1e3 * cycles_a_second()))
+    ranks = build_sleeping_ranks(16, boundary, round(options.forward / 1e3 * measure_clock_rate()))
     inputs = torch.randn(16, *boundary.shape, device=DEVICE, dtype=boundary.dtype)
     step = partial(ranks.step, inputs, inputs)
-    yield from of_ranks("ranks that sleep", recorded(ranks, step, options.steps))
+    yield from compute_rank_figures(
+        "ranks that sleep", record_timelines(ranks, step, options.steps)
+    )
 
 
-def of_gpt(options: argparse.Namespace) -> Iterator[Figure]:
+def measure_gpt(options: argparse.Namespace) -> Iterator[Figure]:
     layers, hidden, context = RANKS * options.layers, options.hidden, options.context
     config = gpt.GPTConfig(256, layers, hidden, max(1, hidden // 128), context, tied=False)
-    yield from of_a_gpt(config, options.microbatches, options.steps)
+    yield from measure_gpt_ranks(config, options.microbatches, options.steps)
 
 
 PARTS: Final[dict[str, Callable[[argparse.Namespace], Iterator[Figure]]]] = {
-    "machine": of_machine,
-    "queues": of_queues,
-    "stage": of_stage,
-    "instruction": of_instruction,
-    "sleep": of_sleepers,
-    "gpt": of_gpt,
+    "machine": measure_machine,
+    "queues": measure_queues,
+    "stage": measure_stage,
+    "instruction": measure_instruction,
+    "sleep": measure_sleeping_ranks,
+    "gpt": measure_gpt,
 }
 
 
 # ---------------------------------------------------------------- the machine
 
 
-def said(*command: str) -> str:
-    """Return the output of a command in one line, or no text if it fails."""
+def read_command_output(*command: str) -> str:
+    """Return the output of a command in one line, or an empty text if the command fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return "; ".join(done.stdout.strip().splitlines())
+    return "; ".join(result.stdout.strip().splitlines())
 
 
-def packages(*names: str) -> str:
-    found = []
+def format_package_versions(*names: str) -> str:
+    versions = []
     for name in names:
         try:
-            found.append(f"{name} {version(name)}")
+            versions.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(f"no {name}")
-    return ", ".join(found)
+            versions.append(f"no {name}")
+    return ", ".join(versions)
 
 
-def machine() -> Iterator[str]:
-    """Yield the machine and the versions, a line each."""
-    yield f"commit: {said('git', 'rev-parse', '--short', 'HEAD') or 'not known'}"
+def describe_machine() -> Iterator[str]:
+    """Yield lines that describe the machine and the versions of its software."""
+    yield f"commit: {read_command_output('git', 'rev-parse', '--short', 'HEAD') or 'not known'}"
     yield f"processor: {platform.machine()}, {os.cpu_count()} cores"
     yield (
         f"versions: python {platform.python_version()}, torch {torch.__version__}, "
-        f"{packages('triton', 'numpy', 'pytest', 'hypothesis', 'liger-kernel')}"
+        f"{format_package_versions('triton', 'numpy', 'pytest', 'hypothesis', 'liger-kernel')}"
     )
     if not torch.cuda.is_available():
         return
@@ -251,47 +258,48 @@ def machine() -> Iterator[str]:
             f"{card.multi_processor_count} multiprocessors"
         )
     query = "driver_version,clocks.max.sm,power.limit"
-    yield f"driver: {said('nvidia-smi', f'--query-gpu={query}', '--format=csv,noheader')}"
+    driver = read_command_output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+    yield f"driver: {driver}"
 
 
 # ---------------------------------------------------------------- streams that share a queue
 
 
-def sharing(streams: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return the pairs of streams in which the second waits while the first is busy."""
-    one = torch.zeros(1, device="cuda")
+def find_shared_queues(streams: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return the pairs of streams whose second stream waits while the first is busy."""
+    tensor = torch.zeros(1, device="cuda")
     for stream in streams:  # the first use of a stream may wait for all streams of the device
         with torch.cuda.stream(stream):
             torch.cuda._sleep(1)
-            one.add_(1)
-    found = []
-    for k, parked in enumerate(streams):
+            tensor.add_(1)
+    pairs = []
+    for k, busy_stream in enumerate(streams):
         others = [i for i in range(len(streams)) if i != k]
-        ended = {i: torch.cuda.Event() for i in others}
-        over = torch.cuda.Event()
+        end_events = {i: torch.cuda.Event() for i in others}
+        busy_end = torch.cuda.Event()
         torch.cuda.synchronize()
-        with torch.cuda.stream(parked):
-            torch.cuda._sleep(PARKED)
-            over.record()
+        with torch.cuda.stream(busy_stream):
+            torch.cuda._sleep(BUSY_CYCLES)
+            busy_end.record()
         for i in others:
             with torch.cuda.stream(streams[i]):
-                one.add_(1)
-                ended[i].record()
-        time.sleep(PATIENCE)
-        late = [i for i in others if not ended[i].query()]
-        if over.query():
+                tensor.add_(1)
+                end_events[i].record()
+        time.sleep(SHORT_KERNEL_SECONDS)
+        waiting = [i for i in others if not end_events[i].query()]
+        if busy_end.query():
             raise RuntimeError("the host is too slow for this probe: a stream was free too soon")
-        found += [(k, i) for i in late]
+        pairs += [(k, i) for i in waiting]
     torch.cuda.synchronize()
-    return found
+    return pairs
 
 
 # ---------------------------------------------------------------- one stage
 
 
-def seconds(run: Callable[[], object], times: int = 10, warm: int = 3) -> float:
-    """Return the median time of the GPU from the first to the last kernel of a run."""
-    taken: list[float] = []
+def measure_seconds(run: Callable[[], object], times: int = 10, warm: int = 3) -> float:
+    """Return the median time on the GPU from the first to the last kernel of `run`."""
+    samples: list[float] = []
     for _ in range(warm + times):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -299,26 +307,26 @@ def seconds(run: Callable[[], object], times: int = 10, warm: int = 3) -> float:
         run()
         end.record()
         end.synchronize()
-        taken.append(begin.elapsed_time(end) / 1e3)
-    return median(taken[warm:])
+        samples.append(begin.elapsed_time(end) / 1e3)
+    return median(samples[warm:])
 
 
-def product_rate(side: int) -> float:
+def measure_product_rate(side: int) -> float:
     """Return the FLOP/s of a square matrix product in bfloat16."""
     a, b = (torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * side**3 / seconds(lambda: a @ b)
+    return 2 * side**3 / measure_seconds(lambda: a @ b)
 
 
-def layer_flop(hidden: int, context: int) -> int:
+def count_layer_flop(hidden: int, context: int) -> int:
     """Return the operations of matrix products in the forward of a layer over one sequence.
 
     24 T h^2 + 4 T^2 h (Narayanan et al., arXiv 2104.04473, appendix), which counts the full
-    attention matrix, although half of it is masked. This is the custom.
+    attention matrix, although half of it is masked. Other publications count in the same way.
     """
     return 24 * context * hidden**2 + 4 * context**2 * hidden
 
 
-def gpt_stage(config: gpt.GPTConfig, stage: int, stages: int) -> nn.Module:
+def build_gpt_stage(config: gpt.GPTConfig, stage: int, stages: int) -> nn.Module:
     """Return a stage in bfloat16 on the GPU, with gradients in float32."""
     device = torch.device(DEVICE)
     module = gpt.build_stage(config, stage, stages, device=device, dtype=torch.bfloat16)
@@ -326,20 +334,20 @@ def gpt_stage(config: gpt.GPTConfig, stage: int, stages: int) -> nn.Module:
     return module
 
 
-def stage_rate(hidden: int, context: int, layers: int) -> float:
+def measure_stage_rate(hidden: int, context: int, layers: int) -> float:
     """Return the model FLOP/s of a middle stage. A backward counts as two forwards."""
-    stage = gpt_stage(gpt.GPTConfig(256, 3 * layers, hidden, hidden // 128, context), 1, 3)
+    stage = build_gpt_stage(gpt.GPTConfig(256, 3 * layers, hidden, hidden // 128, context), 1, 3)
     x = torch.randn(1, context, hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
-    flop = 3 * layers * layer_flop(hidden, context)
-    return flop / seconds(lambda: stage(x).backward(dy))
+    flop = 3 * layers * count_layer_flop(hidden, context)
+    return flop / measure_seconds(lambda: stage(x).backward(dy))
 
 
-def allowed_rate(hidden: int, context: int, layers: int) -> float:
+def measure_kernel_rate(hidden: int, context: int, layers: int) -> float:
     """Return the model FLOP/s that the matrix products and the attention of a stage reach alone.
 
-    They run forward and backward, one after the other, with no other kernel between them. Each
-    product runs as in the stage: y = x W', dx = dy W, and dW added up in float32.
+    They run forward and backward, one after the other, without other kernels between them. Each
+    product runs as in the stage: y = x W', dx = dy W, and dW accumulates in float32.
     """
 
     def new(*shape: int) -> Tensor:
@@ -364,13 +372,13 @@ def allowed_rate(hidden: int, context: int, layers: int) -> float:
                 torch.mm(gradient, weight)
                 accumulate_(main, gradient, x)
 
-    return 3 * layers * layer_flop(hidden, context) / seconds(run)
+    return 3 * layers * count_layer_flop(hidden, context) / measure_seconds(run)
 
 
 # ---------------------------------------------------------------- one instruction
 
 
-def instruction_cost(microbatches: int = 256) -> float:
+def measure_instruction_overhead(microbatches: int = 256) -> float:
     """Return the overhead of a Forward or Backward in us, on one rank without a recorder."""
     (stage,) = tiny_model.make_tiny_stages(1)
     stage.to(DEVICE)
@@ -386,23 +394,23 @@ def instruction_cost(microbatches: int = 256) -> float:
     )
     rank = world.executors[0]
 
-    def plain() -> None:
+    def run_plain_loop() -> None:
         for x, target in zip(inputs, targets, strict=True):
             tiny_model.squared_error(stage(x), target).backward()
 
-    own = seconds(lambda: rank.step(inputs, targets)) - seconds(plain)
-    return own / (2 * microbatches) * 1e6
+    overhead = measure_seconds(lambda: rank.step(inputs, targets)) - measure_seconds(run_plain_loop)
+    return overhead / (2 * microbatches) * 1e6
 
 
-def two_events(times: int = 100) -> float:
+def measure_event_gap(times: int = 100) -> float:
     """Return the seconds between two events that are recorded one after the other."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * times)]
-    torch.cuda._sleep(10_000_000)  # meanwhile the host records all events
+    torch.cuda._sleep(10_000_000)  # the host records all events in this time
     for event in events:
         event.record()
     torch.cuda.synchronize()
-    each = zip(events[::2], events[1::2], strict=True)
-    return float(median(one.elapsed_time(other) / 1e3 for one, other in each))
+    event_pairs = zip(events[::2], events[1::2], strict=True)
+    return float(median(first.elapsed_time(second) / 1e3 for first, second in event_pairs))
 
 
 # ---------------------------------------------------------------- virtual ranks
@@ -426,7 +434,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A stage that takes a set time."""
+    """A stage whose forward and backward take a set time."""
 
     def __init__(self, cycles: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -438,13 +446,13 @@ class Sleeper(nn.Module):
         return y
 
 
-def cycles_a_second() -> float:
+def measure_clock_rate() -> float:
     """Return the frequency of the clock that a sleeping kernel counts."""
-    return 1e8 / seconds(lambda: torch.cuda._sleep(100_000_000), times=3, warm=1)
+    return 1e8 / measure_seconds(lambda: torch.cuda._sleep(100_000_000), times=3, warm=1)
 
 
-def program_of(microbatches: int, clip: bool = False) -> Program:
-    """Return 1F1B on four ranks, with receives posted early and as few slots as it needs."""
+def compile_1f1b(microbatches: int, clip: bool = False) -> Program:
+    """Compile 1F1B for four ranks, with early receives and as few slots as it needs."""
     costs, shape = Costs(F=1, B=2, send=0.02), PipelineShape(RANKS, microbatches)
     return compile(
         one_f_one_b,
@@ -457,27 +465,29 @@ def program_of(microbatches: int, clip: bool = False) -> Program:
     )
 
 
-def sleeping(microbatches: int, boundary: Boundary, cycles: int) -> InProcessExecutor:
-    """Return ranks whose forwards take a number of cycles, for inputs of any boundary."""
+def build_sleeping_ranks(microbatches: int, boundary: Boundary, cycles: int) -> InProcessExecutor:
+    """Return virtual ranks whose forwards take a number of cycles."""
     stages = [Sleeper(cycles, boundary.dtype).to(DEVICE) for _ in range(RANKS)]
     return InProcessExecutor(
-        program_of(microbatches),
+        compile_1f1b(microbatches),
         stages,
         loss=lambda y, _: y.sum(dtype=torch.float32),
         boundary=boundary,
     )
 
 
-def recorded(ranks: InProcessExecutor, step: Callable[[], object], steps: int) -> list[Timeline]:
-    """Return the Timelines of some steps, after two steps that warm up."""
-    found = []
+def record_timelines(
+    ranks: InProcessExecutor, step: Callable[[], object], steps: int
+) -> list[Timeline]:
+    """Return the Timelines of `steps` steps, after warm-up steps."""
+    timelines = []
     for _ in range(WARM_UP_STEPS + steps):
         step()
-        found.append(ranks.timeline())
-    return found[WARM_UP_STEPS:]
+        timelines.append(ranks.timeline())
+    return timelines[WARM_UP_STEPS:]
 
 
-def of_ranks(name: str, runs: Sequence[Timeline]) -> Iterator[Figure]:
+def compute_rank_figures(name: str, runs: Sequence[Timeline]) -> Iterator[Figure]:
     """Yield the figures of at least two Timelines of virtual ranks."""
     gaps = 1e6 * np.concatenate([find_ready_gaps(run) for run in runs])
     yield Figure(f"{name}: gap, median", float(np.median(gaps)), "us", figures.GAP)
@@ -486,27 +496,27 @@ def of_ranks(name: str, runs: Sequence[Timeline]) -> Iterator[Figure]:
         "  exposed transfers", 100 * median(map(compute_exposed_share, runs)), "%", figures.EXPOSED
     )
     yield Figure("  step", 1e3 * median(run.span for run in runs), "ms")
-    off = [
+    errors = [
         schedir.simulate(
             run.program,
             calibrate(run),
             progress_model=run.progress_model,
             blocking_hosts=run.blocking_hosts,
         ).span
-        / after.span
+        / next_run.span
         - 1
-        for run, after in pairwise(runs)
+        for run, next_run in pairwise(runs)
     ]
-    yield Figure("  step, predicted, off by", 100 * median(map(abs, off)), "%", figures.STEP)
+    yield Figure("  step, predicted, off by", 100 * median(map(abs, errors)), "%", figures.STEP)
 
 
-def of_a_gpt(config: gpt.GPTConfig, microbatches: int, steps: int) -> Iterator[Figure]:
+def measure_gpt_ranks(config: gpt.GPTConfig, microbatches: int, steps: int) -> Iterator[Figure]:
     """Yield the figures of the ranks of a GPT, and of their memory."""
     gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    bytes_before = torch.cuda.memory_allocated()
     boundary = Boundary((1, config.context, config.hidden), torch.bfloat16)
-    stages = [gpt_stage(config, s, RANKS) for s in range(RANKS)]
+    stages = [build_gpt_stage(config, s, RANKS) for s in range(RANKS)]
     inputs, targets = torch.randint(
         0, config.vocab, (2, microbatches, 1, config.context), device=DEVICE
     )
@@ -514,7 +524,7 @@ def of_a_gpt(config: gpt.GPTConfig, microbatches: int, steps: int) -> Iterator[F
         stages, inputs[0], targets[0], loss=gpt.loss, boundary=boundary, optimizer_state=12.0
     )  # fmt: skip
     ranks = InProcessExecutor(
-        program_of(microbatches, clip=True),
+        compile_1f1b(microbatches, clip=True),
         stages,
         loss=gpt.loss,
         boundary=boundary,
@@ -526,32 +536,39 @@ def of_a_gpt(config: gpt.GPTConfig, microbatches: int, steps: int) -> Iterator[F
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     device = torch.device(DEVICE)
-    asked = count_allocations(device)
-    runs = recorded(ranks, partial(ranks.step, inputs, targets, scale), steps)
-    held = torch.cuda.max_memory_allocated() - before
-    yield from of_ranks("ranks of a GPT", runs)
-    with host_waits() as waits:
+    allocations_before = count_allocations(device)
+    runs = record_timelines(ranks, partial(ranks.step, inputs, targets, scale), steps)
+    peak_bytes = torch.cuda.max_memory_allocated() - bytes_before
+    yield from compute_rank_figures("ranks of a GPT", runs)
+    with record_host_waits() as waits:
         ranks.step(inputs, targets, scale)
     yield Figure("  host waits in a step", len(waits), "", figures.WAITS)
-    yield Figure("  device asked for memory, in all steps", count_allocations(device) - asked, "")
-    predicted = peak(ranks, sizes) + inputs.nbytes + targets.nbytes
-    yield Figure("  peak memory", held / 2**30, "GiB")
     yield Figure(
-        "  peak memory, predicted, off by", 100 * abs(predicted / held - 1), "%", figures.MEMORY
+        "  device asked for memory, in all steps",
+        count_allocations(device) - allocations_before,
+        "",
+    )
+    predicted = predict_peak_memory(ranks, sizes) + inputs.nbytes + targets.nbytes
+    yield Figure("  peak memory", peak_bytes / 2**30, "GiB")
+    yield Figure(
+        "  peak memory, predicted, off by",
+        100 * abs(predicted / peak_bytes - 1),
+        "%",
+        figures.MEMORY,
     )
 
 
-def peak(ranks: InProcessExecutor, sizes: Sizes) -> float:
-    """Return the peak memory of all ranks, if instructions run when the host issues them.
+def predict_peak_memory(ranks: InProcessExecutor, sizes: Sizes) -> float:
+    """Return the peak memory of all ranks if instructions run when the host issues them.
 
-    An allocator counts in this order, whenever the GPU runs the instructions.
+    The allocator allocates in this order, no matter when the GPU runs the instructions.
     """
     offsets = ranks.program.offsets
-    turns = ranks.execution_orders[ranks.program.digest].round_robin_order
-    at = np.array([offsets[rank] + index for rank, index in turns])
-    turn = np.empty(len(at))
-    turn[at] = np.arange(len(at))
-    spans = build_spans(ranks.program, turn, turn + 0.5)
+    issue_order = ranks.execution_orders[ranks.program.digest].round_robin_order
+    positions = np.array([offsets[rank] + index for rank, index in issue_order])
+    issue_times = np.empty(len(positions))
+    issue_times[positions] = np.arange(len(positions))
+    spans = build_spans(ranks.program, issue_times, issue_times + 0.5)
     return Timeline(ranks.program, spans, sizes=sizes).peak_over_all_ranks
 
 
@@ -559,33 +576,33 @@ def peak(ranks: InProcessExecutor, sizes: Sizes) -> float:
 
 
 @contextmanager
-def host_waits() -> Iterator[list[str]]:
+def record_host_waits() -> Iterator[list[str]]:
     """Record each call that makes the host wait for the GPU.
 
     torch warns about some of these calls; others are explicit synchronizations.
     """
-    found: list[str] = []
+    calls: list[str] = []
     with ExitStack() as stack:
-        for of in ASKED:
-            noted = _noted(getattr(of, "synchronize"), found)  # noqa: B009
-            stack.enter_context(mock.patch.object(of, "synchronize", noted))
-        seen = stack.enter_context(warnings.catch_warnings(record=True))
+        for owner in SYNC_OWNERS:
+            recording_wait = _record_calls(getattr(owner, "synchronize"), calls)  # noqa: B009
+            stack.enter_context(mock.patch.object(owner, "synchronize", recording_wait))
+        caught_warnings = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield calls
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            found += [str(w.message) for w in seen if WARNED in str(w.message)]
+            calls += [str(w.message) for w in caught_warnings if SYNC_WARNING in str(w.message)]
 
 
-def _noted(wait: Callable[..., object], found: list[str]) -> Callable[..., object]:
+def _record_calls(wait: Callable[..., object], calls: list[str]) -> Callable[..., object]:
     # The replacement must be a plain function, so that Python binds it to the object as a method.
-    def noted(*given: Any, **named: Any) -> object:
-        found.append(f"{wait.__qualname__} is called")
-        return wait(*given, **named)
+    def record_and_wait(*args: Any, **kwargs: Any) -> object:
+        calls.append(f"{wait.__qualname__} is called")
+        return wait(*args, **kwargs)
 
-    return noted
+    return record_and_wait
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@
     python benchmarks/gpu_run.py --device cpu
 
 Each step is a process with a time limit. If a step hangs or fails, the other steps still run. The
-output of a step is in `FOLDER/STEP.txt`, and in `STEP.txt.part` while it runs. After every step,
-the script rewrites `FOLDER/README.md`: the machine, the steps, and a table of goals and measured
-values. So an interrupted run keeps its results. `--rest` runs the steps without a result in the
-folder, so a run can have several parts. `--device cpu` is a rehearsal: it runs the steps that do
-not need a GPU, to test that they run. Its figures mean nothing.
+output of a step is in `FOLDER/STEP.txt`, and in `STEP.txt.part` while the step runs. After every
+step, the script rewrites `FOLDER/README.md`, so an interrupted run keeps its results. The page
+lists the machine, the steps, and a table of goals and measured values. `--rest` runs only steps
+without a result in the folder, to continue an interrupted run. `--device cpu` is a rehearsal: it
+tests that the steps run, without steps that need a GPU. Its figures mean nothing.
 
-The exit code is 0 if all steps ended well and no goal was missed, 2 if there is no GPU, and else 1.
+The exit code is 0 if all steps succeed and meet their goals, 2 without a GPU, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -37,18 +37,27 @@ from benchmarks.harness import parse
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 STATE = "results.json"
-FIGURES, FOLDER = "FIGURES", "FOLDER"  # placeholders in commands: the file of figures, the folder
-CUT = "cut, as the run's time was over"
+FIGURES, FOLDER = (
+    "FIGURES",
+    "FOLDER",
+)  # placeholders in commands for the file of figures and the folder
+OUT_OF_TIME = "cut, as the run's time was over"
 NOT_REHEARSED = "needs a GPU", "skipped"
 SANITIZER = "TORCH_CUDA_SANITIZER"
-LEAST = 20.0  # seconds; with less time left, no step begins
-GRACE = 5.0  # seconds that a step gets to end after a signal
+MIN_STEP_SECONDS = 20.0  # seconds; the run starts no step if less time is left
+GRACE_SECONDS = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 class Step(NamedTuple):
-    """A step: its purpose, its time limit in seconds, its command, and environment variables.
+    """A test or a benchmark.
 
-    On a CPU, `rehearsal` runs in its place.
+    Attributes:
+        name: The name.
+        about: The purpose.
+        limit: The time limit, in seconds.
+        command: The arguments of Python.
+        environ: More environment variables.
+        rehearsal: The arguments that replace `command` on a CPU.
     """
 
     name: str
@@ -58,7 +67,7 @@ class Step(NamedTuple):
     environ: Mapping[str, str] = {}
     rehearsal: Sequence[str] = ()
 
-    def on(self, device: str) -> Sequence[str]:
+    def get_command(self, device: str) -> Sequence[str]:
         """Return the command for a device, or no command if the step cannot run there."""
         tests = self.command[:2] == ["-m", "pytest"] and SANITIZER not in self.environ
         return (
@@ -66,77 +75,83 @@ class Step(NamedTuple):
         )
 
 
-def tests(*given: str) -> list[str]:
-    """Return the command of pytest. Warnings of other packages on the machine fail no test."""
+def make_test_command(*arguments: str) -> list[str]:
+    """Return a command of pytest in which warnings of other packages are no errors."""
     return ["-m", "pytest", "-q", "-rfEs", "-W", "default", "-p", "no:cacheprovider",
-            "--durations=3", *given]  # fmt: skip
+            "--durations=3", *arguments]  # fmt: skip
 
 
-def part(name: str) -> list[str]:
+def make_part_command(name: str) -> list[str]:
     return ["benchmarks/gpu.py", "--only", name, "--figures", FIGURES]
 
 
-def training(*sets: str) -> list[str]:
-    given = ["pipeline.ranks=1", "pipeline.tp=1", "train.steps=20", "train.log_every=5", *sets]
-    given += [f'output.dir="{FOLDER}/train"', "output.overwrite=true"]
+def make_training_command(*sets: str) -> list[str]:
+    settings = ["pipeline.ranks=1", "pipeline.tp=1", "train.steps=20", "train.log_every=5", *sets]
+    settings += [f'output.dir="{FOLDER}/train"', "output.overwrite=true"]
     return ["-m", "schedir", "train", "examples/demo.toml", f"--trace={FOLDER}/train",
-            *(f"--set={s}" for s in given)]  # fmt: skip
+            *(f"--set={s}" for s in settings)]  # fmt: skip
 
 
 NCCL: Final = {"NCCL_DEBUG": "WARN"}
 REHEARSAL: Final = {"SCHEDIR_REHEARSAL": "1"}  # makes tests/gpu run on a CPU
 STREAMS: Final = "tests/gpu/test_streams.py"
 STEPS: Final = (
-    Step("machine", "the machine and its versions", 60, part("machine"),
-         rehearsal=part("machine")),
-    Step("queues", "streams that share a hardware queue", 60, part("queues")),
-    Step("kernels", "kernels compared with float64", 240, tests("tests/gpu/test_kernels.py")),
+    Step("machine", "the machine and its versions", 60, make_part_command("machine"),
+         rehearsal=make_part_command("machine")),
+    Step("queues", "streams that share a hardware queue", 60, make_part_command("queues")),
+    Step("kernels", "kernels compared with float64", 240,
+         make_test_command("tests/gpu/test_kernels.py")),
     Step("sanitizer", "virtual ranks with torch's sanitizer of streams", 180,
-         tests("-x", STREAMS), {SANITIZER: "1"}),
-    Step("streams", "virtual ranks: no host waits, and Timelines", 120, tests(STREAMS)),
+         make_test_command("-x", STREAMS), {SANITIZER: "1"}),
+    Step("streams", "virtual ranks: no host waits, and Timelines", 120, make_test_command(STREAMS)),
     Step("nccl grouped", "2 x 2 processes on one GPU, one group", 280,
-         tests("-x", "tests/gpu/test_nccl.py", "-k", "eager and grouped and one_f_one_b"), NCCL),
+         make_test_command("-x", "tests/gpu/test_nccl.py", "-k",
+                           "eager and grouped and one_f_one_b"),
+         NCCL),
     Step("nccl edge", "2 x 2 processes on one GPU, a group per edge", 280,
-         tests("-x", "tests/gpu/test_nccl.py", "-k", "eager and edge and one_f_one_b"), NCCL),
+         make_test_command("-x", "tests/gpu/test_nccl.py", "-k", "eager and edge and one_f_one_b"),
+         NCCL),
     Step("nccl gather", "a late gather delays no layer", 120,
-         tests("tests/gpu/test_nccl.py", "-k", "late_gather"), NCCL),
+         make_test_command("tests/gpu/test_nccl.py", "-k", "late_gather"), NCCL),
     Step("bandwidth", "kernels compared with eager torch, torch.compile and Liger-Kernel", 420,
          ["benchmarks/kernels.py"]),
-    *(Step(name, about, limit, part(name)) for name, about, limit in (
+    *(Step(name, about, limit, make_part_command(name)) for name, about, limit in (
         ("stage", "a stage compared with its products and attention alone", 120),
         ("instruction", "the overhead of an instruction", 90),
         ("sleep", "four virtual ranks that sleep", 90),
         ("gpt", "four virtual ranks of a GPT", 240),
     )),
     Step("train", "schedir train, 20 steps in bfloat16", 180,
-         training("train.device=cuda", "train.precision=bfloat16"),
-         rehearsal=training("train.precision=bfloat16", "train.steps=2")),
-    Step("loop", "a training loop without host waits", 180, tests("tests/gpu/test_loop.py")),
+         make_training_command("train.device=cuda", "train.precision=bfloat16"),
+         rehearsal=make_training_command("train.precision=bfloat16", "train.steps=2")),
+    Step("loop", "a training loop without host waits", 180,
+         make_test_command("tests/gpu/test_loop.py")),
     Step("nccl steps", "memory, waits for the device, all options at once, failures", 560,
-         tests("tests/gpu/test_nccl_steps.py"), NCCL),
+         make_test_command("tests/gpu/test_nccl_steps.py"), NCCL),
     Step("nccl rest", "all other tests over NCCL", 560,
-         tests("tests/gpu/test_nccl.py", "-k", "not one_f_one_b and not late_gather"), NCCL),
-    Step("random", "random numbers", 120, tests("tests/gpu/test_random.py")),
+         make_test_command("tests/gpu/test_nccl.py", "-k", "not one_f_one_b and not late_gather"),
+         NCCL),
+    Step("random", "random numbers", 120, make_test_command("tests/gpu/test_random.py")),
     Step("offload", "saved activations on the host and its disk", 180,
-         tests("tests/gpu/test_offload.py")),
+         make_test_command("tests/gpu/test_offload.py")),
     Step("windows", "attention with windows, by FlexAttention", 300,
-         tests("tests/gpu/test_attention.py")),
+         make_test_command("tests/gpu/test_attention.py")),
     Step("gains", "measured and predicted speedup of windows", 560,
          ["benchmarks/kernels.py", "--only", "windows", "--device", "cuda"]),
 )  # fmt: skip
 
 
 class Result(NamedTuple):
-    """The end of a step in words, its seconds, its figures, and the last line of its output."""
+    """The outcome of a step, its seconds, the last line of its output, and its figures."""
 
-    ended: str
+    outcome: str
     seconds: float
-    said: str
+    last_line: str
     figures: list[list[Any]]
 
     @property
-    def is_well(self) -> bool:
-        return self.ended == "ok"
+    def is_ok(self) -> bool:
+        return self.outcome == "ok"
 
 
 class Run:
@@ -144,116 +159,134 @@ class Run:
 
     def __init__(self, folder: Path, device: str, minutes: float | None) -> None:
         self.folder, self.device = folder, device
-        self.until = None if minutes is None else time.monotonic() + 60 * minutes
+        self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self.results: dict[str, Result] = {}
         folder.mkdir(parents=True, exist_ok=True)
         if (state := folder / STATE).exists():
             self.results = {k: Result(*v) for k, v in json.loads(state.read_text()).items()}
 
-    def step(self, step: Step) -> Result:
-        """Run a step to its end or to its time limit. Write its result and all tables."""
-        command = step.on(self.device)
+    def run_step(self, step: Step) -> Result:
+        """Run a step to its end or its time limit. Write its result and all tables."""
+        command = step.get_command(self.device)
         limit = float(step.limit)
-        if self.until is not None:
-            limit = min(limit, self.until - time.monotonic())
-        result = self._run(step, command, limit) if command else Result(NOT_REHEARSED[0], 0, "", [])
+        if self.deadline is not None:
+            limit = min(limit, self.deadline - time.monotonic())
+        result = (
+            self._run_process(step, command, limit)
+            if command
+            else Result(NOT_REHEARSED[0], 0, "", [])
+        )
         self.results[step.name] = result
         self.write()
         return result
 
-    def _run(self, step: Step, command: Sequence[str], limit: float) -> Result:
-        out = self.folder / f"{file_of(step)}.part"
-        found = self.folder / f"{file_of(step)}.figures"
-        found.unlink(missing_ok=True)
-        given = [
-            word.replace(FIGURES, str(found)).replace(FOLDER, str(self.folder)) for word in command
+    def _run_process(self, step: Step, command: Sequence[str], limit: float) -> Result:
+        output_path = self.folder / f"{name_output_file(step)}.part"
+        figures_path = self.folder / f"{name_output_file(step)}.figures"
+        figures_path.unlink(missing_ok=True)
+        arguments = [
+            word.replace(FIGURES, str(figures_path)).replace(FOLDER, str(self.folder))
+            for word in command
         ]
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environ = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
         environ |= step.environ if self.device == "cuda" else REHEARSAL
-        began = time.monotonic()
-        with out.open("wb") as file:
+        start = time.monotonic()
+        with output_path.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, *given], cwd=ROOT, env=environ,
+                [sys.executable, *arguments], cwd=ROOT, env=environ,
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
             try:
                 code = process.wait(max(limit, 1.0))
-                ended = "ok" if code == 0 else f"failed: {code}"
+                outcome = "ok" if code == 0 else f"failed: {code}"
             except subprocess.TimeoutExpired:
-                ended = f"cut after {limit:.0f} s" if limit == step.limit else CUT
+                outcome = f"cut after {limit:.0f} s" if limit == step.limit else OUT_OF_TIME
             finally:
-                end(process)
-        seconds = time.monotonic() - began
-        lines = [line for line in out.read_text(errors="replace").splitlines() if line.strip()]
-        measured = [[f.name, f.value, f.unit, f.goal and f.goal.name] for f in figures.read(found)]
-        found.unlink(missing_ok=True)
-        out.replace(self.folder / file_of(step))
-        said = lines[-1].strip("= ") if lines else ""
-        # `said` is the last line of pytest's output.
-        if ended == "ok" and " skipped" in said and " passed" not in said:
-            ended = "skipped"
-        return Result(ended, seconds, said, measured)
+                stop_process(process)
+        seconds = time.monotonic() - start
+        lines = [
+            line for line in output_path.read_text(errors="replace").splitlines() if line.strip()
+        ]
+        measured = [
+            [f.name, f.value, f.unit, f.goal and f.goal.name]
+            for f in figures.read_figures(figures_path)
+        ]
+        figures_path.unlink(missing_ok=True)
+        output_path.replace(self.folder / name_output_file(step))
+        last_line = lines[-1].strip("= ") if lines else ""
+        # `last_line` is the last line of pytest's output.
+        if outcome == "ok" and " skipped" in last_line and " passed" not in last_line:
+            outcome = "skipped"
+        return Result(outcome, seconds, last_line, measured)
 
     def write(self) -> None:
-        """Write the results so far, each file in one operation."""
-        replace(self.folder / STATE, json.dumps(self.results, indent=1))
-        replace(self.folder / "README.md", page(self.folder, self.results, self.device))
+        """Write the current results, each file atomically."""
+        write_atomically(self.folder / STATE, json.dumps(self.results, indent=1))
+        write_atomically(
+            self.folder / "README.md", format_page(self.folder, self.results, self.device)
+        )
 
 
-def file_of(step: Step) -> str:
+def name_output_file(step: Step) -> str:
     return f"{step.name.replace(' ', '_')}.txt"
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that still runs, and all processes that it has started."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
+def stop_process(process: subprocess.Popen[bytes]) -> None:
+    """Stop a process and all processes that it has started."""
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
-        # A process that waits in a driver may not end at all. The run then continues.
+            os.killpg(process.pid, signal_number)
+        # A process that waits in a driver may never end. The run then continues.
         with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
+            process.wait(GRACE_SECONDS)
 
 
-def replace(path: Path, text: str) -> None:
-    """Write a file under another name, then rename it, so that it is complete or absent."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file under another name and rename it, so that it is complete or absent."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text)
     part.replace(path)
 
 
-def page(folder: Path, results: Mapping[str, Result], device: str) -> str:
-    """Return the page with machine, steps and goals, as Markdown."""
-    machine = folder / file_of(STEPS[0])
+def format_page(folder: Path, results: Mapping[str, Result], device: str) -> str:
+    """Return the page with the machine, the steps and the goals, as Markdown."""
+    machine = folder / name_output_file(STEPS[0])
     lines = machine.read_text().splitlines() if machine.exists() else []
     rows = ["# Run on a GPU" if device == "cuda" else "# A rehearsal without a GPU", ""]
     rows += [f"- {line}" for line in lines]
     rows += ["", "| step | what | ended | s | last line |", "| --- | --- | --- | --- | --- |"]
     for step in STEPS:
         r = results.get(step.name, Result("not run", 0, "", []))
-        rows.append(f"| [{step.name}]({file_of(step)}) | {step.about} | {r.ended} "
-                    f"| {r.seconds:.0f} | {cell(r.said)} |")  # fmt: skip
-    found = [(name, f) for name, r in results.items() for f in figures.made(r.figures)]
+        rows.append(f"| [{step.name}]({name_output_file(step)}) | {step.about} | {r.outcome} "
+                    f"| {r.seconds:.0f} | {format_cell(r.last_line)} |")  # fmt: skip
+    all_figures = [
+        (name, f) for name, r in results.items() for f in figures.parse_figures(r.figures)
+    ]
     rows += ["", "| goal | | measured | met |", "| --- | --- | --- | --- |"]
     for goal in figures.GOALS:
-        own = [(name, f) for name, f in found if f.goal == goal]
-        for name, f in own:
-            rows.append(f"| {goal.name} ({name}: {f.name}) | {goal} {goal.unit} "
-                        f"| {f.value:.2f} {f.unit} | {'no' if f.missed else 'yes'} |")  # fmt: skip
-        if not own:
+        goal_figures = [(name, f) for name, f in all_figures if f.goal == goal]
+        for name, f in goal_figures:
+            rows.append(
+                f"| {goal.name} ({name}: {f.name}) | {goal} {goal.unit} "
+                f"| {f.value:.2f} {f.unit} | {'no' if f.is_missed else 'yes'} |"
+            )
+        if not goal_figures:
             rows.append(f"| {goal.name} | {goal} {goal.unit} | not measured | |")
     rows += ["", "| other figures | |", "| --- | --- |"]
-    rows += [f"| {name}: {f.name} | {f.value:.2f} {f.unit} |" for name, f in found if not f.goal]
+    rows += [
+        f"| {name}: {f.name} | {f.value:.2f} {f.unit} |" for name, f in all_figures if not f.goal
+    ]
     return "\n".join(rows) + "\n"
 
 
-def cell(text: str) -> str:
+def format_cell(text: str) -> str:
     """Return a line as the text of a table cell."""
     return text.replace("|", "/")[:120]
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="run all tests and benchmarks that need a GPU")
     names = [step.name for step in STEPS]
     parser.add_argument(
@@ -265,42 +298,46 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="time limit of all steps together")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--folder", type=Path, help="folder of the results (docs/results/gpu)")
-    options = parse(parser, given, device="cpu", only=[STEPS[0].name])
+    options = parse(parser, argv, device="cpu", only=[STEPS[0].name])
     if options.smoke and options.folder is None:
         with tempfile.TemporaryDirectory() as folder:
             return run_steps(options, Path(folder))
-    usual = ROOT / ("docs/results/gpu" if options.device == "cuda" else "out/gpu")
-    return run_steps(options, options.folder or usual)
+    default_folder = ROOT / ("docs/results/gpu" if options.device == "cuda" else "out/gpu")
+    return run_steps(options, options.folder or default_folder)
 
 
 def run_steps(options: argparse.Namespace, folder: Path) -> int:
     """Run the selected steps, and return the exit code."""
     run = Run(folder.resolve(), options.device, options.minutes)
-    there, well = True, True
+    has_gpu, is_ok = True, True
     for step in STEPS:
-        # The first step always runs: it ends the run if there is no GPU. Otherwise the tests would
-        # only be skipped.
-        asks = step == STEPS[0] and options.device == "cuda"
-        if options.only and step.name not in options.only and not asks:
+        # The first step always runs. Without a GPU it ends the run, in which pytest would skip all
+        # tests.
+        checks_gpu = step == STEPS[0] and options.device == "cuda"
+        if options.only and step.name not in options.only and not checks_gpu:
             continue
-        known = step.name in run.results and run.results[step.name].ended != CUT
-        if options.rest and known and not asks:
+        has_result = step.name in run.results and run.results[step.name].outcome != OUT_OF_TIME
+        if options.rest and has_result and not checks_gpu:
             continue
-        if run.until is not None and run.until - time.monotonic() < LEAST:
+        if run.deadline is not None and run.deadline - time.monotonic() < MIN_STEP_SECONDS:
             print(f"{step.name}: not run, there is no time left", flush=True)
             continue
-        if not there:
+        if not has_gpu:
             print(f"{step.name}: not run, there is no GPU", flush=True)
             continue
-        result = run.step(step)
-        print(f"{step.name}: {result.ended}, {result.seconds:.0f} s: {result.said}", flush=True)
-        if asks:
-            there = result.ended != "failed: 2"
-        rehearsed = options.device == "cpu" and (step == STEPS[0] or result.ended in NOT_REHEARSED)
-        missed = any(f.missed for f in figures.made(result.figures))
-        well = well and (result.is_well or rehearsed) and not missed
+        result = run.run_step(step)
+        print(
+            f"{step.name}: {result.outcome}, {result.seconds:.0f} s: {result.last_line}", flush=True
+        )
+        if checks_gpu:
+            has_gpu = result.outcome != "failed: 2"
+        is_rehearsed = options.device == "cpu" and (
+            step == STEPS[0] or result.outcome in NOT_REHEARSED
+        )
+        misses_goal = any(f.is_missed for f in figures.parse_figures(result.figures))
+        is_ok = is_ok and (result.is_ok or is_rehearsed) and not misses_goal
     print(f"\n{run.folder / 'README.md'}")
-    return 2 if not there else int(not well)
+    return 2 if not has_gpu else int(not is_ok)
 
 
 if __name__ == "__main__":

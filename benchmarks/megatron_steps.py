@@ -1,10 +1,10 @@
-"""Compare step times inside Megatron-core: programs of schedir and Megatron's own schedules.
+"""Measure step times in Megatron-core: programs of schedir compared with Megatron's schedules.
 
     OMP_NUM_THREADS=1 python benchmarks/megatron_steps.py
 
-A GPTModel of megatron-core is trained over Gloo on CPUs. In each round every schedule takes one
-step, in turn. A ratio is the median over rounds of the step time, divided by that of Megatron's own
-schedule with the same number of model chunks.
+Processes train a GPTModel of megatron-core over Gloo on CPUs. Each round has one step of every
+schedule. The table has the median step time of each schedule, and its median ratio to the step of
+Megatron's schedule with the same number of model chunks in the same round.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import (
     Times,
-    gathered,
-    head,
-    lacks,
-    line,
-    milliseconds,
-    on_ranks,
-    pair_ratios,
+    format_milliseconds,
+    format_pair_ratios,
+    gather_times,
+    measure_in_rounds,
     parse,
-    take_turns,
+    print_header,
+    print_row,
+    report_missing,
+    run_on_ranks,
 )
 from tests.cpu.megatron_gpt import Case, build_chunks, megatron_on_cpu, run_step
 
@@ -36,7 +36,7 @@ SCHEDULES = {1: ("one_f_one_b", "zb_h1"), 2: ("interleaved", "interleaved_zb")}
 
 
 def time_steps(rank: int, case: Case, schedules: tuple[str, ...], rounds: int) -> dict[str, Times]:
-    """Return the step times of Megatron's schedule and of ours, gathered over all ranks."""
+    """Return the step times of Megatron's schedule and of schedir's, gathered over all ranks."""
     import torch.distributed as dist
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
@@ -53,11 +53,11 @@ def time_steps(rank: int, case: Case, schedules: tuple[str, ...], rounds: int) -
         return step
 
     with megatron_on_cpu(case):
-        several = case.chunks if case.chunks > 1 else None
-        functions = {"Megatron": get_forward_backward_func(case.pp, several)}
+        model_chunks = case.chunks if case.chunks > 1 else None
+        functions = {"Megatron": get_forward_backward_func(case.pp, model_chunks)}
         functions |= {name: schedir.megatron.forward_backward(name) for name in schedules}
         steps = {name: make_step(function) for name, function in functions.items()}
-        return gathered(take_turns(steps, rounds, dist.barrier))
+        return gather_times(measure_in_rounds(steps, rounds, dist.barrier))
 
 
 def main() -> int:
@@ -68,14 +68,14 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
     args = parse(parser, rounds=2, hidden=32, length=16)
     if not find_spec("megatron"):
-        return lacks("megatron-core is not installed", args.smoke)
-    head("chunks per rank", "schedule", "ms per step", "ratio to Megatron's (95 %)")
+        return report_missing("megatron-core is not installed", args.smoke)
+    print_header("chunks per rank", "schedule", "ms per step", "ratio to Megatron's (95 %)")
     for chunks, schedules in SCHEDULES.items():
         case = Case(chunks=chunks, microbatches=8, layers=8, hidden=args.hidden, length=args.length)
-        times = on_ranks(time_steps, case.pp, case, schedules, args.rounds)[0]
-        for name, own in times.items():
-            ratio = pair_ratios(own, times["Megatron"], 3)[0]
-            line(chunks, name, milliseconds(own), ratio)
+        times = run_on_ranks(time_steps, case.pp, case, schedules, args.rounds)[0]
+        for name, schedule_times in times.items():
+            ratio = format_pair_ratios(schedule_times, times["Megatron"], 3)[0]
+            print_row(chunks, name, format_milliseconds(schedule_times), ratio)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Change many legal programs, and compare `check` with an execution.
+"""Measure whether `check` agrees with executions of many mutated programs.
 
     python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 2
     python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 1 --only turns
@@ -6,9 +6,10 @@
     python benchmarks/mutants.py --programs 10000 --seed 1 --jobs 2 --only parts
     python benchmarks/mutants.py --programs 10000 --seed 1 --jobs 1 --only states
 
-The script prints a row per mutation: the programs that were judged, those that were rejected (wrong
-under a progress model under which the original program is right) or equivalent, and texts that are
-no program. The last column counts the programs for which `check` and the execution disagree under a
+The script mutates legal programs, checks and executes each mutant, and prints a row per mutation.
+"programs" is the number of mutants. "rejected" mutants fail under a progress model under which the
+original program finishes. The others are "equivalent". "no program" counts texts that schedir does
+not parse. "disagreements" counts mutants for which `check` and the execution disagree under a
 model. If there are any, the exit code is 1. `tests.mutants.trial(mutation, seed)` repeats a case.
 
 - `--only turns` has the mutations of ZeRO: gathers of weights and reductions of gradients.
@@ -16,8 +17,8 @@ model. If there are any, the exit code is 1. `tests.mutants.trial(mutation, seed
 - `--only parts` has the mutations of stage segments, microbatch chunks and their sums.
 - `--only states` has the mutations of optimizer states that move, and of optimizer steps per stage.
 
-With these options, each program is judged under one model, in turn, and each legal program is
-changed 50 times. `trial(mutation, seed, [model], 50)` repeats a case.
+With these options, the script tests each mutant under one model, the next model for the next seed,
+and mutates each legal program 50 times. `trial(mutation, seed, [model], 50)` repeats a case.
 """
 
 from __future__ import annotations
@@ -41,43 +42,45 @@ from tests.mutations_of_sums import SUMMED
 from tests.mutations_of_tiers import AWAY
 from tests.mutations_of_turns import TURNED
 
-CHUNK = 50  # programs of one task
+CHUNK = 50  # mutants of one task
 SEEDS = 100 * CHUNK  # seeds of one task, more than it can need
 COLUMNS = ("rejected", "equivalent", "no program", "disagreements")
 
-NAMES = {
+MUTATION_GROUPS = {
     "all": [*MUTATIONS], "turns": TURNED, "away": AWAY, "parts": SUMMED, "states": STEPPED,
 }  # fmt: skip
 
-Task = tuple[str, int, int, bool]  # mutation, first seed, programs, each under all models
+Task = tuple[
+    str, int, int, bool
+]  # mutation, first seed, mutants, whether each runs under all models
 
 
-def tasks(programs: int, seed: int, only: str) -> Iterator[Task]:
-    """Return chunks of programs, with the same number of programs for each mutation."""
-    names = NAMES[only]
+def list_tasks(programs: int, seed: int, only: str) -> Iterator[Task]:
+    """Yield tasks, with the same number of programs for each mutation."""
+    names = MUTATION_GROUPS[only]
     for k, name in enumerate(names):
         share = programs // len(names) + (k < programs % len(names))
         for chunk in range(-(-share // CHUNK)):
-            first = (seed << 32) + chunk * SEEDS
-            yield name, first, min(CHUNK, share - chunk * CHUNK), only == "all"
+            first_seed = (seed << 32) + chunk * SEEDS
+            yield name, first_seed, min(CHUNK, share - chunk * CHUNK), only == "all"
 
 
-def run(task: Task) -> tuple[str, Counter[str], list[Trial]]:
-    """Judge a number of programs. Texts that are no program do not count."""
-    name, first, programs, every = task
-    done: Counter[str] = Counter()
-    differ = []
-    for seed in count(first):
-        models = MODELS if every else [MODELS[seed % len(MODELS)]]
-        one = trial(name, seed, models, 4 if every else CHUNK)
-        done[one.outcome] += 1
-        done["experts"] += one.mutant is not None and one.mutant.ep > 1
-        if one.disagreements:
-            differ.append(one)
-        if done["rejected"] + done["equivalent"] == programs:
+def run_task(task: Task) -> tuple[str, Counter[str], list[Trial]]:
+    """Test a number of mutants. Texts that are no program do not count."""
+    name, first_seed, programs, under_all_models = task
+    counts: Counter[str] = Counter()
+    disagreements = []
+    for seed in count(first_seed):
+        models = MODELS if under_all_models else [MODELS[seed % len(MODELS)]]
+        result = trial(name, seed, models, 4 if under_all_models else CHUNK)
+        counts[result.outcome] += 1
+        counts["experts"] += result.mutant is not None and result.mutant.ep > 1
+        if result.disagreements:
+            disagreements.append(result)
+        if counts["rejected"] + counts["equivalent"] == programs:
             break
-    done["disagreements"] = len(differ)
-    return name, done, differ
+    counts["disagreements"] = len(disagreements)
+    return name, counts, disagreements
 
 
 def main() -> int:
@@ -86,22 +89,29 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--jobs", type=int, default=2, metavar="N")
     parser.add_argument(
-        "--only", choices=NAMES, default="all", help="the group of mutations (default: all)"
+        "--only",
+        choices=MUTATION_GROUPS,
+        default="all",
+        help="the group of mutations (default: all)",
     )
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="stop after these seconds"
     )
     options = parse(parser, programs=4, jobs=1)
-    todo = sorted(tasks(options.programs, options.seed, options.only), key=lambda task: task[1])
-    table: dict[str, Counter[str]] = {task[0]: Counter() for task in todo}
-    begin, differ = perf_counter(), []
+    all_tasks = sorted(
+        list_tasks(options.programs, options.seed, options.only), key=lambda task: task[1]
+    )
+    table: dict[str, Counter[str]] = {task[0]: Counter() for task in all_tasks}
+    begin, all_disagreements = perf_counter(), []
     with Pool(options.jobs) as pool:
-        for k, (name, done, wrong) in enumerate(pool.imap_unordered(run, todo), 1):
-            table[name] += done
-            differ += wrong
-            print(f"\r{k / len(todo):4.0%}", end="", file=sys.stderr, flush=True)
-            for one in wrong:
-                print(f"\r{one}", file=sys.stderr)
+        for k, (name, counts, disagreements) in enumerate(
+            pool.imap_unordered(run_task, all_tasks), 1
+        ):
+            table[name] += counts
+            all_disagreements += disagreements
+            print(f"\r{k / len(all_tasks):4.0%}", end="", file=sys.stderr, flush=True)
+            for disagreement in disagreements:
+                print(f"\r{disagreement}", file=sys.stderr)
             if perf_counter() - begin > options.seconds:
                 break
     seconds = perf_counter() - begin
@@ -109,18 +119,18 @@ def main() -> int:
     rules = ["-" * 24, "-------:", *("-" * (len(c) - 1) + ":" for c in COLUMNS)]
     print(f"| {' | '.join(rules)} |")
     total: Counter[str] = Counter()
-    for done in table.values():
-        total += done
-    for name, done in [*table.items(), ("all", total)]:
-        programs = done["rejected"] + done["equivalent"]
-        cells = " | ".join(f"{done[c]:>{len(c)}}" for c in COLUMNS)
+    for counts in table.values():
+        total += counts
+    for name, counts in [*table.items(), ("all", total)]:
+        programs = counts["rejected"] + counts["equivalent"]
+        cells = " | ".join(f"{counts[c]:>{len(c)}}" for c in COLUMNS)
         print(f"| {name:<24} | {programs:>8} | {cells} |")
-    judged = total["rejected"] + total["equivalent"]
+    checked = total["rejected"] + total["equivalent"]
     print(f"\n{total['experts']} programs with experts; "
           f"seed {options.seed}, {options.jobs} processes, {seconds:.0f} s, "
-          f"{judged / seconds:.0f} programs per second, each under "
+          f"{checked / seconds:.0f} programs per second, each under "
           f"{f'{len(MODELS)} models' if options.only == 'all' else 'one model'}")  # fmt: skip
-    return bool(differ)
+    return bool(all_disagreements)
 
 
 if __name__ == "__main__":

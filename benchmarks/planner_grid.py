@@ -1,4 +1,4 @@
-"""Compare the planner with 798 runs of nanotron on H100, and 14 of Megatron-LM on B200.
+"""Measure the planner's errors on 798 runs of nanotron on H100 and 14 of Megatron-LM on B200.
 
     python benchmarks/planner_grid.py              # all tables
     python benchmarks/planner_grid.py defaults     # default constants, fitted to no row of these
@@ -9,10 +9,10 @@
     python benchmarks/planner_grid.py mlperf       # MLPerf v4.1: steps of GPT-3 175B in FP8
     python benchmarks/planner_grid.py scatter -o FILE.svg
 
-An error is predicted / measured - 1; medians are those of absolute errors. Errors are those of runs
-with an MFU above 10 %; other runs have columns of their own. Predicted steps are results of closed
-forms. Constants are fitted to runs with an MFU above 10 %, and minimize Cauchy's loss of
-logarithms.
+An error is predicted / measured - 1. The tables have medians of absolute errors and of errors with
+signs. Runs with an MFU of 10 % or less have separate columns. The script computes steps with closed
+forms. It fits constants to runs with an MFU above 10 %, and minimizes Cauchy's loss of the
+logarithms of times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import head, line, parse
+from benchmarks.harness import parse, print_header, print_row
 from schedir import Cluster, planner
 from schedir.planner import Stack
 from schedir.planner.calibration import fit_constants
@@ -45,7 +45,7 @@ from tests import published_runs as published
 from tests.published_runs import GridRun
 
 SMOKE, DRAWS, OUTPUT = False, 200, ""
-COUNTS = 0.10  # only runs with a higher MFU are in the summary of errors
+MIN_MFU = 0.10  # the lowest MFU of runs in the summary of errors
 NANOTRON, CLUSTER = planner.stack_preset("nanotron"), planner.cluster_preset("h100-efa")
 # Fitted constants -> (lower bound, start value, upper bound).
 STACK_CONSTANTS = {
@@ -62,26 +62,26 @@ MEMORY_CONSTANTS = {
 }  # fmt: skip
 
 
-class Predicted(NamedTuple):
+class Prediction(NamedTuple):
     """Predicted seconds and bytes of each run. Seconds are infinite if a plan is impossible."""
 
     seconds: Any
     memory: Any
 
 
-def grid() -> list[GridRun]:
+def read_runs() -> list[GridRun]:
     """Return the runs, or every tenth run with `--smoke`."""
     return published.read_grid_runs()[:: 10 if SMOKE else 1]
 
 
-def measured() -> list[GridRun]:
-    """Return the runs that have a result and the batch of 256 sequences."""
-    return [run for run in grid() if run.seconds is not None and run.is_consistent]
+def read_measured_runs() -> list[GridRun]:
+    """Return the runs with a result and a batch of 256 sequences."""
+    return [run for run in read_runs() if run.seconds is not None and run.is_consistent]
 
 
-def counting(runs: Iterable[GridRun]) -> list[GridRun]:
+def select_efficient_runs(runs: Iterable[GridRun]) -> list[GridRun]:
     """Return the runs with an MFU above the bound."""
-    return [run for run in runs if run.mfu > COUNTS]
+    return [run for run in runs if run.mfu > MIN_MFU]
 
 
 def is_possible(run: GridRun, stack: Stack) -> bool:
@@ -97,8 +97,8 @@ def is_possible(run: GridRun, stack: Stack) -> bool:
     return plan.zero == 0 or plan.dp == 1 or 0 not in layers[:-1]  # The last stage has the head.
 
 
-def predict(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> Predicted:
-    """Predict runs. Runs with one model and number of nodes share a table of costs."""
+def predict(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> Prediction:
+    """Predict runs. Runs with the same model and number of nodes share a table of costs."""
     seconds, memory = np.full(len(runs), np.inf), np.full(len(runs), np.inf)
     groups: dict[Any, list[int]] = defaultdict(list)
     for k, run in enumerate(runs):
@@ -107,85 +107,89 @@ def predict(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> Predicte
     for (model, nodes), members in groups.items():
         rows = []
         for k in members:
-            each = {name: getattr(runs[k].choice, name) for name in COLUMN_NAMES}
-            each["schedule"] = SCHEDULE_NAMES.index(each["schedule"])
-            each["recompute"] = RECOMPUTE_MODES.index(each["recompute"])
-            rows.append([int(each[name]) for name in COLUMN_NAMES])
+            fields = {name: getattr(runs[k].choice, name) for name in COLUMN_NAMES}
+            fields["schedule"] = SCHEDULE_NAMES.index(fields["schedule"])
+            fields["recompute"] = RECOMPUTE_MODES.index(fields["recompute"])
+            rows.append([int(fields[name]) for name in COLUMN_NAMES])
         columns = dict(zip(COLUMN_NAMES, np.array(rows).T, strict=True))
         plans = PlanColumns(
             **columns, attention=stack.attention, rank_order=stack.rank_order,
             division=stack.division,
         )  # fmt: skip
         with warnings.catch_warnings(action="ignore", category=UserWarning):
-            found = estimate_closed_form(
+            table = estimate_closed_form(
                 model, replace(cluster, nodes=nodes), plans, stack.constants, stack.state_bytes
             )
-        seconds[members], memory[members] = found.step_times, found.total_memory
-    return Predicted(seconds, memory)
+        seconds[members], memory[members] = table.step_times, table.total_memory
+    return Prediction(seconds, memory)
 
 
 # ------------------------------------------------------------ fits
 
 
-def fit(
+def fit_by_gauss_newton(
     names: dict[str, tuple[float, float, float]],
     estimate: Callable[[dict[str, float]], Any],
     real: Any,
 ) -> dict[str, float]:
     """Return the constants with the least Cauchy loss of logarithms, by Gauss-Newton steps."""
-    low, now, high = np.log(np.array([*names.values()], float)).T
+    low, log_constants, high = np.log(np.array([*names.values()], float)).T
     step, loss = 0.05, 0.1
     for _ in range(1 if SMOKE else 6):
-        error = np.log(estimate(dict(zip(names, np.exp(now), strict=True))) / real)
+        error = np.log(estimate(dict(zip(names, np.exp(log_constants), strict=True))) / real)
         slopes = []
-        for k in range(len(now)):
-            moved = now - step * np.eye(len(now))[k]
-            other = np.log(estimate(dict(zip(names, np.exp(moved), strict=True))) / real)
-            slopes.append((error - other) / step)
-        table = np.array(slopes).T
+        for k in range(len(log_constants)):
+            moved = log_constants - step * np.eye(len(log_constants))[k]
+            moved_error = np.log(estimate(dict(zip(names, np.exp(moved), strict=True))) / real)
+            slopes.append((error - moved_error) / step)
+        jacobian = np.array(slopes).T
         weight = 1 / (1 + (error / loss) ** 2)
-        square = table.T @ (table * weight[:, None]) + 1e-2 * np.eye(len(now))
-        change = -np.linalg.solve(square, table.T @ (weight * error))
-        now = np.clip(now + np.clip(change, -0.5, 0.5), low + step, high)
-    return dict(zip(names, np.exp(now).tolist(), strict=True))
+        normal_matrix = jacobian.T @ (jacobian * weight[:, None]) + 1e-2 * np.eye(
+            len(log_constants)
+        )
+        change = -np.linalg.solve(normal_matrix, jacobian.T @ (weight * error))
+        log_constants = np.clip(log_constants + np.clip(change, -0.5, 0.5), low + step, high)
+    return dict(zip(names, np.exp(log_constants).tolist(), strict=True))
 
 
-def assemble(constants: dict[str, float]) -> tuple[Stack, Cluster]:
-    """Return the stack nanotron and the cluster with other constants."""
-    own = {k: float(v) for k, v in constants.items() if k not in CLUSTER_CONSTANTS}
-    machine: dict[str, Any] = {k: float(v) for k, v in constants.items() if k in CLUSTER_CONSTANTS}
+def build_stack(constants: dict[str, float]) -> tuple[Stack, Cluster]:
+    """Return the stack of nanotron and the cluster with these constants."""
+    stack_constants = {k: float(v) for k, v in constants.items() if k not in CLUSTER_CONSTANTS}
+    cluster_constants: dict[str, Any] = {
+        k: float(v) for k, v in constants.items() if k in CLUSTER_CONSTANTS
+    }
     return (
-        NANOTRON._replace(constants=replace(NANOTRON.constants, **own)),
-        replace(CLUSTER, **machine),
+        NANOTRON._replace(constants=replace(NANOTRON.constants, **stack_constants)),
+        replace(CLUSTER, **cluster_constants),
     )
 
 
 def fit_nanotron(runs: Sequence[GridRun]) -> tuple[Stack, Cluster]:
-    """Return constants of times and of memory that are fitted to some of the runs."""
-    some = counting(runs)
-    found = fit(
+    """Fit the constants of times and of memory to runs."""
+    efficient_runs = select_efficient_runs(runs)
+    time_constants = fit_by_gauss_newton(
         STACK_CONSTANTS | CLUSTER_CONSTANTS,
-        lambda at: predict(some, *assemble(at)).seconds,
-        np.array([run.seconds for run in some]),
+        lambda constants: predict(efficient_runs, *build_stack(constants)).seconds,
+        np.array([run.seconds for run in efficient_runs]),
     )
-    sizes = fit(
+    memory_constants = fit_by_gauss_newton(
         MEMORY_CONSTANTS,
-        lambda at: predict(some, *assemble(at)).memory,
-        np.array([run.memory for run in some]),
+        lambda constants: predict(efficient_runs, *build_stack(constants)).memory,
+        np.array([run.memory for run in efficient_runs]),
     )
-    return assemble(found | sizes)
+    return build_stack(time_constants | memory_constants)
 
 
 # ------------------------------------------------------------ figures of errors
 
 
-def rank_correlation(a: Any, b: Any) -> float:
+def compute_rank_correlation(a: Any, b: Any) -> float:
     """Return Spearman's rank correlation."""
-    first, second = (np.argsort(np.argsort(each)) for each in (a, b))
+    first, second = (np.argsort(np.argsort(values)) for values in (a, b))
     return float(np.corrcoef(first, second)[0, 1])
 
 
-def group_of(run: GridRun) -> str:
+def name_group(run: GridRun) -> str:
     """Return the model and the number of nodes as text."""
     size = "1.34 B" if run.model.layers == 16 else "3.57 B"
     return f"{size}, {run.nodes} node{'s' * (run.nodes > 1)}"
@@ -198,226 +202,276 @@ def summarize(errors: Sequence[float]) -> tuple[str, str, str]:
     return f"{median(map(abs, errors)):.1%}", f"{median(errors):+.1%}", str(len(errors))
 
 
-def head_errors() -> None:
-    head("model, nodes", "step: median |error|", "with signs", "n", "MFU of 10 % or less", "", "n",
-         "memory: median |error|", "with signs", "n")  # fmt: skip
+def print_error_header() -> None:
+    print_header(
+        "model, nodes",
+        "step: median |error|",
+        "with signs",
+        "n",
+        "MFU of 10 % or less",
+        "",
+        "n",
+        "memory: median |error|",
+        "with signs",
+        "n",
+    )
 
 
-def print_errors(name: str, runs: Sequence[GridRun], found: Predicted) -> None:
+def print_errors(name: str, runs: Sequence[GridRun], prediction: Prediction) -> None:
     """Print a row of errors: of steps by MFU, and of memory if the MFU is above 10 %."""
-    real = np.array([run.seconds for run in runs])
-    size = np.array([run.memory for run in runs])
-    there = np.isfinite(found.seconds)
-    counts = np.array([run.mfu > COUNTS for run in runs])
-    step, memory = found.seconds / real - 1, found.memory / size - 1
-    parts = (step[there & counts], step[there & ~counts], memory[there & counts])
-    line(name, *(cell for part in parts for cell in summarize(part.tolist())))
+    measured_seconds = np.array([run.seconds for run in runs])
+    measured_bytes = np.array([run.memory for run in runs])
+    is_predicted = np.isfinite(prediction.seconds)
+    is_efficient = np.array([run.mfu > MIN_MFU for run in runs])
+    step, memory = prediction.seconds / measured_seconds - 1, prediction.memory / measured_bytes - 1
+    parts = (
+        step[is_predicted & is_efficient],
+        step[is_predicted & ~is_efficient],
+        memory[is_predicted & is_efficient],
+    )
+    print_row(name, *(cell for part in parts for cell in summarize(part.tolist())))
 
 
-def choose(runs: Sequence[GridRun], some: Sequence[int], found: Predicted) -> int:
-    """Return the run that `schedir plan` prints first: the simplest within 2 % of the best."""
-    longest = (1 + PREFERENCE_TOLERANCE) * min(found.seconds[k] for k in some)
-    fast = [k for k in some if found.seconds[k] <= longest]
-    return min(fast, key=lambda k: measure_complexity(runs[k].choice, found.memory[k]))
+def choose_run(runs: Sequence[GridRun], subset: Sequence[int], prediction: Prediction) -> int:
+    """Return the index of the run that `schedir plan` prefers: the simplest within 2 %."""
+    longest = (1 + PREFERENCE_TOLERANCE) * min(prediction.seconds[k] for k in subset)
+    fast = [k for k in subset if prediction.seconds[k] <= longest]
+    return min(fast, key=lambda k: measure_complexity(runs[k].choice, prediction.memory[k]))
 
 
-def regrets(runs: Sequence[GridRun], found: Predicted) -> list[float]:
-    """Return the regrets of the first choice: among all runs, and without one value of tp or pp."""
+def compute_regrets(runs: Sequence[GridRun], prediction: Prediction) -> list[float]:
+    """Return the regrets of the first choice among all runs, and without one value of tp or pp."""
     groups: dict[str, list[int]] = defaultdict(list)
-    for k in np.flatnonzero(np.isfinite(found.seconds)).tolist():
-        groups[group_of(runs[k])].append(k)
-    lost = []
+    for k in np.flatnonzero(np.isfinite(prediction.seconds)).tolist():
+        groups[name_group(runs[k])].append(k)
+    all_regrets = []
     for group in groups.values():
         subsets = [group]
         for name in ("tp", "pp"):
             for value in {getattr(runs[k].choice, name) for k in group}:
                 subsets.append([k for k in group if getattr(runs[k].choice, name) != value])
-        for some in subsets:
-            if len(some) > 1:
-                real = runs[choose(runs, some, found)].seconds or 0.0
-                lost.append(real / min(runs[k].seconds or 0.0 for k in some) - 1)
-    return lost
+        for subset in subsets:
+            if len(subset) > 1:
+                chosen_seconds = runs[choose_run(runs, subset, prediction)].seconds or 0.0
+                all_regrets.append(chosen_seconds / min(runs[k].seconds or 0.0 for k in subset) - 1)
+    return all_regrets
 
 
-def regrets_of_counting(runs: Sequence[GridRun], found: Predicted) -> list[float]:
+def compute_efficient_regrets(runs: Sequence[GridRun], prediction: Prediction) -> list[float]:
     """Return the regrets of the first choice among the runs with an MFU above 10 %."""
-    counts = np.array([run.mfu > COUNTS for run in runs])
-    return regrets(runs, found._replace(seconds=np.where(counts, found.seconds, np.inf)))
+    is_efficient = np.array([run.mfu > MIN_MFU for run in runs])
+    return compute_regrets(
+        runs, prediction._replace(seconds=np.where(is_efficient, prediction.seconds, np.inf))
+    )
 
 
-def describe_regrets(lost: Sequence[float]) -> str:
+def format_regrets(lost: Sequence[float]) -> str:
     """Return the median, the 90th percentile and the largest regret as text."""
     return (f"regret of the first choice: median {median(lost):.1%}, 90th percentile "
             f"{np.percentile(lost, 90):.1%}, worst {max(lost):.0%}, n = {len(lost)}")  # fmt: skip
 
 
-def describe(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> None:
+def print_comparison(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> None:
     """Print errors by model and nodes, the rank correlation, the regret, and the refused runs."""
-    head_errors()
-    for name in dict.fromkeys(map(group_of, runs)):
-        some = [run for run in runs if group_of(run) == name]
-        print_errors(name, some, predict(some, stack, cluster))
-    found = predict(runs, stack, cluster)
-    print_errors("all", runs, found)
-    counts = np.isfinite(found.seconds) & np.array([run.mfu > COUNTS for run in runs])
-    correlation = rank_correlation(
-        np.array([run.seconds for run in runs])[counts], found.seconds[counts]
+    print_error_header()
+    for name in dict.fromkeys(map(name_group, runs)):
+        group = [run for run in runs if name_group(run) == name]
+        print_errors(name, group, predict(group, stack, cluster))
+    prediction = predict(runs, stack, cluster)
+    print_errors("all", runs, prediction)
+    is_counted = np.isfinite(prediction.seconds) & np.array([run.mfu > MIN_MFU for run in runs])
+    correlation = compute_rank_correlation(
+        np.array([run.seconds for run in runs])[is_counted], prediction.seconds[is_counted]
     )
-    print(f"\nrank correlation: {correlation:.3f}, n = {counts.sum()}")
-    print(f"\n{describe_regrets(regrets(runs, found))}")
-    print(f"\namong runs that count, {describe_regrets(regrets_of_counting(runs, found))}")
-    every = grid()
-    no = ~(predict(every, stack, cluster).memory <= cluster.memory)
-    ran = np.array([run.seconds is not None for run in every])
-    right = (no & ~ran).sum()
-    print(f"\nof {ran.sum()} runs that ran, {(no & ran).sum()} are refused; of {(~ran).sum()} "
-          f"without a result, {right} ({right / max((~ran).sum(), 1):.0%})\n")  # fmt: skip
+    print(f"\nrank correlation: {correlation:.3f}, n = {is_counted.sum()}")
+    print(f"\n{format_regrets(compute_regrets(runs, prediction))}")
+    print(f"\namong runs that count, {format_regrets(compute_efficient_regrets(runs, prediction))}")
+    all_runs = read_runs()
+    is_refused = ~(predict(all_runs, stack, cluster).memory <= cluster.memory)
+    has_result = np.array([run.seconds is not None for run in all_runs])
+    correct_refusals = (is_refused & ~has_result).sum()
+    print(
+        f"\nof {has_result.sum()} runs that ran, {(is_refused & has_result).sum()} are "
+        f"refused; of {(~has_result).sum()} "
+        f"without a result, {correct_refusals} "
+        f"({correct_refusals / max((~has_result).sum(), 1):.0%})\n"
+    )
 
 
 # ------------------------------------------------------------ tables
 
 
-def defaults() -> None:
+def print_defaults() -> None:
     """Test the default constants on H100. None of them is fitted to these rows."""
-    plain = Stack(
+    default_stack = Stack(
         planner.SoftwareConstants(), planner.StateBytes(2, 2, 12), "even", "flash", "tp-dp-pp", ""
     )
-    describe(measured(), plain, planner.cluster_preset("h100"))
+    print_comparison(read_measured_runs(), default_stack, planner.cluster_preset("h100"))
 
 
-def shipped() -> None:
-    """Print errors with the constants in schedir, which are fitted to all of these rows."""
-    describe(measured(), NANOTRON, CLUSTER)
+def print_shipped() -> None:
+    """Print errors with the constants of schedir, which are fitted to all of these rows."""
+    print_comparison(read_measured_runs(), NANOTRON, CLUSTER)
 
 
-def left_out() -> None:
+def print_left_out() -> None:
     """Fit constants of nanotron to some of the rows, and test them with the other rows."""
-    runs = measured()
+    runs = read_measured_runs()
     splits: list[tuple[str, Callable[[GridRun], bool]]] = [
         ("1 and 2 nodes", lambda run: run.nodes <= 2),
         ("1.34 B", lambda run: run.model.layers == 16),
         *((f"all but {n} nodes", lambda run, n=n: run.nodes != n) for n in (1, 2, 4, 8, 16)),
     ]
-    lost = []
-    for name, trains in splits[: 1 if SMOKE else None]:
-        stack, cluster = fit_nanotron([run for run in runs if trains(run)])
-        rest = [run for run in runs if not trains(run)]
+    all_regrets = []
+    for name, is_training in splits[: 1 if SMOKE else None]:
+        stack, cluster = fit_nanotron([run for run in runs if is_training(run)])
+        test_runs = [run for run in runs if not is_training(run)]
         print(f"\nfitted on {name}\n")
-        head_errors()
-        for group in dict.fromkeys(map(group_of, rest)):
-            some = [run for run in rest if group_of(run) == group]
-            print_errors(group, some, predict(some, stack, cluster))
-        found = predict(rest, stack, cluster)
-        print_errors("all of these", rest, found)
+        print_error_header()
+        for group in dict.fromkeys(map(name_group, test_runs)):
+            group_runs = [run for run in test_runs if name_group(run) == group]
+            print_errors(group, group_runs, predict(group_runs, stack, cluster))
+        prediction = predict(test_runs, stack, cluster)
+        print_errors("all of these", test_runs, prediction)
         if name.startswith("all but"):
-            lost += regrets(rest, found)
-    print(f"\nfor each number of nodes, by the others: {describe_regrets(lost or [0.0])}\n")
+            all_regrets += compute_regrets(test_runs, prediction)
+    print(f"\nfor each number of nodes, by the others: {format_regrets(all_regrets or [0.0])}\n")
 
 
-def pick(many: Callable[[Cluster], Predicted], rows: list[int], cluster: Cluster) -> Any:
-    """Return the predictions of some rows."""
-    return many(cluster).seconds[rows]
+def predict_rows(
+    predict_pool: Callable[[Cluster], Prediction], rows: list[int], cluster: Cluster
+) -> Any:
+    """Return the predicted seconds of some rows."""
+    return predict_pool(cluster).seconds[rows]
 
 
-def calibrated() -> None:
+def print_calibrated() -> None:
     """Calibrate with three runs on 1 and 2 nodes, and test with runs on other numbers of nodes."""
-    runs = measured()
-    pool = [run for run in counting(runs) if run.nodes <= 2]
+    runs = read_measured_runs()
+    pool = [run for run in select_efficient_runs(runs) if run.nodes <= 2]
     errors: dict[int, list[float]] = defaultdict(list)
-    plain: dict[int, list[float]] = defaultdict(list)
-    lost: list[float] = []
-    lost_of_counting: list[float] = []
-    for tested in ((8,), (4, 16))[: 1 if SMOKE else None]:
-        stack, cluster = fit_nanotron([run for run in runs if run.nodes not in tested])
-        rest = [run for run in runs if run.nodes in tested]
-        many = lru_cache(partial(predict, pool, stack))  # all fits begin with the same predictions
+    inefficient_errors: dict[int, list[float]] = defaultdict(list)
+    all_regrets: list[float] = []
+    efficient_regrets: list[float] = []
+    for test_nodes in ((8,), (4, 16))[: 1 if SMOKE else None]:
+        stack, cluster = fit_nanotron([run for run in runs if run.nodes not in test_nodes])
+        test_runs = [run for run in runs if run.nodes in test_nodes]
+        predict_pool = lru_cache(
+            partial(predict, pool, stack)
+        )  # all fits begin with the same predictions
         for draw in range(DRAWS):
-            drawn = random.Random(draw).sample(range(len(pool)), 3)
-            real = np.log([pool[k].seconds or 0.0 for k in drawn])
-            own, _ = fit_constants(cluster, partial(pick, many, drawn), real)
-            found = predict(rest, stack, own)
-            for run, seconds in zip(rest, found.seconds.tolist(), strict=True):
-                (errors if run.mfu > COUNTS else plain)[run.nodes].append(
+            sample = random.Random(draw).sample(range(len(pool)), 3)
+            log_seconds = np.log([pool[k].seconds or 0.0 for k in sample])
+            fitted_cluster, _ = fit_constants(
+                cluster, partial(predict_rows, predict_pool, sample), log_seconds
+            )
+            prediction = predict(test_runs, stack, fitted_cluster)
+            for run, seconds in zip(test_runs, prediction.seconds.tolist(), strict=True):
+                (errors if run.mfu > MIN_MFU else inefficient_errors)[run.nodes].append(
                     seconds / (run.seconds or 0.0) - 1
                 )
-            lost += regrets(rest, found)
-            lost_of_counting += regrets_of_counting(rest, found)
-    head("nodes", "median |error|", "with signs", "rows x draws", "MFU of 10 % or less", "", "n")
+            all_regrets += compute_regrets(test_runs, prediction)
+            efficient_regrets += compute_efficient_regrets(test_runs, prediction)
+    print_header(
+        "nodes", "median |error|", "with signs", "rows x draws", "MFU of 10 % or less", "", "n"
+    )
     for n in sorted(errors):
-        line(n, *summarize(errors[n]), *summarize(plain[n]))
-    finite = [e for each in errors.values() for e in each]
-    line("all", *summarize(finite), *summarize([e for each in plain.values() for e in each]))
-    print(f"\n{describe_regrets(lost)}")
-    print(f"\namong runs that count, {describe_regrets(lost_of_counting)}\n")
+        print_row(n, *summarize(errors[n]), *summarize(inefficient_errors[n]))
+    all_errors = [e for node_errors in errors.values() for e in node_errors]
+    print_row(
+        "all",
+        *summarize(all_errors),
+        *summarize([e for node_errors in inefficient_errors.values() for e in node_errors]),
+    )
+    print(f"\n{format_regrets(all_regrets)}")
+    print(f"\namong runs that count, {format_regrets(efficient_regrets)}\n")
 
 
-def b200() -> None:
-    """Compare the memory of Megatron-LM on B200. The rows have the bytes of tensors only."""
+def print_b200() -> None:
+    """Compare the memory of Megatron-LM on B200. The rows have only the bytes of tensors."""
     stack, node = planner.stack_preset("megatron"), planner.cluster_preset("b200")
     constants = replace(stack.constants, allocator_share=0, reserved_bytes=0)
-    head("layout", "allocated, GB", "predicted, GB", "")
+    print_header("layout", "allocated, GB", "predicted, GB", "")
     errors = []
     for model, choice, size, _ in published.read_b200_runs():
-        found = planner.peak_memory(
+        predicted = planner.peak_memory(
             model, node, choice, constants, state_bytes=stack.state_bytes
         ).total
-        errors.append(found / size - 1)
-        line(f"tp {choice.tp} pp {choice.pp} dp {choice.dp} cp {choice.cp} m {choice.microbatches}",
-             f"{size / 1e9:.1f}", f"{found / 1e9:.1f}", f"{errors[-1]:+.1%}")  # fmt: skip
+        errors.append(predicted / size - 1)
+        print_row(f"tp {choice.tp} pp {choice.pp} dp {choice.dp} cp {choice.cp} "
+             f"m {choice.microbatches}",
+             f"{size / 1e9:.1f}", f"{predicted / 1e9:.1f}", f"{errors[-1]:+.1%}")  # fmt: skip
     largest = max(map(abs, errors))
     print(f"\nmedian {median(map(abs, errors)):.1%}, largest {largest:.1%}, n = {len(errors)}")
 
 
-def mlperf() -> None:
+def print_mlperf() -> None:
     """Print the table of GPT-3 in FP8. The speedup of FP8 is fitted to the first row."""
     stack = planner.stack_preset("megatron-fp8")
-    head("run", "t", "p", "d", "v", "b", "m", "MLPerf, s", "predicted", "", "in 16 bits")
+    print_header("run", "t", "p", "d", "v", "b", "m", "MLPerf, s", "predicted", "", "in 16 bits")
     errors = []
     for accelerator, run in published.read_mlperf_runs():
-        at = run.choice
-        cluster = replace(planner.cluster_preset(accelerator), nodes=at.gpus // 8)
-        told, plain = (
-            planner.estimate_step(run.model, cluster, at, exact=False, constants=constants)
+        plan = run.choice
+        cluster = replace(planner.cluster_preset(accelerator), nodes=plan.gpus // 8)
+        predicted, predicted_16_bit = (
+            planner.estimate_step(run.model, cluster, plan, exact=False, constants=constants)
             .step_time for constants in (stack.constants, planner.SoftwareConstants())
         )  # fmt: skip
-        errors.append(told / run.seconds - 1)
-        line(
-            run.name, at.tp, at.pp, at.dp, at.stages_per_rank, at.microbatch_size, at.microbatches,
-            f"{run.seconds:.2f}", f"{told:.2f}", f"{errors[-1]:+.1%}",
-            f"{plain / run.seconds - 1:+.1%}",
-        )  # fmt: skip
-    rest = errors[1:]
-    print(f"\nall but the first row: mean {fmean(map(abs, rest)):.1%}, with signs "
-          f"{fmean(rest):+.1%}, largest {max(rest, key=abs):+.1%}, n = {len(rest)}")  # fmt: skip
+        errors.append(predicted / run.seconds - 1)
+        print_row(
+            run.name,
+            plan.tp,
+            plan.pp,
+            plan.dp,
+            plan.stages_per_rank,
+            plan.microbatch_size,
+            plan.microbatches,
+            f"{run.seconds:.2f}",
+            f"{predicted:.2f}",
+            f"{errors[-1]:+.1%}",
+            f"{predicted_16_bit / run.seconds - 1:+.1%}",
+        )
+    other_errors = errors[1:]
+    print(
+        f"\nall but the first row: mean {fmean(map(abs, other_errors)):.1%}, with signs "
+        f"{fmean(other_errors):+.1%}, largest {max(other_errors, key=abs):+.1%}, n = "
+        f"{len(other_errors)}"
+    )
 
 
-def scatter() -> None:
+def draw_scatter() -> None:
     """Draw measured and predicted steps, with default and with fitted constants."""
     if not OUTPUT:
         return
     from matplotlib.figure import Figure
 
-    runs = counting(measured())
-    real = np.array([run.seconds for run in runs])
-    plain = Stack(
+    runs = select_efficient_runs(read_measured_runs())
+    measured_seconds = np.array([run.seconds for run in runs])
+    default_stack = Stack(
         planner.SoftwareConstants(), planner.StateBytes(2, 2, 12), "even", "flash", "tp-dp-pp", ""
     )
     figure = Figure(figsize=(9, 6.6), layout="constrained")
     grid_of_axes = figure.subplots(2, 3, sharex=True, sharey=True)
-    fitted = fit_nanotron([run for run in measured() if run.nodes <= 2])
-    ways = (("default constants", (plain, planner.cluster_preset("h100"))),
+    fitted = fit_nanotron([run for run in read_measured_runs() if run.nodes <= 2])
+    predictors = (("default constants", (default_stack, planner.cluster_preset("h100"))),
             ("fitted on 1 and 2 nodes", fitted))  # fmt: skip
     colors: tuple[tuple[str, Callable[[GridRun], int]], ...] = (
         ("nodes", lambda run: run.nodes), ("tp", lambda run: run.choice.tp),
         ("pp", lambda run: run.choice.pp),
     )  # fmt: skip
-    for row, (title, (stack, cluster)) in zip(grid_of_axes, ways, strict=True):
-        found = predict(runs, stack, cluster).seconds
+    for row, (title, (stack, cluster)) in zip(grid_of_axes, predictors, strict=True):
+        predicted = predict(runs, stack, cluster).seconds
         for ax, (name, value_of) in zip(row, colors, strict=True):
             values = np.array([value_of(run) for run in runs])
             for value in sorted(set(values.tolist())):
-                here = values == value
-                ax.plot(real[here], found[here], ".", label=f"{name} {value}", markersize=4)
+                mask = values == value
+                ax.plot(
+                    measured_seconds[mask],
+                    predicted[mask],
+                    ".",
+                    label=f"{name} {value}",
+                    markersize=4,
+                )
             ax.plot([0.2, 20], [0.2, 20], color="gray", linewidth=0.8)
             ax.set(xscale="log", yscale="log", title=f"{title}, by {name}")
             ax.legend(fontsize="small")
@@ -428,8 +482,9 @@ def scatter() -> None:
 
 
 TABLES: dict[str, Callable[[], None]] = {
-    "defaults": defaults, "left-out": left_out, "calibrated": calibrated, "shipped": shipped,
-    "b200": b200, "mlperf": mlperf, "scatter": scatter,
+    "defaults": print_defaults, "left-out": print_left_out, "calibrated": print_calibrated,
+    "shipped": print_shipped,
+    "b200": print_b200, "mlperf": print_mlperf, "scatter": draw_scatter,
 }  # fmt: skip
 
 

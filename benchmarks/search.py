@@ -10,18 +10,21 @@
     python benchmarks/search.py below --certify           # runs CP-SAT for 60 s per case
     python benchmarks/search.py certify --seeds 0:200 [--seconds 6] [--add]
 
-Each row is printed when it is measured, as a row of a table. Seconds are processor time, unless the
-text says wall time, which is right only on a quiet machine.
+The script measures the lengths of found schedules and the times of searches. It prints each row of
+a table as soon as it is measured. Seconds are processor time. Only columns with "clock" are wall
+time, which needs an idle machine.
 
-- `certified`: the cases of tests/certified_optima.csv. The excess is that of the shortest order,
-  without queues of messages, as for the optima. The last column counts the cases in which a
-  simulation, which has queues, takes longer. Seconds are those of the search alone.
-- `below`: 20 cases of 72 to 192 (stage, microbatch) pairs, with memory for fewer microbatches than
-  ranks. CP-SAT gets no hint and no bound. Its results are in docs/results/search-below.csv.
-- `certify`: draws cases, lets CP-SAT prove their optima, and keeps the cases that it proves. Only
-  the seed determines a case: 2 to 8 ranks, one or several stages per rank in loops and vees, even
-  and uneven costs, and limits in counts and bytes below, at and above the number of ranks. The
-  script prints the cases as lines of tests/certified_optima.csv, or adds them to this file.
+- `certified`: searches the cases of tests/certified_optima.csv. The excess is the length of the
+  found order over the optimum. Both are lengths without message queues. The last column counts the
+  cases in which a simulation takes longer, because it has queues. Seconds are those of the search
+  alone.
+- `below`: searches 20 cases of 72 to 192 (stage, microbatch) pairs, with memory for fewer
+  microbatches than ranks. CP-SAT gets no hint and no bound. docs/results/search-below.csv has its
+  results.
+- `certify`: draws cases, runs CP-SAT, and keeps the cases whose optimum CP-SAT proves. The seed
+  alone determines a case. Cases have 2 to 8 ranks, one or several stages per rank in loops and
+  vees, and even or uneven costs. Memory limits are counts or bytes below, at and above the number
+  of ranks. The script prints the cases as lines of tests/certified_optima.csv, or appends them.
 
 CP-SAT is the solver of `ortools`, which `pip install 'schedir[solver]'` installs.
 """
@@ -45,7 +48,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import schedir
-from benchmarks.harness import head, lacks, line, parse
+from benchmarks.harness import parse, print_header, print_row, report_missing
 from schedir import Costs, PipelineShape
 from schedir.analysis import numba_jit
 from schedir.errors import MemoryLimitError, SchedirError, UsageError
@@ -67,46 +70,53 @@ from tests.laws import ZOO
 from tests.zero_bubble_figures import PRINTED, read_rows
 
 Options = argparse.Namespace
-DRAWN = 5  # number of draws of random costs
+COST_DRAWS = 5  # number of draws of random costs
 SHAPES = [(4, 16), (4, 64), (8, 24), (8, 64), (16, 48), (16, 128)]
 BELOW_FILE = Path(__file__).parents[1] / "docs" / "results" / "search-below.csv"
 BELOW_SHAPES = [(6, 12, 3), (8, 16, 4), (8, 16, 6), (8, 24, 4), (8, 24, 6)]  # ranks, m, in flight
 # Stages per rank -> the largest number of (stage, microbatch) pairs of a drawn case.
-MOST_CELLS = {1: 130, 2: 64, 3: 36}
+MAX_CELLS = {1: 130, 2: 64, 3: 36}
 
 
-def table5(options: Options) -> None:
+def print_table5(options: Options) -> None:
     """Print the bubble rates of the longest active span, with the memory limits of the paper."""
-    head("model", "p", "m", "limit", "paper", "found", "bound", "", "stopped", "s")
+    print_header("model", "p", "m", "limit", "paper", "found", "bound", "", "stopped", "s")
     for row in read_rows()[:1] if options.smoke else read_rows():
         for limit, column in ((1, "rate_ZB_1p"), (2, "rate_ZB_2p")):
-            began = process_time()
-            found = schedir.search_schedule(
+            start = process_time()
+            search_result = schedir.search_schedule(
                 row.shape, row.costs, row.sizes, limit * row.shape.ranks,
                 objective="active_span", time_limit=options.seconds,
             )  # fmt: skip
-            took = process_time() - began
-            paper, rate = row.rates[column], row.rate(found.span)
-            beside = "better" if rate < paper - PRINTED / 2 else "equal"
-            beside = "worse" if rate > paper + PRINTED / 2 else beside
-            line(
-                row.model, row.shape.ranks, row.shape.microbatches, f"{limit}p", f"{paper:.2%}",
-                f"{rate:.3%}", f"{row.rate(found.bound):.3%}", beside, found.stop_reason,
-                f"{took:.1f}",
-            )  # fmt: skip
+            seconds = process_time() - start
+            paper, rate = row.rates[column], row.rate(search_result.span)
+            verdict = "better" if rate < paper - PRINTED / 2 else "equal"
+            verdict = "worse" if rate > paper + PRINTED / 2 else verdict
+            print_row(
+                row.model,
+                row.shape.ranks,
+                row.shape.microbatches,
+                f"{limit}p",
+                f"{paper:.2%}",
+                f"{rate:.3%}",
+                f"{row.rate(search_result.bound):.3%}",
+                verdict,
+                search_result.stop_reason,
+                f"{seconds:.1f}",
+            )
 
 
-def families(ranks: int) -> Iterator[tuple[str, Costs]]:
+def list_uneven_costs(ranks: int) -> Iterator[tuple[str, Costs]]:
     """Yield costs that differ between stages."""
-    last = (1.0,) * (ranks - 1) + (1.5,)
-    yield "last x 1.5", Costs(F=last, I=last, W=last)
-    for seed in range(DRAWN):
+    last_slow = (1.0,) * (ranks - 1) + (1.5,)
+    yield "last x 1.5", Costs(F=last_slow, I=last_slow, W=last_slow)
+    for seed in range(COST_DRAWS):
         rng = random.Random(seed)
         F, I, W = (tuple(rng.uniform(0.7, 1.3) for _ in range(ranks)) for _ in range(3))
         yield f"0.7 to 1.3, {seed}", Costs(F=F, I=I, W=W)
 
 
-def best_of_zoo(shape: PipelineShape, costs: Costs, room: int) -> float:
+def find_shortest_span(shape: PipelineShape, costs: Costs, max_in_flight: int) -> float:
     """Return the shortest span of the built-in schedules that fit into a limit of activations."""
     spans = []
     for schedule in get_built_in_schedules().values():
@@ -117,84 +127,117 @@ def best_of_zoo(shape: PipelineShape, costs: Costs, room: int) -> float:
         if (
             run.program.has_backward
             and run.program.shape == shape
-            and run.peak_in_flight.max() <= room
+            and run.peak_in_flight.max() <= max_in_flight
         ):
             spans.append(run.span)
     return min(spans)
 
 
-def uneven(options: Options) -> None:
-    """Print how far the best built-in schedule and the found order are above the bound."""
-    head("p x m", "in flight", "costs", "recommend of the zoo", "found", "stopped", "s")
-    over, zoo = [], []
+def print_uneven(options: Options) -> None:
+    """Print the gap to the bound of the best built-in schedule and of the found order."""
+    print_header("p x m", "in flight", "costs", "recommend of the zoo", "found", "stopped", "s")
+    search_gaps, built_in_gaps = [], []
     for p, m in SHAPES[:1] if options.smoke else SHAPES:
-        for room in (p, p * 3 // 2):
-            for name, costs in families(p):
+        for max_in_flight in (p, p * 3 // 2):
+            for name, costs in list_uneven_costs(p):
                 shape = PipelineShape(p, m)
-                began = process_time()
-                found = schedir.search_schedule(
-                    shape, costs, max_in_flight=room, time_limit=options.seconds
+                start = process_time()
+                search_result = schedir.search_schedule(
+                    shape, costs, max_in_flight=max_in_flight, time_limit=options.seconds
                 )
-                took = process_time() - began
-                over.append(found.gap_to_bound)
-                zoo.append(best_of_zoo(shape, costs, room) / found.bound - 1)
-                line(
-                    f"{p} x {m}", room, name, f"{zoo[-1]:.2%}", f"{found.gap_to_bound:.2%}",
-                    found.stop_reason, f"{took:.1f}",
-                )  # fmt: skip
-    for name, gaps in (("zoo", zoo), ("found", over)):
+                seconds = process_time() - start
+                search_gaps.append(search_result.gap_to_bound)
+                built_in_gaps.append(
+                    find_shortest_span(shape, costs, max_in_flight) / search_result.bound - 1
+                )
+                print_row(
+                    f"{p} x {m}",
+                    max_in_flight,
+                    name,
+                    f"{built_in_gaps[-1]:.2%}",
+                    f"{search_result.gap_to_bound:.2%}",
+                    search_result.stop_reason,
+                    f"{seconds:.1f}",
+                )
+    for name, gaps in (("zoo", built_in_gaps), ("found", search_gaps)):
         print(f"{name}: {sum(gaps) / len(gaps):.2%} in the mean, {max(gaps):.2%} at worst")
 
 
-def time(options: Options) -> None:
-    """Print the times of a bound, a proof, an order within 1 % of the bound, and a first order."""
+def print_times(options: Options) -> None:
+    """Print the times of a bound and a proof, and the times until a first and a close order."""
     try:
         numba_jit.enable_numba()
     except UsageError:
         print("numba: no\n")
     else:
         print("numba: yes\n")
-    head("what", "p x m", "processor s", "clock s", "over the bound")
-    paper = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
-    uneven_ = dict(families(16))["0.7 to 1.3, 0"]
+    print_header("what", "p x m", "processor s", "clock s", "over the bound")
+    paper_costs = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
+    uneven_costs = dict(list_uneven_costs(16))["0.7 to 1.3, 0"]
     for p, m in ((8, 24),) if options.smoke else ((8, 24), (16, 128), (32, 256)):
         times = []
         for _ in range(3):
-            began = process_time()
-            schedir.lower_bound(PipelineShape(p, m), paper, max_in_flight=p)
-            times.append(process_time() - began)
-        line("bound, the best of three", f"{p} x {m}", f"{min(times):.4f}", "", "")
+            cpu_start = process_time()
+            schedir.lower_bound(PipelineShape(p, m), paper_costs, max_in_flight=p)
+            times.append(process_time() - cpu_start)
+        print_row("bound, the best of three", f"{p} x {m}", f"{min(times):.4f}", "", "")
     searches = (
-        ("search, even", 8, 24, paper),
-        ("search, 0.7 to 1.3", 16, 128, uneven_),
-        ("search, even", 32, 256, paper),
-        ("search, 0.7 to 1.3", 32, 256, dict(families(32))["0.7 to 1.3, 0"]),
+        ("search, even", 8, 24, paper_costs),
+        ("search, 0.7 to 1.3", 16, 128, uneven_costs),
+        ("search, even", 32, 256, paper_costs),
+        ("search, 0.7 to 1.3", 32, 256, dict(list_uneven_costs(32))["0.7 to 1.3, 0"]),
     )
-    for what, p, m, costs in searches[:1] if options.smoke else searches:
-        began, clock = process_time(), perf_counter()
-        seen: list[tuple[float, float]] = []
-        found = schedir.search_schedule(
-            PipelineShape(p, m), costs, max_in_flight=p, time_limit=options.seconds,
-            report=lambda step, bound, seen=seen, began=began: seen.append(  # type: ignore[misc]
-                (process_time() - began, step.span / bound - 1)
+    for description, p, m, costs in searches[:1] if options.smoke else searches:
+        cpu_start, wall_start = process_time(), perf_counter()
+        improvements: list[tuple[float, float]] = []
+        search_result = schedir.search_schedule(
+            PipelineShape(p, m),
+            costs,
+            max_in_flight=p,
+            time_limit=options.seconds,
+            report=lambda step, bound, improvements=improvements, cpu_start=cpu_start: (
+                improvements.append(  # type: ignore[misc]
+                    (process_time() - cpu_start, step.span / bound - 1)
+                )
             ),
-        )  # fmt: skip
-        took, shown = process_time() - began, perf_counter() - clock
-        line(f"{what}: {found.stop_reason}", f"{p} x {m}", f"{took:.2f}", f"{shown:.2f}",
-             f"{found.gap_to_bound:.2%}")  # fmt: skip
-        if seen:  # empty if the time limit ended the search before its first schedule
-            line("its first schedule", f"{p} x {m}", f"{seen[0][0]:.2f}", "", f"{seen[0][1]:.2%}")
-        close = [each for each in seen if each[1] <= 0.01]
-        if close:
-            line("within 1 %", f"{p} x {m}", f"{close[0][0]:.2f}", "", f"{close[0][1]:.2%}")
-    shape, costs = PipelineShape(16, 64), dict(families(16))["0.7 to 1.3, 0"]
-    for asked in (0.1,) if options.smoke else (1.0, 3.0):
-        clock = perf_counter()
-        schedir.search_schedule(shape, costs, max_in_flight=16, time_limit=asked)
-        line(f"--seconds {asked:g}", "16 x 64", "", f"{perf_counter() - clock:.2f}", "")
+        )
+        cpu_seconds, wall_seconds = process_time() - cpu_start, perf_counter() - wall_start
+        print_row(
+            f"{description}: {search_result.stop_reason}",
+            f"{p} x {m}",
+            f"{cpu_seconds:.2f}",
+            f"{wall_seconds:.2f}",
+            f"{search_result.gap_to_bound:.2%}",
+        )
+        if improvements:  # empty if the time limit ended the search before its first schedule
+            print_row(
+                "its first schedule",
+                f"{p} x {m}",
+                f"{improvements[0][0]:.2f}",
+                "",
+                f"{improvements[0][1]:.2%}",
+            )
+        improvements_within_1_percent = [
+            improvement for improvement in improvements if improvement[1] <= 0.01
+        ]
+        if improvements_within_1_percent:
+            print_row(
+                "within 1 %",
+                f"{p} x {m}",
+                f"{improvements_within_1_percent[0][0]:.2f}",
+                "",
+                f"{improvements_within_1_percent[0][1]:.2%}",
+            )
+    shape, costs = PipelineShape(16, 64), dict(list_uneven_costs(16))["0.7 to 1.3, 0"]
+    for time_limit in (0.1,) if options.smoke else (1.0, 3.0):
+        wall_start = perf_counter()
+        schedir.search_schedule(shape, costs, max_in_flight=16, time_limit=time_limit)
+        print_row(
+            f"--seconds {time_limit:g}", "16 x 64", "", f"{perf_counter() - wall_start:.2f}", ""
+        )
 
 
-# ------------------------------------------------------------ beside certified optima
+# ------------------------------------------------------------ compared with certified optima
 
 
 class Result(NamedTuple):
@@ -203,29 +246,33 @@ class Result(NamedTuple):
     slack: float  # relative difference of the bound from the optimum
     queued: bool
     seconds: float
-    by: str
+    method: str
 
 
-def searched(case: Case, seconds: float) -> Result:
+def search_case(case: Case, seconds: float) -> Result:
     """Return the result of a search. If its bound is above the optimum, the script ends."""
-    began = process_time()
-    found = schedir.search_schedule(
+    start = process_time()
+    search_result = schedir.search_schedule(
         case.shape, case.costs, case.sizes, case.limit,
         max_in_flight=case.in_flight, objective=case.objective, split_backward=case.split,
         time_limit=seconds,
     )  # fmt: skip
-    took = process_time() - began
+    cpu_seconds = process_time() - start
     # There are no improvements if the time limit ended the search before it found an order.
-    last = found.improvements[-1] if found.improvements else SearchStep(took, "none", found.span)
-    taken = last.span
-    assert taken >= case.optimum * (1 - PROOF_TOLERANCE), case
-    assert found.bound <= case.optimum * (1 + PROOF_TOLERANCE), case
-    queued = found.span > taken * (1 + PROOF_TOLERANCE)
-    slack = 1 - found.bound / case.optimum
-    return Result(case, taken / case.optimum - 1, slack, queued, took, last.method)
+    last_step = (
+        search_result.improvements[-1]
+        if search_result.improvements
+        else SearchStep(cpu_seconds, "none", search_result.span)
+    )
+    found_span = last_step.span
+    assert found_span >= case.optimum * (1 - PROOF_TOLERANCE), case
+    assert search_result.bound <= case.optimum * (1 + PROOF_TOLERANCE), case
+    queued = search_result.span > found_span * (1 + PROOF_TOLERANCE)
+    slack = 1 - search_result.bound / case.optimum
+    return Result(case, found_span / case.optimum - 1, slack, queued, cpu_seconds, last_step.method)
 
 
-def groups(case: Case) -> Iterator[str]:
+def list_groups(case: Case) -> Iterator[str]:
     yield "all"
     yield "S*m <= 72" if case.cells <= 72 else "S*m > 72"
     yield "below p activations" if case.tight else "p or more"
@@ -235,123 +282,137 @@ def groups(case: Case) -> Iterator[str]:
     yield "in bytes" if case.limit is not None else "in counts"
 
 
-def summary(results: list[Result]) -> Iterator[str]:
+def format_summary(results: list[Result]) -> Iterator[str]:
     by_group: dict[str, list[Result]] = {}
     for result in results:
-        for group in groups(result.case):
+        for group in list_groups(result.case):
             by_group.setdefault(group, []).append(result)
     yield "| cases | n | optimal | worst excess | bound exact | mean slack | s | queues |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
-    for group, own in by_group.items():
-        n = len(own)
+    for group, group_results in by_group.items():
+        n = len(group_results)
         yield (
-            f"| {group} | {n} | {sum(r.excess <= PROOF_TOLERANCE for r in own)} "
-            f"| {max(r.excess for r in own):.2%} | {sum(r.slack <= PROOF_TOLERANCE for r in own)} "
-            f"| {sum(r.slack for r in own) / n:.2%} | {sum(r.seconds for r in own) / n:.2f} "
-            f"| {sum(r.queued for r in own)} |"
+            f"| {group} | {n} | {sum(r.excess <= PROOF_TOLERANCE for r in group_results)} "
+            f"| {max(r.excess for r in group_results):.2%} | "
+            f"{sum(r.slack <= PROOF_TOLERANCE for r in group_results)} "
+            f"| {sum(r.slack for r in group_results) / n:.2%} | "
+            f"{sum(r.seconds for r in group_results) / n:.2f} "
+            f"| {sum(r.queued for r in group_results)} |"
         )
 
 
-def certified(options: Options) -> None:
-    """Print how often a search finds the optimum, and the errors of the order and of the bound."""
+def print_certified(options: Options) -> None:
+    """Print the share of optimal searches, and the errors of the order and of the bound."""
     results = []
     for case in [c for c in load_cases() if c.cells <= options.cells][:: options.every]:
-        results.append(searched(case, options.seconds))
+        results.append(search_case(case, options.seconds))
         if results[-1].excess > PROOF_TOLERANCE:
-            print(f"{results[-1].excess:.3%} over: {case}, {results[-1].by}", flush=True)
-    print("\n".join(summary(results)))
+            print(f"{results[-1].excess:.3%} over: {case}, {results[-1].method}", flush=True)
+    print("\n".join(format_summary(results)))
 
 
 # ------------------------------------------------------------ below p activations, with CP-SAT
 
 
-def below_costs(ranks: int) -> Iterator[tuple[str, Row, Row, Row, float]]:
+def list_below_costs(ranks: int) -> Iterator[tuple[str, Row, Row, Row, float]]:
     """Return even costs, costs of arXiv 2401.10241, table 9, and uneven costs."""
-    last = (1.0,) * (ranks - 1) + (1.5,)
+    last_slow = (1.0,) * (ranks - 1) + (1.5,)
     rng = random.Random(ranks)
     yield "unit", (1.0,), (1.0,), (1.0,), 0.0
     yield "1.5B", (18.522,), (18.086,), (9.337,), 0.601
-    yield "last stage x 1.5", last, last, last, 0.0
-    drawn = (tuple(round(rng.uniform(0.7, 1.3), 3) for _ in range(ranks)) for _ in range(3))
-    yield "0.7 to 1.3", *drawn, 0.0  # type: ignore[misc]
+    yield "last stage x 1.5", last_slow, last_slow, last_slow, 0.0
+    costs = (tuple(round(rng.uniform(0.7, 1.3), 3) for _ in range(ranks)) for _ in range(3))
+    yield "0.7 to 1.3", *costs, 0.0  # type: ignore[misc]
 
 
-def by_solver(path: Path, seconds: float, shapes: Sequence[tuple[int, int, int]]) -> None:
+def write_solver_results(
+    path: Path, seconds: float, shapes: Sequence[tuple[int, int, int]]
+) -> None:
     """Write the results of CP-SAT for each case to a file."""
     names = [*(f.name for f in fields(Case)), "bound", "costs"]
     with path.open("w", newline="") as file:
         file.write(
             f"# benchmarks/search.py below --certify, CP-SAT {version('ortools')}, {seconds} s\n"
         )
-        out = csv.DictWriter(file, names, lineterminator="\n")
-        out.writeheader()
-        for ranks, microbatches, room in shapes:
-            for name, forward, backward, weight, send in below_costs(ranks):
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        for ranks, microbatches, max_in_flight in shapes:
+            for name, forward, backward, weight, send in list_below_costs(ranks):
                 case = Case(
                     ranks, microbatches, 1, "loop", True, "span", forward, backward, weight, send,
-                    room, None, None, None, None, 0.0, None, "",
+                    max_in_flight, None, None, None, None, 0.0, None, "",
                 )  # fmt: skip
                 solved = solve(case.problem, seconds, workers=2)
                 print(case, name, solved.value, solved.bound.value, flush=True)
                 row = replace(case, optimum=solved.value).line()
-                out.writerow(row | {"bound": solved.bound.value, "costs": name})
+                writer.writerow(row | {"bound": solved.bound.value, "costs": name})
                 file.flush()
 
 
-def beside_solver(path: Path, seconds: float) -> None:
+def print_solver_comparison(path: Path, seconds: float) -> None:
     """Print the results of a search next to the results of CP-SAT, which are read from a file."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    head(
+    print_header(
         "p x m", "in flight", "costs", "CP-SAT", "its bound", "search", "over CP-SAT", "bound", "s"
     )
-    over = []
+    differences = []
     for case, row in zip(read_cases(path), rows, strict=True):
-        began = process_time()
-        found = schedir.search_schedule(
+        start = process_time()
+        search_result = schedir.search_schedule(
             case.shape, case.costs, max_in_flight=case.in_flight, time_limit=seconds
         )
-        took = process_time() - began
+        cpu_seconds = process_time() - start
         # There are no improvements if the time limit ended the search before it found an order.
-        taken = found.improvements[-1].span if found.improvements else found.span
-        over.append(taken / case.optimum - 1)
-        line(
-            f"{case.ranks} x {case.microbatches}", case.in_flight, row["costs"],
-            f"{case.optimum:.6g}", f"{float(row['bound']):.6g}", f"{taken:.6g}", f"{over[-1]:+.2%}",
-            f"{found.bound:.6g}", f"{took:.1f}",
-        )  # fmt: skip
-    print(f"\nmean {sum(over) / len(over):+.2%}, at most {max(over):+.2%}")
+        found_span = (
+            search_result.improvements[-1].span
+            if search_result.improvements
+            else search_result.span
+        )
+        differences.append(found_span / case.optimum - 1)
+        print_row(
+            f"{case.ranks} x {case.microbatches}",
+            case.in_flight,
+            row["costs"],
+            f"{case.optimum:.6g}",
+            f"{float(row['bound']):.6g}",
+            f"{found_span:.6g}",
+            f"{differences[-1]:+.2%}",
+            f"{search_result.bound:.6g}",
+            f"{cpu_seconds:.1f}",
+        )
+    print(f"\nmean {sum(differences) / len(differences):+.2%}, at most {max(differences):+.2%}")
 
 
-def below(options: Options) -> None:
+def print_below(options: Options) -> None:
     """Search with a limit below p activations, or write the results of CP-SAT for these cases."""
     if options.smoke:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, BELOW_FILE.name)
-            by_solver(path, 0.5, BELOW_SHAPES[:1])
-            beside_solver(path, options.seconds)
+            write_solver_results(path, 0.5, BELOW_SHAPES[:1])
+            print_solver_comparison(path, options.seconds)
     elif options.certify:
-        by_solver(BELOW_FILE, 60.0, BELOW_SHAPES)
+        write_solver_results(BELOW_FILE, 60.0, BELOW_SHAPES)
     else:
-        beside_solver(BELOW_FILE, options.seconds)
+        print_solver_comparison(BELOW_FILE, options.seconds)
 
 
-# ------------------------------------------------------------ certified optima, made
+# ------------------------------------------------------------ new certified optima
 
 
-def drawn(seed: int) -> Case:
+def draw_case(seed: int) -> Case:
     """Return the case of a seed, without its optimum."""
     rng = random.Random(seed)
     v = rng.choices((1, 2, 3), (7, 3, 1))[0]
     ranks = rng.randint(2, 8 if v == 1 else 4)
-    most = min(24, MOST_CELLS[v] // (ranks * v))
-    microbatches = rng.randint(min(2, most), most)
+    max_microbatches = min(24, MAX_CELLS[v] // (ranks * v))
+    microbatches = rng.randint(min(2, max_microbatches), max_microbatches)
     placement = rng.choice(("loop", "vee")) if v == 2 else "loop"
     stages, split = ranks * v, rng.random() < 0.75
-    forward, backward, weight, send = _drawn_costs(rng, stages)
+    forward, backward, weight, send = _draw_costs(rng, stages)
     if not split:
         backward, weight = (
-            tuple(round(sum(both), 15) for both in zip(backward, weight, strict=True)),
+            tuple(round(sum(halves), 15) for halves in zip(backward, weight, strict=True)),
             (0.0,),
         )
     objectives: tuple[Objective, ...] = ("span", "active_span")
@@ -363,22 +424,26 @@ def drawn(seed: int) -> Case:
     share = rng.choice((0.5, 0.5, 0.6, 0.75, 1, 1, 1.25, 1.5, 2))
     if rng.random() < 0.5:
         return replace(case, in_flight=max(ceil(share * ranks * v), v))
-    saved = _drawn_row(rng, stages, lambda: float(rng.randint(8, 20)), rng.random() < 0.7)
+    saved = _draw_row(rng, stages, lambda: float(rng.randint(8, 20)), rng.random() < 0.7)
     part = rng.choice((0.25, 0.4, 0.7, 1.0))
     tape = tuple(float(ceil(part * s)) for s in saved)
-    both = tuple(s + float(rng.randint(0, int(t))) for s, t in zip(saved, tape, strict=True))
+    saved_and_tape = tuple(
+        s + float(rng.randint(0, int(t))) for s, t in zip(saved, tape, strict=True)
+    )
     limit = float(ceil(share * ranks * v * max(saved) + max(tape)))
-    return replace(case, saved=saved, tape=tape, both=rng.choice((None, both)), limit=limit)
+    return replace(
+        case, saved=saved, tape=tape, both=rng.choice((None, saved_and_tape)), limit=limit
+    )
 
 
-def _drawn_costs(rng: random.Random, stages: int) -> tuple[Row, Row, Row, float]:
+def _draw_costs(rng: random.Random, stages: int) -> tuple[Row, Row, Row, float]:
     kind = rng.choice(("even", "last", "whole", "decimal", "real"))
     if kind in ("even", "last"):
-        each = rng.choice(
+        stage_costs = rng.choice(
             ((1.0, 1.0, 1.0), (3.0, 3.0, 2.0), (18.522, 18.086, 9.337), (2.0, 3.0, 1.0))
         )
         factor = [1.0] * (stages - 1) + [1.5 if kind == "last" else 1.0]
-        rows = [tuple(round(c * f, 6) for f in factor) for c in each]
+        rows = [tuple(round(c * f, 6) for f in factor) for c in stage_costs]
     elif kind == "whole":
         rows = [tuple(float(rng.randint(1, 9)) for _ in range(stages)) for _ in range(3)]
     else:
@@ -391,13 +456,16 @@ def _drawn_costs(rng: random.Random, stages: int) -> tuple[Row, Row, Row, float]
     return (*(row[:1] if len(set(row)) == 1 else row for row in rows), send)  # type: ignore[return-value]
 
 
-def _drawn_row(rng: random.Random, stages: int, one: object, alike: bool) -> Row:
-    assert callable(one)
-    return (one(),) if alike else tuple(one() for _ in range(stages))
+def _draw_row(rng: random.Random, stages: int, draw_value: object, is_even: bool) -> Row:
+    assert callable(draw_value)
+    return (draw_value(),) if is_even else tuple(draw_value() for _ in range(stages))
 
 
-def of_the_zoo(problem: SchedulingProblem) -> Iterator[tuple[str, Order]]:
-    """Return the orders of built-in schedules for a shape. If the case splits backwards, all do."""
+def list_built_in_orders(problem: SchedulingProblem) -> Iterator[tuple[str, Order]]:
+    """Yield the names and orders of built-in schedules for a shape.
+
+    If the problem splits backwards, the orders split all backwards.
+    """
     shape = problem.shape
     for name, schedule in ZOO.items():
         placement, per_rank = get_placement_mark(schedule)
@@ -415,58 +483,62 @@ def of_the_zoo(problem: SchedulingProblem) -> Iterator[tuple[str, Order]]:
         ):
             continue
         order = order_of_program(program, split_backward=problem.split_backward)
-        each = problem.microbatches * (2 + problem.split_backward)
+        codes_per_stage = problem.microbatches * (2 + problem.split_backward)
         if all(
-            len(codes) == len(own) * each
-            for codes, own in zip(order, problem.stages_of_rank, strict=True)
+            len(codes) == len(rank_stages) * codes_per_stage
+            for codes, rank_stages in zip(order, problem.stages_of_rank, strict=True)
         ):
             yield name, order
 
 
-def shortest_of_zoo(problem: SchedulingProblem) -> tuple[float | None, str]:
-    """Return the shortest time of a built-in order that fits, and its name."""
-    best, found = inf, ""
-    for name, order in of_the_zoo(problem):
-        taken = compute_length(problem, order)
-        if taken is None or taken >= best:
+def find_shortest_order(problem: SchedulingProblem) -> tuple[float | None, str]:
+    """Return the length and the name of the shortest built-in order that fits into memory."""
+    best_length, best_name = inf, ""
+    for name, order in list_built_in_orders(problem):
+        length = compute_length(problem, order)
+        if length is None or length >= best_length:
             continue
         if all(
-            problem.fits_on_rank(held, rank)
-            for rank, held in enumerate(compute_peaks(problem, order))
+            problem.fits_on_rank(peak, rank)
+            for rank, peak in enumerate(compute_peaks(problem, order))
         ):
-            best, found = taken, name
-    return (best, found) if found else (None, "")
+            best_length, best_name = length, name
+    return (best_length, best_name) if best_name else (None, "")
 
 
 def certify(options: Options) -> None:
-    """Draw cases, and print or add those whose optimum CP-SAT proves."""
+    """Draw cases, and write the cases whose optimum CP-SAT proves."""
     names = [f.name for f in fields(Case)]
     file = FILE.open("a", newline="") if options.add else sys.stdout
-    out = csv.DictWriter(file, names, lineterminator="\n")
+    writer = csv.DictWriter(file, names, lineterminator="\n")
     if not options.add or not FILE.stat().st_size:
         file.write(f"# benchmarks/search.py certify, CP-SAT {version('ortools')}\n")
-        out.writeheader()
+        writer.writeheader()
     for seed in range(*map(int, options.seeds.split(":"))):
-        case = drawn(seed)
+        case = draw_case(seed)
         try:
             problem = case.problem
         except SchedirError:  # the memory limit of the case is too small
             continue
-        began = perf_counter()
+        start = perf_counter()
         solved = solve(problem, options.seconds, workers=2)
-        took = perf_counter() - began
-        print(f"{seed} {case}: {solved.value:.6g} {solved.is_proved} {took:.1f} s", file=sys.stderr)
+        seconds = perf_counter() - start
+        print(
+            f"{seed} {case}: {solved.value:.6g} {solved.is_proved} {seconds:.1f} s", file=sys.stderr
+        )
         if solved.is_proved:
-            zoo, name = shortest_of_zoo(problem)
-            out.writerow(replace(case, optimum=solved.value, zoo=zoo, schedule=name).line())
+            built_in_length, name = find_shortest_order(problem)
+            writer.writerow(
+                replace(case, optimum=solved.value, zoo=built_in_length, schedule=name).line()
+            )
             file.flush()
 
 
 TABLES: dict[str, tuple[Callable[[Options], None], float]] = {
-    "table5": (table5, 6.0), "uneven": (uneven, 4.0), "time": (time, 10.0),
-    "certified": (certified, 2.0), "below": (below, 10.0), "certify": (certify, 6.0),
+    "table5": (print_table5, 6.0), "uneven": (print_uneven, 4.0), "time": (print_times, 10.0),
+    "certified": (print_certified, 2.0), "below": (print_below, 10.0), "certify": (certify, 6.0),
 }  # fmt: skip
-MAKES = "certify"  # this command draws cases and prints no table, so `all` leaves it out
+DRAWS_CASES = "certify"  # this command draws cases and prints no table, so `all` does not run it
 
 
 def main() -> int:
@@ -483,16 +555,18 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:60", help="`certify`: seeds, as from:to")
     parser.add_argument("--add", action="store_true", help=f"`certify`: add to {FILE.name}")
     options = parse(parser, seconds=0.1, every=100, seeds="2:4")
-    usual = [name for name in TABLES if name != MAKES or options.smoke]
-    names, code = usual if options.table == "all" else [options.table], 0
+    default_tables = [name for name in TABLES if name != DRAWS_CASES or options.smoke]
+    names, code = default_tables if options.table == "all" else [options.table], 0
     for name in names:
-        asks_solver = name == MAKES or (name == "below" and (options.certify or options.smoke))
-        if asks_solver and find_spec("ortools") is None:
-            code = lacks("needs ortools: pip install 'schedir[solver]'", options.smoke)
+        needs_solver = name == DRAWS_CASES or (
+            name == "below" and (options.certify or options.smoke)
+        )
+        if needs_solver and find_spec("ortools") is None:
+            code = report_missing("needs ortools: pip install 'schedir[solver]'", options.smoke)
             continue
         table, seconds = TABLES[name]
-        own = seconds if options.seconds is None else options.seconds
-        table(argparse.Namespace(**{**vars(options), "seconds": own}))
+        time_limit = seconds if options.seconds is None else options.seconds
+        table(argparse.Namespace(**{**vars(options), "seconds": time_limit}))
     return code
 
 

@@ -1,12 +1,13 @@
-"""Measure the time from a slider of the studio to the picture, in a real browser.
+"""Measure the time from a change of a studio's slider to the new picture, in a real browser.
 
     python benchmarks/studio.py [--changes N]
 
-For each size, a headless Chromium opens a studio on this machine. The script moves a slider N
-times: the cost of a backward, then the number of microbatches. The next move begins when the
-browser has painted the last picture. A time is from the event of the slider until the new picture
-is painted, on the clock of the browser. "Answer" is the processor time of the Python process for a
-change: compile, check, simulate, bound and JSON. The browser needs further processor time.
+For each size, a headless Chromium opens a studio on this machine. The script moves two sliders N
+times each: the cost of a backward, and the number of microbatches. It begins the next move when the
+browser has painted the picture. A time is from the event of the slider until the browser has
+painted the new picture, on the clock of the browser. "answer" is the processor time of the Python
+process for a change: compile, check, simulate, bound and JSON. The browser needs further processor
+time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from time import process_time
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import head, lacks, line, parse
+from benchmarks.harness import parse, print_header, print_row, report_missing
 from schedir.commands.studio import DEFAULTS, load_compiled_loops
 from schedir.commands.studio.answers import Studio
 from schedir.commands.studio.server import StudioServer
@@ -31,7 +32,7 @@ from tests.browser.chromium import Chromium, found
 
 # Ranks and microbatches of `one_f_one_b` with about 100, 1,000 and 5,000 instructions.
 SIZES = ((4, 5), (8, 23), (8, 113))
-WARM = 3  # changes that are not measured, because the browser compiles its scripts
+WARM_UP_CHANGES = 3  # changes before the measurement, in which the browser compiles its scripts
 # Moves a slider by one step, back and forth, and returns milliseconds until each picture.
 MEASURE = """
 (async (name, changes) => {
@@ -54,8 +55,8 @@ MEASURE = """
 
 
 @contextmanager
-def opened(path: str, ranks: int, microbatches: int) -> Iterator[Chromium]:
-    """Yield a browser that shows a studio."""
+def open_studio(path: str, ranks: int, microbatches: int) -> Iterator[Chromium]:
+    """Open a studio in a browser, and yield the browser."""
     options = DEFAULTS | {"ranks": str(ranks), "microbatches": str(microbatches)}
     studio = Studio()
     load_compiled_loops(studio)
@@ -77,18 +78,20 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(parser, argv, changes=4)
     path = found()
     if path is None:
-        return lacks("needs Chromium: apt-get install chromium", args.smoke)
-    head("instructions", "slider", "changes", "median, ms", "95th percentile, ms", "answer, ms")
+        return report_missing("needs Chromium: apt-get install chromium", args.smoke)
+    print_header(
+        "instructions", "slider", "changes", "median, ms", "95th percentile, ms", "answer, ms"
+    )
     for ranks, microbatches in SIZES[: 1 if args.smoke else None]:
-        with opened(path, ranks, microbatches) as browser:
+        with open_studio(path, ranks, microbatches) as browser:
             instructions = browser.js("document.getElementById('summary').innerText").split(", ")[4]
             for slider, label in (("B", "cost of B"), ("microbatches", "microbatches")):
-                begin, changes = process_time(), args.changes + WARM
-                times = browser.js(f"{MEASURE}('{slider}', {changes})")[WARM:]
+                begin, changes = process_time(), args.changes + WARM_UP_CHANGES
+                times = browser.js(f"{MEASURE}('{slider}', {changes})")[WARM_UP_CHANGES:]
                 answer = 1000 * (process_time() - begin) / changes
                 figures = median(times), quantiles(times, n=20)[-1], answer
                 count = instructions.split()[0]
-                line(count, label, len(times), *(f"{time:.0f}" for time in figures))
+                print_row(count, label, len(times), *(f"{time:.0f}" for time in figures))
     return 0
 
 

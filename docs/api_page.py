@@ -1,6 +1,6 @@
-"""The reference of all public names: see `generate.py`.
+"""Generate the reference of all public names. `generate.py` writes the page.
 
-A name is public where the `__all__` of a public module has it.  `docs/reference/api.md` lists the
+A name is public if the `__all__` of a public module lists it.  `docs/reference/api.md` lists the
 public names, each with the first sentence of its docstring, for readers of the repository.  On the
 site `sphinx.ext.autodoc` renders each of them in full: `docs/conf.py` replaces the sentences by
 directives.
@@ -126,19 +126,19 @@ GROUPS = {
 
 # More options of a directive.
 OPTIONS = {
-    "viz.Style": ":undoc-members:",  # it is a TypedDict: its keys are no parameters
+    "viz.Style": ":undoc-members:",  # a TypedDict: its keys are no parameters
 }
 
 
-def public() -> dict[str, object]:
+def list_public_names() -> dict[str, object]:
     """Return each public object by its shortest name, as users write it after `schedir.`."""
     names: dict[str, object] = {}
-    shorter: set[tuple[int, str]] = set()
+    listed: set[tuple[int, str]] = set()
     for prefix, module in [("", schedir), *((f"{m}.", attrgetter(m)(schedir)) for m in MODULES)]:
         for name in module.__all__:
             value = getattr(module, name)
-            if (id(value), name) not in shorter:
-                shorter.add((id(value), name))
+            if (id(value), name) not in listed:
+                listed.add((id(value), name))
                 names[prefix + name] = value
     return names
 
@@ -148,7 +148,7 @@ def is_constant(value: object) -> bool:
     return not (inspect.ismodule(value) or inspect.isclass(value) or inspect.isroutine(value))
 
 
-def docstring(value: object) -> str:
+def get_docstring(value: object) -> str:
     """Return the docstring of a public name. A constant has the docstring of its module."""
     documented = sys.modules[type(value).__module__] if is_constant(value) else value
     if not documented.__doc__:
@@ -156,17 +156,17 @@ def docstring(value: object) -> str:
     return inspect.cleandoc(documented.__doc__)
 
 
-def summary(title: str, value: object) -> str:
+def format_summary(title: str, value: object) -> str:
     """Return the first sentence of an entry, and a link to its source."""
     if inspect.ismodule(value):
         module = value
     else:
         module = sys.modules[(type(value) if is_constant(value) else value).__module__]
     path = Path(str(module.__file__)).resolve().relative_to(pages.ROOT)
-    return f"{pages.first_sentence(docstring(value))} [Source](../../{path})"
+    return f"{pages.get_first_sentence(get_docstring(value))} [Source](../../{path})"
 
 
-def directive(title: str, value: object) -> str:
+def format_directive(title: str, value: object) -> str:
     """Return the directive by which autodoc renders an entry."""
     options = ""
     if is_constant(value):
@@ -174,7 +174,7 @@ def directive(title: str, value: object) -> str:
         options = f"\n   :members: {title}"
     elif isinstance(value, ModuleType):
         line = f"automodule:: {value.__name__}"
-        options = f"\n   :members: {', '.join(members(value))}\n   :show-inheritance:"
+        options = f"\n   :members: {', '.join(list_members(value))}\n   :show-inheritance:"
     else:
         line = f"auto{'class' if inspect.isclass(value) else 'function'}:: schedir::{title}"
         options = "\n   :members:" if inspect.isclass(value) else ""
@@ -182,31 +182,31 @@ def directive(title: str, value: object) -> str:
     return f"```{{eval-rst}}\n.. {line}{options}\n```"
 
 
-def members(module: ModuleType) -> list[str]:
-    """Return the public names of a module: its `__all__`, or else its own classes."""
-    own = [
+def list_members(module: ModuleType) -> list[str]:
+    """Return the public names of a module: its `__all__`, or the classes that it defines."""
+    classes = [
         n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__
     ]
-    return list(getattr(module, "__all__", own))
+    return list(getattr(module, "__all__", classes))
 
 
-def blocks(note: str, entry: Callable[[str, object], str]) -> dict[str, str]:
-    """Return the note, and all groups with `entry(title, value)` below each heading."""
-    values = public()
+def build_blocks(note: str, entry: Callable[[str, object], str]) -> dict[str, str]:
+    """Return the note, and all groups with the text `entry(title, value)` below each heading."""
+    values = list_public_names()
     listed = [n for _, titles in GROUPS.values() for title in titles for n in title.split(", ")]
-    there = sorted(name for name in values if not name.startswith("schedules."))
-    assert sorted(listed) == there, {*listed} ^ {*there}
+    expected = sorted(name for name in values if not name.startswith("schedules."))
+    assert sorted(listed) == expected, {*listed} ^ {*expected}
     groups = []
-    for about, (intro, titles) in GROUPS.items():
+    for heading, (intro, titles) in GROUPS.items():
         entries = [f"### {t}\n\n{entry(t, values[t.split(', ')[0]])}" for t in titles]
-        groups.append("\n\n".join([f"## {about}", intro, *entries]))
+        groups.append("\n\n".join([f"## {heading}", intro, *entries]))
     return {"note": note, "groups": "\n\n".join(groups)}
 
 
-LISTED = """\
+SUMMARY_NOTE = """\
 - This page has the first sentence of each docstring. The source has signatures, arguments and
   examples. The site that `make docs` builds has them, too."""
-PAGES = pages.page("reference/api", partial(blocks, LISTED, summary))
-SITE = pages.page("reference/api", partial(blocks, "- Every example is a test.", directive))[
-    "reference/api.md"
-]
+PAGES = pages.define_page("reference/api", partial(build_blocks, SUMMARY_NOTE, format_summary))
+SITE = pages.define_page(
+    "reference/api", partial(build_blocks, "- Every example is a test.", format_directive)
+)["reference/api.md"]

@@ -1,4 +1,4 @@
-"""The page of the command line, from the parsers of all commands: see `generate.py`."""
+"""Generate the page of the command line from the parsers of all commands."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ from pathlib import Path
 from typing import NamedTuple
 
 import schedir.__main__
-from docs.pages import ROOT, output_of, page, table
+from docs.pages import ROOT, define_page, format_table, run_command
 from schedir.commands import COMMANDS, import_command
 
 MORE = re.compile(r"^The page (?:docs/)?(\S+\.md) has more\.$", re.MULTILINE)
 
 
 class Option(NamedTuple):
-    """An option or a positional argument; equal ones of several commands are one option."""
+    """An option or a positional argument. Equal options of several commands are one option."""
 
     flags: str
     meaning: str
 
 
-def command_parsers() -> dict[str, argparse.ArgumentParser]:
+def build_command_parsers() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each command and subcommand, by name."""
-    found: dict[str, argparse.ArgumentParser] = {}
+    parsers: dict[str, argparse.ArgumentParser] = {}
     for command in COMMANDS:
         parser = schedir.__main__._build_parser([command]).command_parser
         assert parser is not None
-        below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-        if below:
-            found |= {f"{command} {name}": one for name, one in below[0].choices.items()}
+        subparsers = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+        if subparsers:
+            parsers |= {
+                f"{command} {name}": subparser for name, subparser in subparsers[0].choices.items()
+            }
         else:
-            found[command] = parser
-    return found
+            parsers[command] = parser
+    return parsers
 
 
-def cell(text: str) -> str:
-    """Return a text as it is written in a cell of a table."""
+def format_cell(text: str) -> str:
+    """Return a text as the content of a Markdown table cell."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -49,7 +51,7 @@ def read_option(parser: argparse.ArgumentParser, action: argparse.Action) -> Opt
     is_switch = action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction)
     words = ", ".join(action.option_strings) + ("" if is_switch else f" {value}")
     meaning = parser._get_formatter()._expand_help(action) if action.help else ""
-    return Option(f"`{cell(words)}`", cell(meaning))
+    return Option(f"`{format_cell(words)}`", format_cell(meaning))
 
 
 def list_groups(
@@ -62,7 +64,7 @@ def list_groups(
             yield str(group.title), options
 
 
-def own_options(parser: argparse.ArgumentParser) -> list[Option]:
+def list_options(parser: argparse.ArgumentParser) -> list[Option]:
     """Return all options of a parser."""
     return [option for _, options in list_groups(parser) for _, option in options]
 
@@ -85,26 +87,26 @@ def find_shared(parsers: dict[str, argparse.ArgumentParser]) -> Shared:
     """Return the options that several commands have."""
     commands: dict[Option, list[str]] = {}
     for name, parser in parsers.items():
-        for option in own_options(parser):
+        for option in list_options(parser):
             commands.setdefault(option, []).append(name)
     everywhere = [
         option
-        for option in own_options(parsers["options"])
+        for option in list_options(parsers["options"])
         if all(option in commands and (n in commands[option] or " " in n) for n in parsers)
     ]
     shared = {option: names for option, names in commands.items() if len(names) > 1}
     program = [
         option
-        for option in own_options(parsers["compile"])
+        for option in list_options(parsers["compile"])
         if option in shared and option not in everywhere and option.flags.startswith("`-")
     ]
-    other = {o: n for o, n in shared.items() if o not in everywhere and o not in program}
-    return Shared(everywhere, program, other)
+    other_options = {o: n for o, n in shared.items() if o not in everywhere and o not in program}
+    return Shared(everywhere, program, other_options)
 
 
 def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared) -> Iterator[str]:
     """Yield the blocks of the section of a command."""
-    about = f"{cell(str(parser.description)).rstrip('.')}."
+    about = f"{format_cell(str(parser.description)).rstrip('.')}."
     yield f"### schedir {name}\n\n{about[0].upper()}{about[1:]}"
     positionals = [
         f"[{a.metavar}]" if a.nargs == "?" else f"{a.metavar}{' ...' * (a.nargs in ('+', '*'))}"
@@ -114,52 +116,57 @@ def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared)
     common = {*shared.everywhere, *shared.program, *shared.other}
     tables: dict[str, list[list[str]]] = {}
     for title, options in list_groups(parser):
-        usual = title in ("positional arguments", "options")
-        own = [list(option) for _, option in options if option not in common]
-        tables.setdefault("" if usual else f"*{cell(title)}*\n\n", []).extend(own)
+        has_default_title = title in ("positional arguments", "options")
+        new_options = [list(option) for _, option in options if option not in common]
+        tables.setdefault("" if has_default_title else f"*{format_cell(title)}*\n\n", []).extend(
+            new_options
+        )
     for title, rows in tables.items():
         if rows:
-            yield title + table(["option", "meaning"], rows)
-    mine = own_options(parser)
-    also = [option.flags for option in mine if option in shared.other]
-    programs = [option.flags for option in mine if option in shared.program]
-    also += ["all [program options](#program-options)"] * (len(programs) == len(shared.program))
-    also += programs * (len(programs) < len(shared.program))
-    if also:
-        yield f"Shared options: {', '.join(also)}."
+            yield title + format_table(["option", "meaning"], rows)
+    all_options = list_options(parser)
+    shared_options = [option.flags for option in all_options if option in shared.other]
+    programs = [option.flags for option in all_options if option in shared.program]
+    shared_options += ["all [program options](#program-options)"] * (
+        len(programs) == len(shared.program)
+    )
+    shared_options += programs * (len(programs) < len(shared.program))
+    if shared_options:
+        yield f"Shared options: {', '.join(shared_options)}."
     examples = getattr(import_command(name.split()[0]), "EXAMPLES", "")
     lines = inspect.cleandoc("\n" + MORE.sub("", examples)).strip()
     if lines:
         yield f"```text\n{lines}\n```"
-    if found := MORE.search(examples):
+    if more_link := MORE.search(examples):
         settings = ", [Configuration](configuration.md)" * (name == "train")
-        yield f"More: [{title_of(found[1])}]({link_to(found[1])}){settings}"
+        yield f"More: [{read_title(more_link[1])}]({make_link(more_link[1])}){settings}"
 
 
-def link_to(path: str) -> str:
-    """Return a link from the page to a page that the help names."""
+def make_link(path: str) -> str:
+    """Return a link to a page that the help of a command mentions."""
     if path.startswith("reference/"):
         return path.removeprefix("reference/")
     return f"../{path}" if (ROOT / "docs" / path).is_file() else f"../../{path}"
 
 
-def title_of(path: str) -> str:
+def read_title(path: str) -> str:
     """Return the title of a page."""
-    file = Path(ROOT / "docs" / "reference" / link_to(path))
+    file = Path(ROOT / "docs" / "reference" / make_link(path))
     heading = re.search(r"^# (.*)$", file.read_text(), re.MULTILINE)
     return heading[1] if heading else path
 
 
-def blocks() -> dict[str, str]:
-    """The tables of commands, shared options, options of compiling and exit codes."""
-    parsers = command_parsers()
+def build_blocks() -> dict[str, str]:
+    """Return the tables of commands, shared options, options of `compile` and exit codes."""
+    parsers = build_command_parsers()
     shared = find_shared(parsers)
-    takes_all = [n for n, p in parsers.items() if {*shared.program} <= {*own_options(p)}]
-    facts = json.loads(output_of("schedir options --json"))
+    takes_all = [n for n, p in parsers.items() if {*shared.program} <= {*list_options(p)}]
+    option_facts = json.loads(run_command("schedir options --json"))
     options = [
-        [f"`{cell(row['option'])}`", f"`{row['configuration']}`" if row["configuration"] else "-",
-         cell(row["help"])]
-        for row in facts.values()
+        [f"`{format_cell(row['option'])}`",
+         f"`{row['configuration']}`" if row["configuration"] else "-",
+         format_cell(row["help"])]
+        for row in option_facts.values()
         if row["option"].startswith("-O")
     ]  # fmt: skip
     sections = [
@@ -168,24 +175,28 @@ def blocks() -> dict[str, str]:
     commands = [
         [
             f"[`schedir {name}`](#schedir-{name.replace(' ', '-')})",
-            cell(COMMANDS.get(name) or str(parser.description)),
+            format_cell(COMMANDS.get(name) or str(parser.description)),
         ]
         for name, parser in parsers.items()
     ]
     codes = re.findall(r"^- (\d+): (.*)$", str(schedir.__main__.__doc__), re.MULTILINE)
     return {
-        "commands": table(["command", "description"], commands),
-        "everywhere": table(["option", "meaning"], [list(one) for one in shared.everywhere]),
-        "program": table(["option", "meaning"], [list(one) for one in shared.program]),
+        "commands": format_table(["command", "description"], commands),
+        "everywhere": format_table(
+            ["option", "meaning"], [list(row_option) for row_option in shared.everywhere]
+        ),
+        "program": format_table(
+            ["option", "meaning"], [list(row_option) for row_option in shared.program]
+        ),
         "takes_all": join_commands(takes_all),
-        "other": table(
+        "other": format_table(
             ["option", "meaning", "commands"],
             [[*option, join_commands(names)] for option, names in shared.other.items()],
         ),
-        "options": table(["option", "configuration", "meaning"], options),
+        "options": format_table(["option", "configuration", "meaning"], options),
         "sections": "\n\n".join(sections),
-        "codes": table(["exit code", "meaning"], [list(row) for row in codes]),
-    }  # fmt: skip
+        "codes": format_table(["exit code", "meaning"], [list(row) for row in codes]),
+    }
 
 
 def join_commands(names: Iterable[str]) -> str:
@@ -193,4 +204,4 @@ def join_commands(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-PAGES = page("reference/command-line", blocks)
+PAGES = define_page("reference/command-line", build_blocks)

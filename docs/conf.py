@@ -1,6 +1,6 @@
-"""How sphinx makes the site of these pages: `make docs`.
+"""Configure the site that sphinx builds from these pages with `make docs`.
 
-Pages are plain Markdown, which a code host can show.  So this file has the tree of pages.
+Pages are plain Markdown, which a code host can show.  So this file lists the tree of pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from docs import api_page  # noqa: E402
 
-# Page -> caption -> the pages below it.  Sphinx warns of a page that is not in this tree, and the
+# Page -> caption -> the pages below it.  Sphinx warns about a page that is not in this tree.  The
 # warning counts as an error.
 TREE: dict[str, dict[str, list[str]]] = {
     "docs/index": {
@@ -122,12 +122,12 @@ SOURCES: dict[str, str] = {}  # the text of each file that pages link to
 
 
 def expand_names(app: Sphinx, page: str, source: list[str]) -> None:
-    """Let autodoc render the public names, which docs/reference/api.md only lists."""
+    """Replace the list of public names in docs/reference/api.md by directives of autodoc."""
     if page == "docs/reference/api":
         source[0] = api_page.SITE()
 
 
-SHORTER = {  # pattern in signatures of autodoc -> replacement
+TYPE_REPLACEMENTS = {  # pattern in signatures of autodoc -> replacement
     r"<factory>": "...",  # `<factory>` is not a Python expression
     r"float \| tuple\[float, \.\.\.\] \| tuple\[tuple\[float, \.\.\.\], \.\.\.\]": "PerStage",
     r"TypeAliasForwardRef\('(\w+)'\)": r"\1",
@@ -138,16 +138,16 @@ SHORTER = {  # pattern in signatures of autodoc -> replacement
 def shorten_types(
     app: Sphinx, what: str, name: str, obj: object, options: object, *texts: str | None
 ) -> tuple[str | None, ...]:
-    """Write the parameters and the result of a signature as their source does."""
-    for long, short in SHORTER.items():
-        texts = tuple(text and re.sub(long, short, text) for text in texts)
+    """Write the types of a signature as the source writes them."""
+    for pattern, replacement in TYPE_REPLACEMENTS.items():
+        texts = tuple(text and re.sub(pattern, replacement, text) for text in texts)
     return texts
 
 
 def keep_first_line(
     app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
 ) -> None:
-    """Restore the first line of a property that has a colon: napoleon takes it for `type: text`."""
+    """Restore the first line of a property with a colon. napoleon parses it as `type: text`."""
     for k, line in enumerate(lines):
         if what in ("attribute", "data", "property") and line.startswith(":type: "):
             lines[0] = f"{line.removeprefix(':type: ')}: {lines[0]}"
@@ -157,13 +157,13 @@ def keep_first_line(
 
 def add_tree(app: Sphinx, page: str, source: list[str]) -> None:
     """Add a hidden table of contents with the pages below a page."""
-    for caption, below in TREE.get(page, {}).items():
+    for caption, child_pages in TREE.get(page, {}).items():
         lines = [":hidden:", ":glob:", *([f":caption: {caption}"] if caption else [])]
-        source[0] += "\n\n```{toctree}\n" + "\n".join([*lines, "", *below]) + "\n```\n"
+        source[0] += "\n\n```{toctree}\n" + "\n".join([*lines, "", *child_pages]) + "\n```\n"
 
 
-def shown(app: Sphinx, page: str, target: str) -> str:
-    """Return the URI of the site's page for a source file that a page links to, or ""."""
+def find_source_uri(app: Sphinx, page: str, target: str) -> str:
+    """Return the URI of the site's page for a linked source file, or an empty string."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
     if (ROOT / path / "README.md").is_file():
         return app.builder.get_relative_uri(page, f"{path}/README")
@@ -176,20 +176,20 @@ def shown(app: Sphinx, page: str, target: str) -> str:
 
 
 def link_source(app: Sphinx, tree: nodes.document) -> None:
-    """Replace links to source files and folders by links to pages that show them."""
+    """Replace links to source files and folders by links to their pages on the site."""
     page = app.env.current_document.docname
     for node in [*tree.findall(download_reference), *tree.findall(pending_xref)]:
         target = node["reftarget"]
         if node.get("refdomain") == "doc" and target not in app.env.found_docs:
             target = posixpath.relpath(f"{target}.md", posixpath.dirname(page))
-        if uri := shown(app, page, target):
+        if uri := find_source_uri(app, page, target):
             node.replace_self(nodes.reference("", "", *node.children, refuri=uri))
 
 
 def show_files(app: Sphinx) -> Iterator[tuple[str, dict[str, str], str]]:
     """Yield a page for each source file in `SOURCES`, and a redirect to the first page."""
-    away = '<meta http-equiv="refresh" content="0; url=docs/index.html">'
-    yield "index", {"title": "schedir", "body": "", "metatags": away}, "page.html"
+    redirect = '<meta http-equiv="refresh" content="0; url=docs/index.html">'
+    yield "index", {"title": "schedir", "body": "", "metatags": redirect}, "page.html"
     assert isinstance(app.builder, StandaloneHTMLBuilder)
     for path, text in sorted(SOURCES.items()):
         language = {".py": "python", ".toml": "toml"}.get(Path(path).suffix, "none")

@@ -1,10 +1,10 @@
-"""The page of all settings of a training run: see `generate.py`."""
+"""Generate the page of all settings of a training run."""
 
 from __future__ import annotations
 
 import re
 
-from docs.pages import ROOT, one_line, page, table
+from docs.pages import ROOT, define_page, format_cell_text, format_table
 from schedir.training.config.settings_table import (
     Setting,
     format_heading,
@@ -19,16 +19,16 @@ def shorten_type(accepted: str) -> str:
     short = accepted.replace("|", "\\|")
     short = re.sub(
         r"an integer of at least (\d+) and below (\d+)",
-        lambda found: f"integer, {found[1]} to {int(found[2]) - 1}",
+        lambda bounds: f"integer, {bounds[1]} to {int(bounds[2]) - 1}",
         short,
     )
-    for long, other in (
+    for phrase, replacement in (
         ("an integer", "integer"),
         ("a number", "number"),
         ("a string", "string"),
         ("a list", "list"),
     ):
-        short = short.replace(long, other)
+        short = short.replace(phrase, replacement)
     return re.sub(r" of at least (\S+)( and below)?", r" >= \1\2", short)
 
 
@@ -42,26 +42,26 @@ def capitalize(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def section_text(section: str, about: str, settings: list[Setting]) -> str:
+def format_section(section: str, about: str, settings: list[Setting]) -> str:
     """Return a section of the page: its prose, and a table of its settings."""
     prose, meanings = split_docstring(about)
     meanings |= {"kind": "The kind of the model."} if section == "model" else {}
-    strange = {*meanings} - {one.name for one in settings}
-    silent = [one.name for one in settings if not one.meaning]
-    assert not strange, f"[{section}]: {strange} are documented, but no settings"
-    assert not silent, f"[{section}]: {silent} have no meaning"
+    unknown = {*meanings} - {setting.name for setting in settings}
+    undocumented = [setting.name for setting in settings if not setting.meaning]
+    assert not unknown, f"[{section}]: {unknown} are documented, but no settings"
+    assert not undocumented, f"[{section}]: {undocumented} have no meaning"
     rows = [
-        [f"`{one.name}`", shorten_type(one.accepted), format_default(one.default),
-         capitalize(one_line(one.meaning))]
-        for one in settings
+        [f"`{setting.name}`", shorten_type(setting.accepted), format_default(setting.default),
+         capitalize(format_cell_text(setting.meaning))]
+        for setting in settings
     ]  # fmt: skip
-    shown = table(["setting", "value", "default", "meaning"], rows)
-    return f"## {format_heading(section)}\n\n{prose}\n\n{shown}"
+    settings_table = format_table(["setting", "value", "default", "meaning"], rows)
+    return f"## {format_heading(section)}\n\n{prose}\n\n{settings_table}"
 
 
-def blocks() -> dict[str, str]:
-    """Every section with its settings, and the transports."""
-    sections = [section_text(name, *section) for name, section in list_settings().items()]
+def build_blocks() -> dict[str, str]:
+    """Return the sections with their settings, and the transports."""
+    sections = [format_section(name, *section) for name, section in list_settings().items()]
     transports = [
         [row.device, f"`{row.name}`", row.doc, f"`{row.progress_model}`"]
         for row in TRANSPORTS.values()
@@ -69,10 +69,10 @@ def blocks() -> dict[str, str]:
     return {
         "demo": (ROOT / "examples" / "demo.toml").read_text().strip(),
         "sections": "\n\n".join(sections),
-        "transports": table(
+        "transports": format_table(
             ["device", "transport", "how messages move", "progress model"], transports
         ),
     }
 
 
-PAGES = page("reference/configuration", blocks)
+PAGES = define_page("reference/configuration", build_blocks)

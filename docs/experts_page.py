@@ -1,16 +1,16 @@
-"""The page about expert parallelism: what its example prints, and the measured table."""
+"""Generate the page about expert parallelism."""
 
 from __future__ import annotations
 
 from contextlib import redirect_stdout
 from io import StringIO
 
-from docs.pages import DOCS, page
+from docs.pages import DOCS, define_page
 from examples import expert_parallel
 
 
-def blocks() -> dict[str, object]:
-    """Return what the example prints, and the table of the results."""
+def build_blocks() -> dict[str, object]:
+    """Return the output of the example, and the table of measured results."""
     with redirect_stdout(StringIO()) as out:
         expert_parallel.main()
     results, *_ = (DOCS / "results" / "experts.md").read_text().partition("\n## ")
@@ -18,4 +18,4 @@ def blocks() -> dict[str, object]:
     return {"comparison": out.getvalue().rstrip(), "measured": "\n".join(measured)}
 
 
-PAGES = page("how-to/hide-expert-parallelism", blocks)
+PAGES = define_page("how-to/hide-expert-parallelism", build_blocks)

@@ -1,18 +1,18 @@
-"""The page about file formats: see `generate.py`."""
+"""Generate the page about file formats."""
 
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
 from inspect import getdoc
 
-from docs.pages import entries, page, table
+from docs.pages import define_page, format_table, parse_entries
 from schedir import Cluster
 from schedir.ir.text_format import FORMAT_VERSION
 
 
-def blocks() -> dict[str, object]:
-    """The fields of a cluster file, and the number of the text format."""
-    about = entries(str(getdoc(Cluster)))
+def build_blocks() -> dict[str, object]:
+    """Return the table of the fields of a cluster file, and the version of the text format."""
+    about = parse_entries(str(getdoc(Cluster)))
     rows = [
         [
             f"`{f.name}`",
@@ -22,9 +22,9 @@ def blocks() -> dict[str, object]:
         for f in fields(Cluster)
     ]
     return {
-        "cluster": table(["field", "meaning", "default"], rows),
+        "cluster": format_table(["field", "meaning", "default"], rows),
         "format": FORMAT_VERSION,
     }
 
 
-PAGES = page("reference/file-formats", blocks)
+PAGES = define_page("reference/file-formats", build_blocks)

@@ -1,4 +1,4 @@
-"""Write the pages and pictures that are generated from the source: `python docs/generate.py`.
+"""Write all generated pages and pictures: `python docs/generate.py`.
 
 A test compares the committed pages with the output of this script.
 """
@@ -28,7 +28,7 @@ from docs import (  # noqa: E402
     which_schedule_page,
     windows_page,
 )
-from docs.pages import page  # noqa: E402
+from docs.pages import define_page  # noqa: E402
 
 PAGES = {
     **ir_page.PAGES,
@@ -41,7 +41,7 @@ PAGES = {
     **museum_page.PAGES,
     **planner_page.PAGES,
     **offload_page.PAGES,
-    **page("how-to/split-a-stage-into-segments"),
+    **define_page("how-to/split-a-stage-into-segments"),
     **experts_page.PAGES,
     **windows_page.PAGES,
     **which_schedule_page.PAGES,

@@ -1,23 +1,23 @@
-"""The page about instructions, from the tables in `schedir/ir/`: see `generate.py`."""
+"""Generate the page about instructions from the tables in `schedir/ir/`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
 
-from docs.pages import page, table
+from docs.pages import define_page, format_table
 from schedir import Costs, PipelineShape, compile, schedules, simulate
 from schedir.analysis.progress_models import MODEL_ROWS
 from schedir.ir.isa.instructions import INSTRUCTIONS, LANES, VALUES, Value
 from schedir.ir.isa.table_schema import ProducerRule
 from schedir.schedules.schedule_algebra import get_placement_mark
 
-FORWARD, SEND, GATHER = 1.45, 0.14, 0.12  # ms of a layer's forward, a slice's send, a gather
+FORWARD, SEND, GATHER = 1.45, 0.14, 0.12  # ms of a layer's forward, a slice's send and a gather
 GATHERED = {"one_f_one_b": 1, "eager_1f1b": 1, "zb_h1": 1, "zb_v": 2, "interleaved": 4}
 
 
-def gathers() -> str:
-    """Return the table of the additional time of gathers on the compute lane and on their own."""
+def format_gather_table() -> str:
+    """Return the table of the slowdown by gathers on the compute lane and on their own lane."""
     rows = []
     for name, v in GATHERED.items():
         shape, time = (
@@ -25,16 +25,19 @@ def gathers() -> str:
             FORWARD * 4 / v,
         )
         crosses = [int(a != b) for a, b in pairwise(shape.first_rank_per_stage.tolist())]
-        ahead, back = (
-            tuple(time + GATHER * one for one in some) for some in ([0, *crosses], [*crosses, 0])
+        forward_times, backward_times = (
+            tuple(time + GATHER * gather_count for gather_count in gather_counts)
+            for gather_counts in ([0, *crosses], [*crosses, 0])
         )
-        free = Costs(F=time, I=time, W=time, send=SEND)
-        whole = tuple(time + one for one in back)
+        costs_without_gathers = Costs(F=time, I=time, W=time, send=SEND)
+        full_backward_times = tuple(time + backward_time for backward_time in backward_times)
         spans = []
         for costs in (
-            free,
-            replace(free, F=ahead, I=back, B=whole),
-            replace(free, tp_gather=GATHER),
+            costs_without_gathers,
+            replace(
+                costs_without_gathers, F=forward_times, I=backward_times, B=full_backward_times
+            ),
+            replace(costs_without_gathers, tp_gather=GATHER),
         ):
             program = compile(
                 getattr(schedules, name),
@@ -45,9 +48,9 @@ def gathers() -> str:
                 overlap=True,
             )
             spans.append(simulate(program, costs, progress_model="per_edge").span)
-        more = (f"{span / spans[0] - 1:.1%}" for span in spans[1:])
-        rows.append([f"`{name}`", str(v), *more])
-    return table(["schedule", "stages per rank", "compute lane", "own lane"], rows)
+        slowdowns = (f"{span / spans[0] - 1:.1%}" for span in spans[1:])
+        rows.append([f"`{name}`", str(v), *slowdowns])
+    return format_table(["schedule", "stages per rank", "compute lane", "own lane"], rows)
 
 
 HOSTS = {
@@ -57,11 +60,11 @@ HOSTS = {
 }
 
 
-def blocks() -> dict[str, object]:
-    """The tables of instructions, values, lanes and progress models."""
+def build_blocks() -> dict[str, object]:
+    """Return the tables of instructions, values, lanes and progress models."""
 
-    def names(some: tuple[Value, ...]) -> str:
-        return ", ".join(value.name.lower() for value in some) or "-"
+    def join_names(listed: tuple[Value, ...]) -> str:
+        return ", ".join(value.name.lower() for value in listed) or "-"
 
     instructions = [
         [
@@ -74,7 +77,9 @@ def blocks() -> dict[str, object]:
         ]
         for row in INSTRUCTIONS
     ]
-    flows = [[row.op.name, *map(names, (row.needs, row.gives, row.frees))] for row in INSTRUCTIONS]
+    flows = [
+        [row.op.name, *map(join_names, (row.needs, row.gives, row.frees))] for row in INSTRUCTIONS
+    ]
     values = [
         [
             value.value.name.lower(),
@@ -88,21 +93,25 @@ def blocks() -> dict[str, object]:
     lanes = [[lane.lane.name.lower(), lane.doc, HOSTS[lane.host_action]] for lane in LANES]
     models = [[f"`{model.name}`", model.description, model.transports] for model in MODEL_ROWS]
     return {
-        "table": table(["name", "text", "lane", "once per", "cost", "meaning"], instructions),
-        "flows": table(["name", "needs", "gives", "frees"], flows),
-        "values": table(["value", "meaning", "one per", "producer", "size"], values),
-        "rules": table(
+        "table": format_table(
+            ["name", "text", "lane", "once per", "cost", "meaning"], instructions
+        ),
+        "flows": format_table(["name", "needs", "gives", "frees"], flows),
+        "values": format_table(["value", "meaning", "one per", "producer", "size"], values),
+        "rules": format_table(
             ["producer", "instruction"],
             [[f"`{rule.name.lower()}`", rule.value] for rule in ProducerRule],
         ),
-        "lanes": table(["lane", "contents", "a blocking host"], lanes),
-        "models": table(["model", "transfers", "used by"], models),
+        "lanes": format_table(["lane", "contents", "a blocking host"], lanes),
+        "models": format_table(["model", "transfers", "used by"], models),
     }
 
 
-def gather_blocks() -> dict[str, object]:
-    """The table of gathers, and the times that it assumes."""
-    return {"gathers": gathers(), "forward": FORWARD, "send": SEND, "gather": GATHER}
+def build_gather_blocks() -> dict[str, object]:
+    """Return the table of gathers, and the times that it assumes."""
+    return {"gathers": format_gather_table(), "forward": FORWARD, "send": SEND, "gather": GATHER}
 
 
-PAGES = page("reference/instructions", blocks) | page("results/gathers", gather_blocks)
+PAGES = define_page("reference/instructions", build_blocks) | define_page(
+    "results/gathers", build_gather_blocks
+)

@@ -1,4 +1,4 @@
-"""The museum's page and its pictures, from `tests/museum/`: see `generate.py`."""
+"""Generate the museum of hangs and its pictures from `tests/museum/`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.museum.cases import CHAPTERS, Case, cases
 DEFAULTS = "tp 1  dp 1  tied_weights no  clip_grad_norm no\n"
 
 
-def shown(case: Case) -> tuple[ProgressModel, SchedirError] | None:
+def find_refusal(case: Case) -> tuple[ProgressModel, SchedirError] | None:
     """Return the progress model and the error that the page shows for a case.
 
     The model is `per_device` if it refuses the program, and otherwise the first that refuses it.
 
-    A case can set the model in `show`. If the case is about lazy communicators, the refusal is that
-    with lazy communicators.
+    A case can set the model in `show`. For a case about lazy communicators, the error is that with
+    lazy communicators.
     """
     if case.show:
         error = case.refusal(case.show, lazy_communicators=case.show in case.lazy)
@@ -40,40 +40,45 @@ def shown(case: Case) -> tuple[ProgressModel, SchedirError] | None:
 
 
 def is_drawn(case: Case) -> bool:
-    """Return whether the page has a picture: if ranks wait for each other, or messages cross."""
-    found = shown(case) if case.program else None
-    if found is None or not isinstance(found[1], DeadlockError | GroupError | ChannelMismatchError):
+    """Return whether the page draws a case: ranks wait for each other, or messages cross."""
+    refusal = find_refusal(case) if case.program else None
+    if refusal is None or not isinstance(
+        refusal[1], DeadlockError | GroupError | ChannelMismatchError
+    ):
         return False
-    return len(found[1].sites) > 1
+    return len(refusal[1].sites) > 1
 
 
-def picture(case: Case) -> str:
-    """Draw the position of each rank."""
-    found = shown(case)
-    assert found is not None
-    return draw_deadlock(case.made(), found[1])
+def draw_picture(case: Case) -> str:
+    """Draw the instruction at which each rank waits."""
+    refusal = find_refusal(case)
+    assert refusal is not None
+    return draw_deadlock(case.made(), refusal[1])
 
 
-def _here(case: Case) -> str:
-    """Return a link to the file that shows a case without a public thread."""
+def _format_file_link(case: Case) -> str:
+    """Return a link to the file with a case that has no public issue."""
     return f"[{case.here}](../../{case.here})"
 
 
-def link(source: str) -> str:
+def format_source_link(source: str) -> str:
     """Return a link to an issue or a pull request."""
     repository, _, number = source.partition("#")
     return f"[{source}](https://github.com/{repository}/issues/{number})"
 
 
-def slug(title: str) -> str:
+def make_anchor(title: str) -> str:
     """Return the anchor of a heading."""
-    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
-    return kept.replace(" ", "-")
+    characters = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
+    return characters.replace(" ", "-")
 
 
-def told(case: Case) -> str:
+def format_case(case: Case) -> str:
     """Return the section of the page about a case."""
-    parts = [f"### {case.title}", f"{', '.join(map(link, case.sources)) or _here(case)}"]
+    parts = [
+        f"### {case.title}",
+        f"{', '.join(map(format_source_link, case.sources)) or _format_file_link(case)}",
+    ]
     for name, text in (
         ("Seen", case.seen),
         ("Analysis", case.follows),
@@ -90,23 +95,25 @@ def told(case: Case) -> str:
         parts.append("```\n" + "\n".join(rows) + "\n```")
     if is_drawn(case):
         parts.append(f"![{case.title}](../images/museum/{case.name}.svg)")
-    if found := shown(case) if case.is_said else None:
-        model, error = found
-        parts.append(f"{under(case, model)}\n\n```\n{type(error).__name__}: {error}\n```")
+    if refusal := find_refusal(case) if case.is_said else None:
+        model, error = refusal
+        parts.append(
+            f"{format_conditions(case, model)}\n\n```\n{type(error).__name__}: {error}\n```"
+        )
     elif case.is_said:
         parts.append("The program finishes under every progress model.")
     if case.steps:
         texts = "\n".join(text.replace(DEFAULTS, "").strip() + "\n" for text in case.steps.values())
-        parts.append(block("The programs", f"```\n{texts.strip()}\n```"))
+        parts.append(format_details("The programs", f"```\n{texts.strip()}\n```"))
     if text := case.program.replace(DEFAULTS, "") or case.make:
-        parts.append(block("The program", f"```\n{text.strip()}\n```"))
+        parts.append(format_details("The program", f"```\n{text.strip()}\n```"))
     if case.mended:
         summary = "The correction: the program then finishes under every progress model"
-        parts.append(block(summary, f"```diff\n{correction(case)}\n```"))
+        parts.append(format_details(summary, f"```diff\n{format_correction(case)}\n```"))
     return "\n\n".join(parts)
 
 
-def correction(case: Case) -> str:
+def format_correction(case: Case) -> str:
     """Return the corrected Streams, with the lines that the correction removes and adds."""
     before, after = (text.strip().splitlines() for text in (case.program, case.mended))
     ranks: list[list[str]] = [[]]
@@ -117,61 +124,61 @@ def correction(case: Case) -> str:
     return "\n".join("\n".join(rank).strip("\n") for rank in changed)
 
 
-def block(summary: str, text: str) -> str:
-    """Return a text that a reader can unfold."""
+def format_details(summary: str, text: str) -> str:
+    """Return a collapsible block."""
     return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
 
 
-def under(case: Case, model: ProgressModel) -> str:
+def format_conditions(case: Case, model: ProgressModel) -> str:
     """Return the line above an error: the conditions under which the checker raises it."""
     if all(case.expected(other) for other in MODELS) and not (case.activation or case.show):
         return "Under every progress model:"
-    lazily = " with `--lazy-communicators`" * (model in case.lazy)
+    lazy_text = " with `--lazy-communicators`" * (model in case.lazy)
     limit = format_bytes(case.activation).replace(" ", "")
-    sized = f" (with `--eager-limit {limit}` the program finishes under every progress model)"
-    return f"Under `{model}`{lazily}{sized * bool(case.activation)}:"
+    size_text = f" (with `--eager-limit {limit}` the program finishes under every progress model)"
+    return f"Under `{model}`{lazy_text}{size_text * bool(case.activation)}:"
 
 
-def table(found: list[Case]) -> str:
-    """Return two tables of verdicts: of cases that depend on the model, and of all others."""
-    split, other = [], []
-    for case in found:
+def format_verdicts(shown_cases: list[Case]) -> str:
+    """Return two tables of verdicts: cases that depend on the model, and all other cases."""
+    model_rows, other_rows = [], []
+    for case in shown_cases:
         verdicts = [
-            short_name(case.lazy[model]) + " (lazy)"
+            shorten_error_name(case.lazy[model]) + " (lazy)"
             if model in case.lazy
-            else short_name(case.expected(model))
+            else shorten_error_name(case.expected(model))
             for model in MODELS
         ]
-        name = f"[{case.title}](#{slug(case.title)})"
+        name = f"[{case.title}](#{make_anchor(case.title)})"
         if len({*verdicts}) > 1:
-            split.append([name, *verdicts])
+            model_rows.append([name, *verdicts])
         else:
             error = f"`{case.expected('per_device')[0]}`" if case.refused else "-"
-            other.append([name, error])
-    by_model = pages.table(["case", *(f"`{model}`" for model in MODELS)], split)
-    return f"{by_model}\n\n{pages.table(['case', 'under every progress model'], other)}"
+            other_rows.append([name, error])
+    by_model = pages.format_table(["case", *(f"`{model}`" for model in MODELS)], model_rows)
+    return f"{by_model}\n\n{pages.format_table(['case', 'under every progress model'], other_rows)}"
 
 
-def short_name(verdict: list[str]) -> str:
+def shorten_error_name(verdict: list[str]) -> str:
     """Return the short name of an error, for a cell of the table."""
     return verdict[0].removesuffix("Error").removesuffix("Limit").lower() if verdict else "-"
 
 
-def blocks() -> dict[str, object]:
-    """The table of all cases, and each case in its chapter."""
+def build_blocks() -> dict[str, object]:
+    """Return the table of all cases, and the chapters with their cases."""
     programs = [case for case in CASES if case.is_said]
     chapters = ""
     for chapter, title in CHAPTERS.items():
-        own = [told(case) for case in CASES if case.chapter == chapter]
-        chapters += "\n\n".join([f"## {title}", *own]) + "\n\n" if own else ""
+        sections = [format_case(case) for case in CASES if case.chapter == chapter]
+        chapters += "\n\n".join([f"## {title}", *sections]) + "\n\n" if sections else ""
     return {
         "cases": len(CASES),
         "programs": len(programs),
-        "table": table(programs),
+        "table": format_verdicts(programs),
         "chapters": chapters,
     }
 
 
 CASES = cases()
-PAGES = pages.page("reference/museum", blocks)
-PAGES |= {f"images/museum/{c.name}.svg": partial(picture, c) for c in CASES if is_drawn(c)}
+PAGES = pages.define_page("reference/museum", build_blocks)
+PAGES |= {f"images/museum/{c.name}.svg": partial(draw_picture, c) for c in CASES if is_drawn(c)}

@@ -1,14 +1,14 @@
-"""The page about offload: see `generate.py`."""
+"""Generate the page about offload."""
 
 from __future__ import annotations
 
-from docs.pages import page
+from docs.pages import define_page
 from schedir.predict import zero_infinity as zi
 
 PEAK = 70e12  # floating-point operations per second of a GPU
 
 
-def blocks() -> dict[str, object]:
+def build_blocks() -> dict[str, object]:
     """Return the bandwidths that the equations of ZeRO-Infinity require."""
     rates = [
         ("parameters and gradients", "seq bsz", 9, zi.intensity_of_parameters(1024, 1)),
@@ -23,4 +23,4 @@ def blocks() -> dict[str, object]:
     return {"intensities": intensities}
 
 
-PAGES = page("how-to/offload-to-the-host", blocks)
+PAGES = define_page("how-to/offload-to-the-host", build_blocks)

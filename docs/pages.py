@@ -1,11 +1,11 @@
-"""Generate pages: each has a template of Markdown, and blocks that fill it.
+"""Generate pages from templates of Markdown and blocks of text.
 
 `docs/templates/NAME.md.in` is the source of `docs/FOLDER/NAME.md`. A template has these places:
 
-- `{block}` becomes a block of the page's module, as `str.format` inserts it.
-- `{printed}` under a line `$ schedir ...` becomes what that command prints.
-- A command of schedir that writes an SVG makes the picture of that name, if the page shows it.
-  A comment `<!-- draws: schedir ... -->` holds a command that readers do not see.
+- `str.format` replaces `{block}` by a block of the page's module.
+- The output of `$ schedir ...` replaces `{printed}` below this line.
+- A command of schedir that writes an SVG draws the picture with this name, if the page shows it.
+  A comment `<!-- draws: schedir ... -->` contains a command that the page does not show.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ DRAWS = re.compile(r"(?:schedir [^`\n]*) ([\w-]+\.svg)(?=`|\n| -->)")
 HIDDEN = re.compile(r"^<!-- draws: .* -->\n", re.MULTILINE)
 
 
-def page(
+def define_page(
     name: str,
     blocks: Callable[[], Mapping[str, object]] = dict,
     pictures: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, Callable[[], str]]:
-    """Return functions that make a page and its pictures, by their paths in `docs/`.
+    """Return functions that generate a page and its pictures, by their paths in `docs/`.
 
     Args:
         name: The page's path in `docs/`, without its suffix: `reference/api`.
@@ -47,27 +47,31 @@ def page(
             directory.
     """
     template = (DOCS / "templates" / f"{Path(name).name}.md.in").read_text()
-    drawn: dict[str, Callable[[], object]] = {**(pictures or {})}
+    draw_functions: dict[str, Callable[[], object]] = {**(pictures or {})}
     for command in DRAWS.finditer(template.replace(" \\\n    ", " ")):
         if f"images/{command[1]}" in template:
-            drawn[command[1]] = partial(output_of, command[0])
+            draw_functions[command[1]] = partial(run_command, command[0])
 
-    def text() -> str:
+    def make_text() -> str:
         filled = HIDDEN.sub("", template).format(**blocks(), printed="{printed}")
-        return PRINTED.sub(lambda shown: f"$ {shown[1]}\n{output_of(shown[1])}", filled)
+        return PRINTED.sub(
+            lambda command_line: f"$ {command_line[1]}\n{run_command(command_line[1])}", filled
+        )
 
-    images = {f"images/{file}": partial(picture, file, draw) for file, draw in drawn.items()}
-    return {f"{name}.md": text, **images}
+    images = {
+        f"images/{file}": partial(draw_svg, file, draw) for file, draw in draw_functions.items()
+    }
+    return {f"{name}.md": make_text, **images}
 
 
-def output_of(command: str) -> str:
-    """Return what a command of schedir prints on a terminal of 80 columns."""
+def run_command(command: str) -> str:
+    """Return the output of a command of schedir on a terminal of 80 columns."""
     with patch.dict(os.environ, COLUMNS="80"), redirect_stdout(StringIO()) as out:
         assert main(shlex.split(command)[1:]) == 0, command
     return out.getvalue()
 
 
-def picture(file: str, draw: Callable[[], object]) -> str:
+def draw_svg(file: str, draw: Callable[[], object]) -> str:
     """Return the SVG that `draw` writes as `file`, without its invisible parts."""
     with TemporaryDirectory() as folder, rc_context({"font.sans-serif": ["DejaVu Sans"]}):
         Path(folder, "examples").symlink_to(ROOT / "examples")
@@ -81,28 +85,31 @@ def picture(file: str, draw: Callable[[], object]) -> str:
     return re.sub(r"\s*\n\s*", "\n", svg).replace(" \n", "\n")
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
+def format_table(head: list[str], rows: list[list[str]]) -> str:
     """Return a table of Markdown."""
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
 
 
-def first_sentence(text: str) -> str:
+def get_first_sentence(text: str) -> str:
     """Return the first sentence of a docstring, on one line."""
     paragraph = " ".join(text.split("\n\n")[0].split())
     return re.split(r"(?<=[.!?]) +(?=[A-Z`])", paragraph)[0]
 
 
-def entries(docstring: str, section: str = "Args") -> dict[str, str]:
+def parse_entries(docstring: str, section: str = "Args") -> dict[str, str]:
     """Return the text of each entry of a section of a docstring, on one line, by name.
 
     A nested list becomes one line of the table cell for each item.
     """
     body = re.search(rf"^{section}:\n((?:    .*\n?|\n)+)", docstring, re.MULTILINE)
-    found = re.split(r"^    (\w+): ", body[1] if body else "", flags=re.MULTILINE)[1:]
-    return {name: one_line(text) for name, text in zip(found[::2], found[1::2], strict=True)}
+    names_and_texts = re.split(r"^    (\w+): ", body[1] if body else "", flags=re.MULTILINE)[1:]
+    return {
+        name: format_cell_text(text)
+        for name, text in zip(names_and_texts[::2], names_and_texts[1::2], strict=True)
+    }
 
 
-def one_line(text: str) -> str:
+def format_cell_text(text: str) -> str:
     """Return a paragraph for a table cell. Items of its list begin on new lines."""
     first, *items = re.split(r"\n\s*- ", text.strip())
-    return "<br>- ".join(" ".join(one.split()).replace("|", "\\|") for one in [first, *items])
+    return "<br>- ".join(" ".join(item.split()).replace("|", "\\|") for item in [first, *items])

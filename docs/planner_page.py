@@ -1,11 +1,11 @@
-"""The pages about the planner: see `generate.py`."""
+"""Generate the pages about the planner."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from inspect import getdoc
 
-from docs.pages import entries, one_line, page, table
+from docs.pages import define_page, format_cell_text, format_table, parse_entries
 from schedir import Cluster
 from schedir.planner import (
     SoftwareConstants,
@@ -21,8 +21,8 @@ from schedir.planner.transformer.model_presets import MODEL_PRESETS
 SHAPE = ("layers", "hidden", "heads", "vocab", "sequence")  # columns of the table of models
 
 
-def blocks() -> dict[str, str]:
-    """The models and clusters that have a name, and the constants of software."""
+def build_blocks() -> dict[str, str]:
+    """Return the tables of models, clusters, stacks and software constants."""
     models = [
         [
             f"`{name}`",
@@ -32,38 +32,44 @@ def blocks() -> dict[str, str]:
         ]
         for name, (model, source) in MODEL_PRESETS.items()
     ]
-    meanings = entries(str(getdoc(SoftwareConstants)))
+    meanings = parse_entries(str(getdoc(SoftwareConstants)))
     constants = [
         [f"`{c.name}`", meanings[c.name], f"{c.value:g}", f"{c.min_value:g} to {c.max_value:g}"]
         for c in SoftwareConstants().list_constants()
     ]
-    usual = SoftwareConstants()
+    default_constants = SoftwareConstants()
     stacks = []
     for name in stack_presets():
-        one = stack_preset(name)
-        own = [
+        stack = stack_preset(name)
+        changed_constants = [
             f"`{c.name}` {c.value:g}"
-            for c in one.constants.list_constants()
-            if c.value != getattr(usual, c.name)
+            for c in stack.constants.list_constants()
+            if c.value != getattr(default_constants, c.name)
         ]
-        states = "/".join(f"{size:g}" for size in one.state_bytes)
-        cells = [f"`{name}`", ", ".join(own) or "-", states, one.division, one.rank_order]
-        stacks.append([*cells, one.source])
+        states = "/".join(f"{size:g}" for size in stack.state_bytes)
+        cells = [
+            f"`{name}`",
+            ", ".join(changed_constants) or "-",
+            states,
+            stack.division,
+            stack.rank_order,
+        ]
+        stacks.append([*cells, stack.source])
     presets = {name: cluster_preset(name) for name in cluster_presets()}
     clusters = [
-        [f"`{f.name}`", *(number(getattr(preset, f.name)) for preset in presets.values())]
+        [f"`{f.name}`", *(format_number(getattr(preset, f.name)) for preset in presets.values())]
         for f in fields(Cluster)
         if any(getattr(preset, f.name) is not None for preset in presets.values())
     ]
     links = [f"[`{name}`](../../schedir/planner/hardware/clusters/{name}.toml)" for name in presets]
     return {
-        "simplest": one_line(str(getdoc(measure_complexity)).split("\n\n")[1]),
-        "models": table(["name", "parameters", *SHAPE, "source"], models),
-        "clusters": table(["field", *links], clusters),
-        "stacks": table(
+        "simplest": format_cell_text(str(getdoc(measure_complexity)).split("\n\n")[1]),
+        "models": format_table(["name", "parameters", *SHAPE, "source"], models),
+        "clusters": format_table(["field", *links], clusters),
+        "stacks": format_table(
             ["name", "constants", "bytes of states", "division", "rank order", "source"], stacks
         ),
-        "calibrated": table(
+        "calibrated": format_table(
             ["constant", "meaning", "bounds", "deviation of the prior"],
             [
                 [
@@ -75,13 +81,13 @@ def blocks() -> dict[str, str]:
                 for name, row in CONSTANTS.items()
             ],
         ),
-        "constants": table(["constant", "meaning", "default", "bounds"], constants),
+        "constants": format_table(["constant", "meaning", "default", "bounds"], constants),
     }
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Return a number as text of a table cell."""
     return "-" if value is None else f"{value:g}"
 
 
-PAGES = page("how-to/plan-a-cluster") | page("reference/planner", blocks)
+PAGES = define_page("how-to/plan-a-cluster") | define_page("reference/planner", build_blocks)

@@ -1,4 +1,4 @@
-"""The page of the schedules, with their formulas and pictures: see `generate.py`."""
+"""Generate the page of the schedules, with their formulas and pictures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from inspect import getdoc
 
 from docs import pages
-from docs.pages import table
+from docs.pages import format_table
 from schedir import (
     Costs,
     PipelineShape,
@@ -25,7 +25,7 @@ from schedir.schedules.schedule_algebra import (
     get_weight_delay_mark,
 )
 
-# In the order of the page: the case for which each schedule is made.
+# When to use each schedule, in the order of the page.
 WHEN = {
     "gpipe": "As a baseline, or with so few microbatches that memory is sufficient.",
     "one_f_one_b": "The default, if memory is short and messages are fast.",
@@ -58,13 +58,13 @@ WHEN = {
 }  # fmt: skip
 
 
-def usual_shape(name: str) -> tuple[str, int]:
+def get_default_placement(name: str) -> tuple[str, int]:
     """Return the placement and the stages per rank with which the page shows a schedule."""
     schedule = getattr(schedules, name)
     return str(get_placement_mark(schedule)[0] or "loop"), get_stages_per_rank(schedule)
 
 
-def run_of(
+def simulate_schedule(
     name: str,
     ranks: int,
     microbatches: int,
@@ -83,35 +83,44 @@ def run_of(
         send: The time of a message.
     """
     schedule = getattr(schedules, name)
-    placement, usual = usual_shape(name)
+    placement, default_v = get_default_placement(name)
     delay = get_weight_delay_mark(schedule)
     updates = 1 if delay is None else microbatches // ranks
     shape = PipelineShape(
-        ranks, microbatches, v or usual, placement, optimizer_steps=updates, weight_delay=delay or 0
+        ranks,
+        microbatches,
+        v or default_v,
+        placement,
+        optimizer_steps=updates,
+        weight_delay=delay or 0,
     )
     F, I, W = (c * ranks / shape.stages for c in costs)
-    priced = Costs(F=F, I=I, W=W, send=send)
+    costs_per_stage = Costs(F=F, I=I, W=W, send=send)
     return simulate(
-        compile(schedule, shape, progress_model="per_edge", costs=priced),
-        priced,
+        compile(schedule, shape, progress_model="per_edge", costs=costs_per_stage),
+        costs_per_stage,
         progress_model="per_edge",
     )
 
 
-def figures(name: str, ranks: int, microbatches: int) -> tuple[float, float, float]:
+def compute_figures(name: str, ranks: int, microbatches: int) -> tuple[float, float, float]:
     """Return the peak memory, and the bubble in both measures."""
-    timeline = run_of(name, ranks, microbatches)
+    timeline = simulate_schedule(name, ranks, microbatches)
     longest = int(timeline.active_span.argmax())
-    own = timeline.idle_in_active_span[longest] / timeline.active_span[longest]
+    active_bubble = timeline.idle_in_active_span[longest] / timeline.active_span[longest]
     peak = timeline.peak_in_flight.max() if timeline.program.has_backward else 0
-    return float(peak) * ranks / timeline.program.shape.stages, timeline.bubble, float(own)
+    return (
+        float(peak) * ranks / timeline.program.shape.stages,
+        timeline.bubble,
+        float(active_bubble),
+    )
 
 
-def blocks() -> dict[str, str]:
-    """The tables of all schedules, and a section for each."""
+def build_blocks() -> dict[str, str]:
+    """Return the tables of all schedules, and a section for each."""
     assert {*WHEN} == {*schedules.__all__}
     sizes = ((4, 8), (8, 32))
-    numbers = {name: [figures(name, *size) for size in sizes] for name in WHEN}
+    numbers = {name: [compute_figures(name, *size) for size in sizes] for name in WHEN}
 
     def cells(name: str) -> list[str]:
         return [cell for memory, *idle in numbers[name]
@@ -125,30 +134,30 @@ def blocks() -> dict[str, str]:
         for measure in ("memory", "bubble", "bubble in active span")
     ]
     rows = [
-        [f"[`{n}`](#{n})", *map(str, reversed(usual_shape(n))), *cells(n)]
+        [f"[`{n}`](#{n})", *map(str, reversed(get_default_placement(n))), *cells(n)]
         for n in [*by_memory, "forward_only"]
     ]
     costs = ((1, 1, 1), (1, 1.2, 0.8), (1, 1.4, 0.6), (0.8, 1, 1.2), (1.2, 1, 0.8))
     unequal = [
-        [f"`{name}`", *(f"{run_of(name, 8, 32, c).bubble:.1%}" for c in costs)]
+        [f"`{name}`", *(f"{simulate_schedule(name, 8, 32, c).bubble:.1%}" for c in costs)]
         for name in by_memory
     ]
-    each = "\n\n".join(
-        f"### {name}\n\n{describe(getattr(schedules, name))}\n\n"
+    sections = "\n\n".join(
+        f"### {name}\n\n{format_description(getattr(schedules, name))}\n\n"
         f"**When to use:** {when}\n\n"
         f"![{name} on 4 ranks with 8 microbatches](../images/schedules/{name}.svg)"
         for name, when in WHEN.items()
     )
     costs_of = [f"F, I, W = {', '.join(map(str, c))}" for c in costs]
     return {
-        "all": table(["schedule", "stages per rank", "placement", *heads], rows),
-        "unequal": table(["schedule", *costs_of], unequal),
-        "each": each,
-        "greedy": describe(greedy_schedule),
+        "all": format_table(["schedule", "stages per rank", "placement", *heads], rows),
+        "unequal": format_table(["schedule", *costs_of], unequal),
+        "each": sections,
+        "greedy": format_description(greedy_schedule),
     }
 
 
-def describe(function: Callable[..., object]) -> str:
+def format_description(function: Callable[..., object]) -> str:
     """Return the prose of a docstring and its references, without the other sections."""
     text = str(getdoc(function))
     prose = re.split(r"\n\n(?:Args|Returns|Raises|References|Example):\n", text)[0].strip()
@@ -157,13 +166,15 @@ def describe(function: Callable[..., object]) -> str:
     return f"{prose}\n\nSource: {sources}" if sources else prose
 
 
-def draw(name: str) -> None:
+def draw_schedule(name: str) -> None:
     """Draw a schedule at 4 ranks and 8 microbatches."""
-    viz.save(viz.gantt(run_of(name, 4, 8)), f"{name}.svg")
+    viz.save(viz.gantt(simulate_schedule(name, 4, 8)), f"{name}.svg")
 
 
-PAGES = pages.page("reference/schedules", blocks)
+PAGES = pages.define_page("reference/schedules", build_blocks)
 PAGES |= {
-    f"images/schedules/{name}.svg": partial(pages.picture, f"{name}.svg", partial(draw, name))
+    f"images/schedules/{name}.svg": partial(
+        pages.draw_svg, f"{name}.svg", partial(draw_schedule, name)
+    )
     for name in WHEN
 }

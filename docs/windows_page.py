@@ -1,10 +1,10 @@
-"""The page about windows of attention: see `generate.py`."""
+"""Generate the page about windowed attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from docs.pages import page, table
+from docs.pages import define_page, format_table
 from schedir import viz
 from schedir.models.window_config import TILE_SIZE
 from schedir.predict.window_tiles import Tiles, compute_tiles
@@ -18,27 +18,27 @@ VIDEO: dict[str, Any] = {
 }
 
 
-def found(stride: int) -> Tiles:
+def count_tiles(stride: int) -> Tiles:
     tile = TILE_SIZE["cpu"]
     return compute_tiles(LENGTH, WINDOW, stride, q_tile=tile, kv_tile=tile, causal=True)
 
 
-def blocks() -> dict[str, object]:
-    """The tiles that are visited, by stride, and those of the paper's video model."""
+def build_blocks() -> dict[str, object]:
+    """Return the visited tiles by stride, and those of the paper's video model."""
     rows = []
     for stride in STRIDES:
-        one = found(stride)
-        numbers = (WINDOW, stride, one.visited_count, one.dense_count, one.partial_count)
-        rows.append([*map(str, numbers), f"{one.speedup:.2f} x"])
+        tiles = count_tiles(stride)
+        numbers = (WINDOW, stride, tiles.visited_count, tiles.dense_count, tiles.partial_count)
+        rows.append([*map(str, numbers), f"{tiles.speedup:.2f} x"])
     head = ["window", "stride", "visited", "all tiles", "partly masked", "largest speedup"]
     sliding, strided = compute_tiles(stride=1, **VIDEO), compute_tiles(stride=(16, 8, 8), **VIDEO)
-    usual = found(64)
+    example_tiles = count_tiles(64)
     return {
-        "table": table(head, rows),
-        "visited": usual.visited_count,
-        "dense": usual.dense_count,
-        "speedup": f"{usual.speedup:.2f}",
-        "of": usual.visited_by(10),
+        "table": format_table(head, rows),
+        "visited": example_tiles.visited_count,
+        "dense": example_tiles.dense_count,
+        "speedup": f"{example_tiles.speedup:.2f}",
+        "of": example_tiles.visited_by(10),
         "sliding": f"{sliding.worst_tile_speedup:.1f} x",
         "strided": f"{strided.worst_tile_speedup:.1f} x",
         "pairs": f"{strided.pair_speedup:.1f} x",
@@ -46,9 +46,9 @@ def blocks() -> dict[str, object]:
     }
 
 
-def picture() -> None:
+def draw_tiles() -> None:
     """Draw the tiles of each stride."""
-    viz.save(viz.window_tiles(*map(found, STRIDES)), "windows.svg")
+    viz.save(viz.window_tiles(*map(count_tiles, STRIDES)), "windows.svg")
 
 
-PAGES = page("explanation/windowed-attention", blocks, {"windows.svg": picture})
+PAGES = define_page("explanation/windowed-attention", build_blocks, {"windows.svg": draw_tiles})

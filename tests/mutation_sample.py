@@ -32,7 +32,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
 
-from benchmarks.harness import head, line
+from benchmarks.harness import print_header, print_row
 
 COUNTS: Final = {"runtime": 30, "passes": 25, "verify": 25, "analysis": 25}
 SEED: Final = 1
@@ -239,7 +239,7 @@ def main() -> None:
     rows = json.loads(args.read.read_text()) if args.read else []
     wanted = [Mutant(*row[:5]) for row in rows]
     results: list[tuple[Mutant, str]] = []
-    head("folder", "mutants", "killed", "survived", "no verdict", "no tests", "replaced")
+    print_header("folder", "mutants", "killed", "survived", "no verdict", "no tests", "replaced")
     with TemporaryDirectory() as scratch:
         tree = Path(scratch, "tree")
         names = (".git", ".venv", "build", "__pycache__")
@@ -251,7 +251,7 @@ def main() -> None:
             found = [(mutant, outcome(tree, mutant, source())) for mutant, source in mutants]
             counted = Counter(how for _, how in found)
             cells = (counted[how] for how in ("killed", "survived", "no verdict", "no tests"))
-            line(folder, len(found), *cells, replaced)
+            print_row(folder, len(found), *cells, replaced)
             results += found
     for mutant, how in results:
         if how != "killed":

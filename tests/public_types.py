@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from docs.api_page import public
+from docs.api_page import list_public_names
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -55,7 +55,7 @@ def list_incomplete_names(symbols: list[dict[str, Any]]) -> list[str]:
     """
     is_complete = {s["name"]: s["isTypeKnown"] and not s["isTypeAmbiguous"] for s in symbols}
     incomplete = []
-    for name, value in public().items():
+    for name, value in list_public_names().items():
         path = f"schedir.{name}"
         if inspect.ismodule(value):
             path = value.__name__
@@ -75,7 +75,10 @@ def main() -> int:
         incomplete = list_incomplete_names(run_pyright(folder))
     for line in incomplete:
         print(line)
-    print(f"{len(public())} public names, {len(incomplete)} attributes without a known type")
+    print(
+        f"{len(list_public_names())} public names, "
+        f"{len(incomplete)} attributes without a known type"
+    )
     return bool(incomplete)
 
 

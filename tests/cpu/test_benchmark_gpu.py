@@ -18,7 +18,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import figures
 from benchmarks import gpu as benchmark
 from benchmarks.figures import Figure
-from benchmarks.gpu import layer_flop, main, of_a_gpt, of_ranks, peak, recorded, sleeping
+from benchmarks.gpu import (
+    build_sleeping_ranks,
+    compute_rank_figures,
+    count_layer_flop,
+    main,
+    measure_gpt_ranks,
+    predict_peak_memory,
+    record_timelines,
+)
 from schedir import Costs, PipelineShape, compile, simulate
 from schedir.ir.cost.sizes import Sizes
 from schedir.models import gpt
@@ -47,28 +55,28 @@ def test_layer_flop_counts_all_products() -> None:
     # The fused attention of a CPU is not counted.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         stage(torch.randn(1, 32, 64))
-    assert counter.get_total_flops() == layer_flop(64, 32)
+    assert counter.get_total_flops() == count_layer_flop(64, 32)
 
 
 def test_nan_misses_its_goal() -> None:
     def missed(target: figures.Goal, *values: float) -> list[bool]:
-        return [Figure("", v, "us", target).missed for v in values]
+        return [Figure("", v, "us", target).is_missed for v in values]
 
     assert missed(figures.GAP, 9.0, 10.0, 10.1, math.nan) == [False, False, True, True]
     assert missed(figures.STAGE, 89.9, 90.0, 91.0, math.nan) == [True, False, False, True]
-    assert not Figure("", math.nan, "us").missed
+    assert not Figure("", math.nan, "us").is_missed
 
 
 def test_figures_file_round_trip(tmp_path: Path) -> None:
     """A truncated file has all figures except the one that was being written."""
     file = tmp_path / "figures"
     expected = [Figure("a", 1.5, "us", figures.GAP), Figure("b", math.inf, "")]
-    assert figures.read(file) == []
+    assert figures.read_figures(file) == []
     for figure in expected:
-        figures.write(file, figure)
-    figures.write(None, expected[0])
+        figures.append_figure(file, figure)
+    figures.append_figure(None, expected[0])
     file.write_text(file.read_text() + '["c", 3')
-    assert figures.read(file) == expected
+    assert figures.read_figures(file) == expected
 
 
 def test_rates_time_stated_number_of_operations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +90,9 @@ def test_rates_time_stated_number_of_operations(monkeypatch: pytest.MonkeyPatch)
         counted.append(counter.get_total_flops())
         return 2.0
 
-    monkeypatch.setattr(benchmark, "seconds", time_product)
-    rates = benchmark.allowed_rate(256, 16, 3), benchmark.stage_rate(256, 16, 3)
-    flop = 3 * 3 * layer_flop(256, 16)
+    monkeypatch.setattr(benchmark, "measure_seconds", time_product)
+    rates = benchmark.measure_kernel_rate(256, 16, 3), benchmark.measure_stage_rate(256, 16, 3)
+    flop = 3 * 3 * count_layer_flop(256, 16)
     assert rates == (flop / 2, flop / 2)
     assert counted == [flop, flop]
 
@@ -102,12 +110,12 @@ def test_failing_part_does_not_stop_other_parts(
     monkeypatch.setattr(benchmark, "PARTS", {"x": failing_part, "y": complete_part})
     file = tmp_path / "figures"
     namespace = argparse.Namespace(only=None, figures=file, value=1.0)
-    assert not benchmark.table(namespace)
+    assert not benchmark.print_figures(namespace)
     out, err = capsys.readouterr()
     assert "not measured, or not all of it: x: OSError" in out and "no driver" in err
-    assert [figure.name for figure in figures.read(file)] == ["first", "second"]
-    assert benchmark.table(argparse.Namespace(only=["y"], figures=None, value=1.0))
-    assert not benchmark.table(argparse.Namespace(only=["y"], figures=None, value=11.0))
+    assert [figure.name for figure in figures.read_figures(file)] == ["first", "second"]
+    assert benchmark.print_figures(argparse.Namespace(only=["y"], figures=None, value=1.0))
+    assert not benchmark.print_figures(argparse.Namespace(only=["y"], figures=None, value=11.0))
 
 
 def test_every_part_runs_on_cpu(
@@ -117,17 +125,21 @@ def test_every_part_runs_on_cpu(
 
     The part `queues` is left out: streams of a CPU have no hardware queues.
     """
-    monkeypatch.setattr(benchmark, "instruction_cost", partial(benchmark.instruction_cost, 4))
+    monkeypatch.setattr(
+        benchmark,
+        "measure_instruction_overhead",
+        partial(benchmark.measure_instruction_overhead, 4),
+    )
     file = tmp_path / "figures"
     options = argparse.Namespace(
         only=[name for name in benchmark.PARTS if name != "queues"], figures=file, hidden=128,
         context=16, layers=1, product=16, microbatches=4, forward=1e-3, steps=2,
     )  # fmt: skip
     with installed(monkeypatch):
-        benchmark.table(options)
+        benchmark.print_figures(options)
     out, err = capsys.readouterr()
     assert "not measured" not in out and err == ""
-    measured = figures.read(file)
+    measured = figures.read_figures(file)
     assert {figure.goal for figure in measured} == {None, *figures.GOALS}
     assert len(measured) == 21
 
@@ -140,8 +152,8 @@ def test_streams_that_share_queue_are_reported(monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(time, "sleep", advance_host_clock)
         first, second, third = (Stream(gpu) for _ in range(3))
-        assert benchmark.sharing([first, second, third]) == []
-        assert benchmark.sharing([first, second, first]) == [(0, 2), (2, 0)]
+        assert benchmark.find_shared_queues([first, second, third]) == []
+        assert benchmark.find_shared_queues([first, second, first]) == [(0, 2), (2, 0)]
 
 
 def test_host_waits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,13 +164,13 @@ def test_host_waits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(benchmark, "ASKED", (torch.cuda, Event))
-    with benchmark.host_waits() as waits:
+    monkeypatch.setattr(benchmark, "SYNC_OWNERS", (torch.cuda, Event))
+    with benchmark.record_host_waits() as waits:
         assert waits == [] and modes == ["warn"]
         torch.cuda.synchronize()
         assert Event().synchronize() == "over"
-        warnings.warn(benchmark.WARNED, stacklevel=1)
-        warnings.warn(benchmark.WARNED, stacklevel=1)
+        warnings.warn(benchmark.SYNC_WARNING, stacklevel=1)
+        warnings.warn(benchmark.SYNC_WARNING, stacklevel=1)
         warnings.warn("another", stacklevel=1)
     assert modes == ["warn", "default"]
     assert len(waits) == 4 and waits[1].endswith("Event.synchronize is called")
@@ -173,16 +185,16 @@ def test_sleeping_ranks_take_predicted_time(monkeypatch: pytest.MonkeyPatch) -> 
     boundary = Boundary((1, 2, 4))
     inputs = torch.randn(16, *boundary.shape)
     monkeypatch.setattr(benchmark, "DEVICE", "cpu")
-    ranks = sleeping(16, boundary, 1000)  # a millisecond
+    ranks = build_sleeping_ranks(16, boundary, 1000)  # a millisecond
 
     def step() -> None:
         gpu.host = gpu.over
         with charge_messages(gpu, Costs(send=20e-6)):
             ranks.step(inputs, inputs)
 
-    runs = recorded(ranks, step, 3)
-    by_name = {figure.name.strip(): figure for figure in of_ranks("", runs)}
-    assert not any(figure.missed for figure in by_name.values())
+    runs = record_timelines(ranks, step, 3)
+    by_name = {figure.name.strip(): figure for figure in compute_rank_figures("", runs)}
+    assert not any(figure.is_missed for figure in by_name.values())
     assert by_name[": gap, median"].value == pytest.approx(0, abs=1e-3)
     costs = Costs(F=1, B=2, send=0.02)
     predicted = simulate(ranks.program, costs, progress_model="per_edge")
@@ -207,7 +219,7 @@ def test_gpt_part_returns_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
         run_instruction(runner, k)
 
     monkeypatch.setattr(ProgramRunner, "run_instruction", run_slowly)
-    values = {figure.name.strip(): figure.value for figure in of_a_gpt(config, 4, 2)}
+    values = {figure.name.strip(): figure.value for figure in measure_gpt_ranks(config, 4, 2)}
     assert list(values)[-4:] == [
         "host waits in a step", "device asked for memory, in all steps",
         "peak memory", "peak memory, predicted, off by",
@@ -233,7 +245,7 @@ def test_peak_of_all_ranks_follows_order_of_issue() -> None:
             boundary=Boundary((2, tiny_model.WIDTH), torch.float64),
         )
         rank_peaks = simulate(program, sizes=sizes).peak_memory
-        world_peak = peak(world, sizes)
+        world_peak = predict_peak_memory(world, sizes)
         assert rank_peaks.max() <= world_peak <= rank_peaks.sum()
         # The ranks reach their maximum of 3, 2 and 1 microbatches at the same time.
         assert world_peak == rank_peaks.sum()

@@ -42,11 +42,11 @@ def test_benchmark_needs_gpu(
 
 def test_all_ways_return_equal_tensors() -> None:
     bytes_by_work = {}
-    for work in benchmark.works(OPTIONS):
+    for work in benchmark.list_operations(OPTIONS):
         bytes_by_work[work.name] = work.bytes
-        assert set(work.ways) >= {"ours", "eager", "compiled"}
+        assert set(work.implementations) >= {"ours", "eager", "compiled"}
         # Each runs once, since some overwrite their inputs.
-        results = {way: copy_tensors(run()) for way, run in work.ways.items()}
+        results = {way: copy_tensors(run()) for way, run in work.implementations.items()}
         for way in results:
             for result, expected in zip(results[way], results["eager"], strict=True):
                 torch.testing.assert_close(result.float(), expected.float(), rtol=0.02, atol=0.02)
@@ -69,9 +69,11 @@ def test_missing_compiler_is_reported_and_rest_measured(
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: fail)
     monkeypatch.setattr(benchmark, "find_spec", lambda name: None)
-    assert not benchmark.table(benchmark.works(OPTIONS), 480 / 2 / 0.5, time_as_two_seconds)
+    assert not benchmark.print_operations(
+        benchmark.list_operations(OPTIONS), 480 / 2 / 0.5, time_as_two_seconds
+    )
     header, *rows = capsys.readouterr().out.splitlines()
-    assert header.split()[-4:] == list(benchmark.WAYS)
+    assert header.split()[-4:] == list(benchmark.IMPLEMENTATIONS)
     assert rows[0].split() == [
         "cross",
         "entropy,",
@@ -88,7 +90,7 @@ def test_missing_compiler_is_reported_and_rest_measured(
         "not measured: Liger-Kernel is not installed (pip install liger-kernel)",
     ]
     assert len(rows) == 2 * len(SIZES) + 1
-    (line,) = benchmark.weight_gradients(OPTIONS, time_as_two_seconds)
+    (line,) = benchmark.measure_weight_gradients(OPTIONS, time_as_two_seconds)
     assert line.endswith("1.00 times a product and a sum, 1.00 of the product alone")
 
 
@@ -97,4 +99,6 @@ def test_failing_kernel_raises_its_error() -> None:
         raise OSError
 
     with pytest.raises(OSError):
-        benchmark.table(iter([benchmark.Work("x", 1, {"ours": fail})]), 1.0, lambda run: run() or 1)
+        benchmark.print_operations(
+            iter([benchmark.Operation("x", 1, {"ours": fail})]), 1.0, lambda run: run() or 1
+        )

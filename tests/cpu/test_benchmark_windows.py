@@ -20,4 +20,4 @@ def test_each_window_shorter_than_its_sequence_has_row(
     for row, window in zip(rows, [(100, 64, 64), (200, 64, 64), (200, 128, 1)], strict=True):
         tiles = compute_device_tiles(*window)
         assert row[3:5] == [f"{tiles.visited_count} of {tiles.dense_count}", f"{tiles.speedup:.2f}"]
-        assert len(row) == len(kernels.HEAD)
+        assert len(row) == len(kernels.HEADER)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.harness import lacks, parse, spread
+from benchmarks.harness import compute_median_interval, parse, report_missing
 from tests.cases import cases
 from tests.cpu.train_command import ROOT, run_launched
 
@@ -68,13 +68,13 @@ def test_smoke_value_of_unknown_option_is_refused() -> None:
 def test_missing_requirement_fails_measurement_but_not_smoke(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert [lacks("needs a GPU", smoke) for smoke in (False, True)] == [2, 0]
+    assert [report_missing("needs a GPU", smoke) for smoke in (False, True)] == [2, 0]
     assert capsys.readouterr() == ("", "needs a GPU\n" * 2)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
 def test_median_interval_contains_median_and_two_samples(values: list[float]) -> None:
-    low, high = spread(values)
+    low, high = compute_median_interval(values)
     assert {low, high} <= {*values}
     assert sum(v <= low for v in values) <= sum(v <= high for v in values)
     assert low <= sorted(values)[len(values) // 2] <= high

@@ -84,11 +84,11 @@ def test_interrupted_run_continues_with_rest(
     folder = ["--folder", str(tmp_path)]
     assert gpu_run.main([*folder, "--minutes", "0.1"]) == 0
     assert capsys.readouterr().out.count("there is no time left") == 4
-    monkeypatch.setattr(gpu_run, "LEAST", 0.0)
+    monkeypatch.setattr(gpu_run, "MIN_STEP_SECONDS", 0.0)
     hangs = HANGS._replace(limit=60)
     monkeypatch.setattr(gpu_run, "STEPS", (GOOD, hangs))
     assert gpu_run.main([*folder, "--minutes", "0.03"]) == 1
-    assert capsys.readouterr().out.splitlines()[1].startswith(f"hangs: {gpu_run.CUT}, ")
+    assert capsys.readouterr().out.splitlines()[1].startswith(f"hangs: {gpu_run.OUT_OF_TIME}, ")
     monkeypatch.setattr(gpu_run, "STEPS", (GOOD, hangs._replace(command=GOOD.command), MEASURES))
     assert gpu_run.main([*folder, "--rest"]) == 1
     step_names = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()[:-2]]
@@ -157,7 +157,7 @@ def test_every_step_has_file_or_collects_tests(monkeypatch: pytest.MonkeyPatch) 
     assert {
         str(path.relative_to(ROOT)) for path in ROOT.glob("tests/gpu/test_*.py")
     } <= tested_files
-    names = [gpu_run.file_of(step) for step in gpu_run.STEPS]
+    names = [gpu_run.name_output_file(step) for step in gpu_run.STEPS]
     assert len({*names}) == len(names) and len(pytest_arguments) > 8
     script = "import pytest\n" + "".join(
         f"print(int(pytest.main(['--collect-only', *{words!r}])))\n" for words in pytest_arguments

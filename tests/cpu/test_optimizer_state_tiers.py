@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import schedir
-from benchmarks.zero import Case, differing, train
+from benchmarks.zero import Case, find_differences, train
 from schedir import PipelineShape
 from schedir.checkpoints import Saver, load, save
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
@@ -168,7 +168,7 @@ def test_each_replica_offloads_its_shard(tmp_path: Path) -> None:
     count = 1 + len(PLACEMENTS)
     runs = [[rank_results[k] for rank_results in results] for k in range(count * len(LEVELS))]
     for k, placed in enumerate(runs):
-        assert not differing(runs[k - k % count], placed)
+        assert not find_differences(runs[k - k % count], placed)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from benchmarks.zero import Case, differing, train
+from benchmarks.zero import Case, find_differences, train
 from schedir import PipelineShape
 from schedir.errors import ModelError
 from schedir.runtime.executor import Executor
@@ -59,8 +59,10 @@ def _train_case(name: str) -> list[list[Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_zero_levels_have_bits_of_plain_replicas(name: str) -> None:
-    assert not differing(*_train_case(name))
-    assert differing(_train_case(name)[0], _train_case("1F1B" if name != "1F1B" else "DualPipe")[0])
+    assert not find_differences(*_train_case(name))
+    assert find_differences(
+        _train_case(name)[0], _train_case("1F1B" if name != "1F1B" else "DualPipe")[0]
+    )
 
 
 class SmallParameters(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.zero import byte_rows, run_row
+from benchmarks.zero import list_byte_rows, run_row
 
 NAMES = (
     "interleaved zero 3, each turn",
@@ -16,5 +16,5 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_live_memory_with_zero_matches_prediction(name: str) -> None:
     """The bytes are those of live storages on each rank and replica."""
-    for row in run_row(byte_rows()[name]):
-        assert row.looks > 10 and row.most > 0 and not row.beside
+    for row in run_row(list_byte_rows()[name]):
+        assert row.comparisons > 10 and row.peak_bytes > 0 and not row.differences

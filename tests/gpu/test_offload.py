@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.gpu import host_waits
+from benchmarks.gpu import record_host_waits
 from schedir import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
@@ -39,7 +39,7 @@ def test_offload_keeps_bits(schedule: Any, shape: PipelineShape, recompute: Any)
         stages = make_gpu_stages(shape.stages)
         world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
         world.step(inputs, targets, scale)
-        with host_waits() as waited:
+        with record_host_waits() as waited:
             total = world.step(inputs, targets, scale)
         assert not waited
         results.append((total, copy_gradients(stages)))

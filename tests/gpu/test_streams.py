@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu import host_waits
+from benchmarks.gpu import record_host_waits
 from schedir import compile
 from schedir.errors import ExecutionError
 from schedir.ir.isa.instructions import Lane
@@ -89,7 +89,7 @@ def test_host_never_waits_inside_step(record: bool) -> None:
         execution=ExecutionOptions(record_timestamps=record),
     )
     world.step(inputs, targets, scale)
-    with host_waits() as waits:
+    with record_host_waits() as waits:
         world.step(inputs, targets, scale)
     assert waits == []
     if record:
@@ -98,7 +98,7 @@ def test_host_never_waits_inside_step(record: bool) -> None:
 
 @pytest.mark.usefixtures("real_gpu")
 def test_host_waits_are_detected() -> None:
-    with host_waits() as waits:
+    with record_host_waits() as waits:
         torch.ones(1, device="cuda").item()
         torch.cuda.Event().synchronize()
         torch.cuda.synchronize()

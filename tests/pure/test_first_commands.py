@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.command_line_page import command_parsers
+from docs.command_line_page import build_command_parsers
 from schedir.commands.common.name_completion import _NAMES
 from schedir.planner import cluster_presets
 from schedir.schedules import get_built_in_schedules
@@ -77,7 +77,9 @@ def test_missing_completion_package_is_named(
 
 
 def test_completed_arguments_are_arguments_of_commands() -> None:
-    names = {action.dest for parser in command_parsers().values() for action in parser._actions}
+    names = {
+        action.dest for parser in build_command_parsers().values() for action in parser._actions
+    }
     assert {*_NAMES} <= names
 
 

@@ -28,7 +28,7 @@ def test_errors_are_at_most_documented(name: str, capsys: pytest.CaptureFixture[
 
 def test_memory_matches_published_tables(capsys: pytest.CaptureFixture[str]) -> None:
     """Compare all cells of ZeRO's Table 1, and all rows of Table 2 of arXiv 2205.05198."""
-    tables.memory()
+    tables.print_memory()
     output = capsys.readouterr().out
     assert "54 of 54 cells" in output
     assert output.count("+0.0%") + output.count("-0.0%") == 6

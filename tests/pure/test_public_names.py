@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 @cache
 def list_public_names() -> dict[str, object]:
     """Return the public names, some of which are in modules that import torch."""
-    return api_page.public()
+    return api_page.list_public_names()
 
 
 def test_public_names_have_examples() -> None:
@@ -29,7 +29,7 @@ def test_public_names_have_examples() -> None:
     assert not [
         name
         for name, value in list_public_names().items()
-        if ">>> " not in api_page.docstring(value)
+        if ">>> " not in api_page.get_docstring(value)
     ]
 
 
@@ -56,7 +56,7 @@ def find_undefined(docstring: str) -> set[str]:
 def test_examples_can_be_copied() -> None:
     """Examples import the names that they use."""
     undefined = {
-        name: find_undefined(api_page.docstring(value))
+        name: find_undefined(api_page.get_docstring(value))
         for name, value in list_public_names().items()
     }
     assert not {name: names for name, names in undefined.items() if names}
@@ -74,7 +74,7 @@ def test_undocumented_name_is_refused() -> None:
     def undocumented() -> None: ...
 
     with pytest.raises(ValueError, match="is public, and has no docstring"):
-        api_page.docstring(undocumented)
+        api_page.get_docstring(undocumented)
 
 
 def test_pages_import_from_public_modules() -> None:

@@ -284,20 +284,20 @@ def test_documented_cells_match_simulation() -> None:
 
 @pytest.mark.parametrize("at", [(2, 1, 0.2), (4, 8, 0.05), (8, 13, 0.05)])
 def test_documented_file_matches_command(at: tuple[int, int, float]) -> None:
-    assert list(which_schedule.asked(*at)) == which_schedule.known()[at], (
+    assert list(which_schedule.run_recommend(*at)) == which_schedule.read_cells()[at], (
         "python docs/which_schedule.py"
     )
 
 
 def test_documented_file_has_every_size() -> None:
-    assert {(P, m) for P, m, _ in which_schedule.known()} >= {
+    assert {(P, m) for P, m, _ in which_schedule.read_cells()} >= {
         (P, int(P * k)) for P in (2, 4, 8, 16) for k in (0.5, 1, 2, 4, 8)
     }
 
 
 @pytest.mark.parametrize("rule", which_schedule.RULES, ids=lambda rule: rule.text[:30])
 def test_documented_rules_hold_in_all_cells(rule: which_schedule.Rule) -> None:
-    sizes_asked = [size for size in which_schedule.everywhere() if rule.where(size)]
+    sizes_asked = [size for size in which_schedule.list_table_cells() if rule.where(size)]
     assert len(sizes_asked) >= 10 and all(rule.holds(size) for size in sizes_asked)
 
 
@@ -341,7 +341,7 @@ FORMULAS = [
 
 def compute_idle_times(formula: Formula, P: int, m: int) -> tuple[float, float]:
     """Return the largest idle time of a rank, until the end of the run and in its active span."""
-    run = schedules_page.run_of(formula.name, P, m, v=formula.v)
+    run = schedules_page.simulate_schedule(formula.name, P, m, v=formula.v)
     longest = int(run.active_span.argmax())
     return round(float(run.idle.max()), 9), round(float(run.idle_in_active_span[longest]), 9)
 
