@@ -228,7 +228,8 @@ class Machine:
             if self.blocks and entry.kind == "gathers":
                 yield from entry.waits
             self.happen(entry.issued)
-            if self.blocks and entry.kind == "compute":
+            # The host reads the numbers of tokens, which all members of a dispatch must send first.
+            if self.blocks and (entry.kind == "compute" or entry.group[0].op is Opcode.Dispatch):
                 yield entry.done
             last[entry.kind] = entry
 
