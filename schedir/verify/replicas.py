@@ -325,12 +325,16 @@ def _require_same_order(
     rank = next(iter(sites.values())).rank
     facts = [
         f"rank {rank} of replica {k} "
-        + (f"issues {sites[k].instr}" if k in sites else "issues no further collective")
+        + (
+            f"issues {sites[k].instr}"
+            if k in sites
+            else f"has no further collective on the lane {lane.name.lower()}"
+        )
         for k in replicas
     ]
     raise CollectiveOrderError(
         f"{', but '.join(facts)}: replicas must issue {LANES[lane].doc} in one order",
-        program=_join_names(programs),
+        program=_join_names([programs[k] for k in replicas]),
         rank=rank,
         replicas=replicas,
         sites=[*sites.values()],

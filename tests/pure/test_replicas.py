@@ -257,6 +257,7 @@ def test_groups_may_have_different_orders() -> None:
     error = find_error([one, one, other, one], "per_device")
     assert isinstance(error, CollectiveOrderError)
     assert error.replicas == (2, 3)
+    assert error.program == f"{other.name}, {one.name}"
     assert [site.replica for site in error.sites] == [2, 3]
     assert all(site.instr.op in EP_COLLECTIVE_OPS for site in error.sites)  # type: ignore[attr-defined]
 
@@ -271,7 +272,7 @@ def test_missing_collective_error_names_one_instruction() -> None:
     error = find_error([one, two], "per_device")
     assert isinstance(error, CollectiveOrderError)
     assert [(str(site.instr), site.replica) for site in error.sites] == [("unshard 0.1", 0)]
-    assert "rank 0 of replica 1 issues no further collective" in error.fact
+    assert "rank 0 of replica 1 has no further collective on the lane params" in error.fact
 
 
 def test_error_of_one_program_names_the_replica() -> None:

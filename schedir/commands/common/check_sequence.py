@@ -38,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--replicas", action="store_true",
-        help="the programs are those of data-parallel replicas, one for each replica, and not "
-        "steps: check that the members of each group issue their collectives in one order, and "
-        "that ranks of several replicas do not wait for each other",
+        help="check the programs of data-parallel replicas, one for each replica, instead of steps: "
+        "the order of their collectives, and that replicas do not wait for each other; for torch, "
+        "add --blocking-hosts",
     )  # fmt: skip
 
 
