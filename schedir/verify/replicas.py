@@ -107,9 +107,9 @@ def check_replicas(
     start, level = solve_longest_paths(LongestPathProblem(graph.edges(), graph.node_mask, cost))
     times = EarliestTimes(start[graph.node], start[graph.node], level[graph.node])
     if not times.is_done.all():
-        error = explain_deadlock(graph, times)
-        assert isinstance(error, DeadlockError)
-        raise _name_replicas(error, programs[0].shape.ranks)
+        deadlock = explain_deadlock(graph, times)
+        assert isinstance(deadlock, DeadlockError)
+        raise _name_replicas(deadlock, programs[0].shape.ranks)
 
 
 def _require_same_settings(programs: Sequence[Program]) -> None:
