@@ -96,17 +96,20 @@ def move_some_instructions(program: Program, model: ProgressModel, seed: int) ->
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(PROGRAMS), st.sampled_from(MODELS), st.integers(0, 2**30))
-def test_equal_programs_agree_with_check(program: Program, model: ProgressModel, seed: int) -> None:
+@given(st.sampled_from(PROGRAMS), st.sampled_from(MODELS), st.booleans(), st.integers(0, 2**30))
+def test_equal_programs_agree_with_check(
+    program: Program, model: ProgressModel, blocking_hosts: bool, seed: int
+) -> None:
     program = move_instructions(reordered(program, random.Random(seed)), random.Random(seed))
     try:
-        check(program, model)
+        check(program, model, blocking_hosts=blocking_hosts)
     except SchedirError as error:
         event(type(error).__name__)
-        assert str(find_error([program, program], model)) == str(error)
+        found = find_error([program, program], model, blocking_hosts=blocking_hosts)
+        assert str(found) == str(error)
     else:
         event("accepted")
-        check_replicas([program, program], model)
+        check_replicas([program, program], model, blocking_hosts=blocking_hosts)
 
 
 @settings(max_examples=60, deadline=None)
@@ -350,9 +353,8 @@ def test_command_checks_replicas_on_blocking_hosts(
     assert facts["progress_models_with_blocking_hosts"] == []
     text = run_refused_command(capsys, *options, "--blocking-hosts")
     assert "4 ranks of 2 replicas wait for each other" in text
-    options = ("check", "--replicas", "act.sched", "act.sched", "--blocking-hosts")
-    assert "per_edge, if hosts block, as CPU hosts do" in run_command(
-        capsys, *options, "--progress-model", "per_edge"
-    )
+    files = ("act.sched", "act.sched", "--progress-model", "per_edge")
+    text = run_command(capsys, "check", "--replicas", *files, "--blocking-hosts")
+    assert "2 replicas finish under per_edge, if hosts block, as CPU hosts do" in text
     text = run_refused_command(capsys, "check", "--replicas", "act.sched", "-o", "a.svg")
     assert "-o cannot be combined with --replicas" in text
