@@ -138,9 +138,9 @@ def _require_same_settings(programs: Sequence[Program]) -> None:
             + (f", or give {first.dp} programs" if first.dp > 1 else ""),
             fields=["programs", "dp"],
         )
-    if (processes := first.shape.ranks * len(programs)) > MAX_STAGES:
+    if (num_ranks := first.shape.ranks * len(programs)) > MAX_STAGES:
         raise UsageError(
-            f"the replicas have {processes} pipeline ranks together ({len(programs)} replicas x "
+            f"the replicas have {num_ranks} pipeline ranks together ({len(programs)} replicas x "
             f"{first.shape.ranks} ranks), and the limit is {MAX_STAGES}",
             fields=["programs", "ranks"],
         )
