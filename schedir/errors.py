@@ -556,7 +556,7 @@ class CollectiveOrderError(SchedirError):
 
     Args:
         fact: One sentence with the reason.
-        program: Name of the program of the first of the two replicas.
+        program: Names of the programs of the two replicas, only one if both have the same name.
         rank: The rank whose collectives differ.
         replicas: The two replicas.
         sites: The first collective that differs, of each of these replicas that has one.

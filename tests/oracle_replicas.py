@@ -15,10 +15,12 @@ from tests.oracle_threads import Machine, Verdict
 from tests.oracle_values import Entry, Event, Message, OracleError, Slot
 
 
-def verdict(programs: Sequence[Program], model: str, seed: int | None) -> Verdict:
+def verdict(
+    programs: Sequence[Program], model: str, seed: int | None, *, blocking_hosts: bool = False
+) -> Verdict:
     """Run the program of each replica, in a random order that depends on `seed`."""
     try:
-        return Together(programs, model, seed).run()
+        return Together(programs, model, seed, blocking_hosts=blocking_hosts).run()
     except OracleError as wrong:
         return Verdict("wrong", str(wrong))
 
@@ -44,8 +46,12 @@ class Replica(Machine):
 class Together(Machine):
     """All replicas, and the collectives between them."""
 
-    def __init__(self, programs: Sequence[Program], model: str, seed: int | None) -> None:
-        super().__init__(programs[0], model, seed, replicas=len(programs))
+    def __init__(
+        self, programs: Sequence[Program], model: str, seed: int | None, *, blocking_hosts: bool
+    ) -> None:
+        super().__init__(
+            programs[0], model, seed, blocking_hosts=blocking_hosts, replicas=len(programs)
+        )
         self.machines = [Replica(program, self, k) for k, program in enumerate(programs)]
 
     def run(self) -> Verdict:

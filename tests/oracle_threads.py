@@ -36,9 +36,9 @@ The rules:
   not summed, or that does not have all tokens (`oracle_segments.py`).
 - *Weights* are sharded or unsharded, according to `zero` (`oracle_sharding.py`).
 - *Hosts* issue one instruction after the other.  A blocking host, as on CPUs, waits for the end of
-  a compute and for the inputs of a gather.  Before a reduction over several ranks, and before a
-  gradient is copied to the host, it waits for all earlier reductions.  Before a host step, it also
-  waits for all copies to the host.
+  a compute or a dispatch, and for the inputs of a gather.  Before a reduction over several ranks,
+  and before a gradient is copied to the host, it waits for all earlier reductions.  Before a host
+  step, it also waits for all copies to the host.
 - *Replicas* run the same Streams, and each replica has separate ranks.  They communicate only in
   reductions and gathers, which have one communicator each.
 - *Collectives* block until all members have reached them.  All members must have the same update.
@@ -228,7 +228,8 @@ class Machine:
             if self.blocks and entry.kind == "gathers":
                 yield from entry.waits
             self.happen(entry.issued)
-            if self.blocks and entry.kind == "compute":
+            # The host reads the numbers of tokens, which all members of a dispatch must send first.
+            if self.blocks and (entry.kind == "compute" or entry.group[0].op is Opcode.Dispatch):
                 yield entry.done
             last[entry.kind] = entry
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from schedir.io.program_request import Request
     from schedir.ir.program import Program
 
-BLOCKING_HOSTS_TEXT = ", if hosts block, as CPU hosts do"
 DEVICE_SYNC_TEXT = ", if hosts wait for their devices"
 LAZY_COMMUNICATORS_TEXT = ", if each communicator is created at its first use"
 _PROGRESS_ERRORS = (DeadlockError, GroupError, ChannelMismatchError)
@@ -246,11 +245,8 @@ def _describe_assumptions(
         text += LAZY_COMMUNICATORS_TEXT
     elif args.host_device_sync:
         text += DEVICE_SYNC_TEXT
-    elif args.blocking_hosts:
-        text += BLOCKING_HOSTS_TEXT
-    elif cpu_models != models:
-        only = f"only under {join_words(cpu_models)}" if cpu_models else "under none"
-        text += f"; if hosts block, as CPU hosts do, {only} (--blocking-hosts explains why)"
+    else:
+        text += check_sequence.describe_hosts(args.blocking_hosts, models, cpu_models)
     return text
 
 
@@ -303,10 +299,11 @@ def _explain_start(args: argparse.Namespace) -> str:
         return format_json([dict(zip(keys, link, strict=True)) for link in links])
     _, _, last, begin, _ = links[-1]
     hidden_links = len(links) - _MAX_CHAIN_LINKS
+    hosts_text = check_sequence.BLOCKING_HOSTS_TEXT * args.blocking_hosts
     return (
         f"{timeline.program.name}: rank {rank} #{index} {last} starts at {begin:.6g} under "
-        f"{timeline.progress_model}{BLOCKING_HOSTS_TEXT * args.blocking_hosts}; each instruction "
-        "of this chain waits for the one before it\n"
+        f"{timeline.progress_model}{hosts_text}; each instruction of this "
+        "chain waits for the one before it\n"
         + (
             f"the last {_MAX_CHAIN_LINKS} of {len(links)} instructions\n"
             if hidden_links > 0

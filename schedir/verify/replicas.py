@@ -27,13 +27,15 @@ from schedir.errors import (
     CollectiveOrderError,
     DeadlockError,
     InstructionSite,
+    SchedirError,
     UsageError,
     describe,
+    require_bool,
     require_type,
 )
 from schedir.ir.instruction_index import NO_POSITION, InstructionIndex, Positions
-from schedir.ir.isa.instructions import INSTRUCTIONS, LANES, Lane
-from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.isa.instructions import INSTRUCTIONS, LANES, Lane, Opcode
+from schedir.ir.pipeline.pipeline_shape import MAX_STAGES, PipelineShape
 from schedir.ir.program import HEADER_FIELDS, Program, is_op
 from schedir.verify.check import check
 
@@ -49,7 +51,10 @@ _OPS_BY_LANE: Final = {
 
 @explain_wrong_calls("check_replicas([program, program])")
 def check_replicas(
-    programs: Sequence[Program], progress_model: ProgressModel = "per_device"
+    programs: Sequence[Program],
+    progress_model: ProgressModel = "per_device",
+    *,
+    blocking_hosts: bool = False,
 ) -> None:
     """Check the programs of data-parallel replicas, which may differ.
 
@@ -57,15 +62,21 @@ def check_replicas(
     alone. Then it verifies that all members of a group issue the same collectives in the same
     order: all-to-alls of experts, reductions, and gathers of weights. A member waits in a
     collective until all other members have reached it. So the function also verifies that ranks of
-    different replicas do not wait for each other in a cycle. It assumes that hosts do not block.
+    different replicas do not wait for each other in a cycle.
+
+    The function assumes that all-to-alls, reductions and gathers have separate communicators. It
+    treats the reduction of a stage with experts as a reduction over all replicas.
 
     Args:
         programs: The program of each replica. The number of programs is `dp`. The programs differ
             only in their names, Streams and slots.
         progress_model: The progress model of the transport.
+        blocking_hosts: True if the host waits for the inputs of each compute, as on CPUs, and at
+            each dispatch for the numbers of tokens of the group. Set it for torch over NCCL, too:
+            its messages and collectives wait for all earlier compute of the rank.
 
     Raises:
-        SchedirError: `check` refuses one of the programs.
+        SchedirError: `check` refuses one of the programs. A note of the error names the replica.
         CollectiveOrderError: Members of a group issue their collectives in different orders.
         DeadlockError: Ranks of several replicas wait for each other.
         UsageError: `programs` is not a list of such programs.
@@ -83,17 +94,22 @@ def check_replicas(
           rank 0 of replica 1 #6   combine_grad 1.0  waits for replica 0
     """  # noqa: E501
     require_model(progress_model)
+    require_bool(blocking_hosts, "blocking_hosts")
     _require_same_settings(programs)
-    for program in programs:
-        check(program, progress_model)
-    graph = _ReplicaGraph(programs, progress_model)
+    for number, program in enumerate(programs):
+        try:
+            check(program, progress_model, blocking_hosts=blocking_hosts)
+        except SchedirError as error:
+            error.add_note(f"in the program of replica {number}")
+            raise
+    graph = _ReplicaGraph(programs, progress_model, blocking_hosts=blocking_hosts)
     cost = np.zeros(graph.node_id_limit)
     start, level = solve_longest_paths(LongestPathProblem(graph.edges(), graph.node_mask, cost))
     times = EarliestTimes(start[graph.node], start[graph.node], level[graph.node])
     if not times.is_done.all():
-        error = explain_deadlock(graph, times)
-        assert isinstance(error, DeadlockError)
-        raise _name_replicas(error, programs[0].shape.ranks)
+        deadlock = explain_deadlock(graph, times)
+        assert isinstance(deadlock, DeadlockError)
+        raise _name_replicas(deadlock, programs[0].shape.ranks)
 
 
 def _require_same_settings(programs: Sequence[Program]) -> None:
@@ -116,9 +132,17 @@ def _require_same_settings(programs: Sequence[Program]) -> None:
             )
     if len(programs) != first.dp:
         raise UsageError(
-            f"programs must have a program for each of the {first.dp} replicas (dp={first.dp}), "
-            f"not {len(programs)}",
+            f"the number of programs must be dp, which is {first.dp} in these programs, not "
+            f"{len(programs)}",
+            hint=f"compile the programs with dp={len(programs)}"
+            + (f", or give {first.dp} programs" if first.dp > 1 else ""),
             fields=["programs", "dp"],
+        )
+    if (num_ranks := first.shape.ranks * len(programs)) > MAX_STAGES:
+        raise UsageError(
+            f"the replicas have {num_ranks} pipeline ranks together ({len(programs)} replicas x "
+            f"{first.shape.ranks} ranks), and the limit is {MAX_STAGES}",
+            fields=["programs", "ranks"],
         )
 
 
@@ -131,14 +155,24 @@ class _ReplicaGraph(Graph):
     Args:
         programs: The program of each replica, all of them correct.
         progress_model: The progress model.
+        blocking_hosts: See `check_replicas`.
 
     Raises:
         CollectiveOrderError: Members of a group issue their collectives in different orders.
     """
 
-    def __init__(self, programs: Sequence[Program], progress_model: ProgressModel) -> None:
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        progress_model: ProgressModel,
+        *,
+        blocking_hosts: bool = False,
+    ) -> None:
         shape = programs[0].shape
-        self.graphs = [Graph.from_program(program, progress_model) for program in programs]
+        self.graphs = [
+            Graph.from_program(program, progress_model, blocking_hosts=blocking_hosts)
+            for program in programs
+        ]
         self.program = Program(
             _join_names(programs),
             PipelineShape(shape.ranks * len(programs), shape.microbatches),
@@ -146,7 +180,7 @@ class _ReplicaGraph(Graph):
         )
         self.index = InstructionIndex.from_program(self.program)
         self.progress_model, self.eager_messages = progress_model, None
-        self.blocking_hosts = self.host_device_sync = False
+        self.blocking_hosts, self.host_device_sync = blocking_hosts, False
         # The first position of each replica.
         self.starts = np.cumsum([0, *map(len, self.graphs)])
         # The nodes of groups come after the positions of all replicas.
@@ -183,7 +217,26 @@ class _ReplicaGraph(Graph):
     @cached_property
     def local_waits(self) -> NDArray[np.int32]:
         """Positions of the instructions that each instruction waits for on its rank."""
-        return self._join_positions([graph.local_waits for graph in self.graphs])
+        waits = self._join_positions([graph.local_waits for graph in self.graphs])
+        if not self.blocking_hosts:
+            return waits
+        return np.concatenate([waits, self.dispatch_waits[None]])
+
+    @cached_property
+    def dispatch_waits(self) -> Positions:
+        """The last dispatch before each instruction on its rank, shape (n,); -1 if there is none.
+
+        A blocking host waits there until the other members have issued the dispatch. In one program
+        this wait has no effect, because the host has already waited for the inputs of the dispatch.
+        """
+        positions = np.arange(len(self.index), dtype=np.int32)
+        is_dispatch = self.index.is_op((Opcode.Dispatch,))
+        last_dispatch = np.full_like(positions, NO_POSITION)
+        last_dispatch[1:] = np.maximum.accumulate(
+            np.where(is_dispatch, positions, np.int32(NO_POSITION))
+        )[:-1]
+        is_on_rank = last_dispatch >= self.program.offsets[self.index.rank]
+        return np.where(is_on_rank, last_dispatch, np.int32(NO_POSITION))
 
     @cached_property
     def queue(self) -> NDArray[np.unsignedinteger]:
@@ -204,6 +257,10 @@ class _ReplicaGraph(Graph):
         for graph, nodes in zip(self.graphs, self.joint_nodes, strict=True):
             for source, target in graph.edges():
                 yield nodes[source], nodes[target]
+        if self.blocking_hosts:
+            waiters = np.flatnonzero(self.dispatch_waits != NO_POSITION)
+            entry_nodes, exit_nodes = self.entry_exit_nodes
+            yield exit_nodes[self.dispatch_waits[waiters]], entry_nodes[waiters]
 
     def _join_positions(self, tables: list[NDArray[np.int32]]) -> NDArray[np.int32]:
         """Join tables of positions, each of shape (k, instructions of a replica)."""
@@ -268,12 +325,16 @@ def _require_same_order(
     rank = next(iter(sites.values())).rank
     facts = [
         f"rank {rank} of replica {k} "
-        + (f"issues {sites[k].instr}" if k in sites else "has no collective left")
+        + (
+            f"issues {sites[k].instr}"
+            if k in sites
+            else f"has no further collective on the lane {lane.name.lower()}"
+        )
         for k in replicas
     ]
     raise CollectiveOrderError(
         f"{', but '.join(facts)}: replicas must issue {LANES[lane].doc} in one order",
-        program=_join_names(programs),
+        program=_join_names([programs[k] for k in replicas]),
         rank=rank,
         replicas=replicas,
         sites=[*sites.values()],
@@ -312,4 +373,5 @@ def _name_replicas(error: DeadlockError, ranks: int) -> DeadlockError:
         cycle=cycle,
         executed_count=error.executed_count,
         instruction_count=error.instruction_count,
+        hint=error.hint,
     )

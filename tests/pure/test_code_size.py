@@ -10,12 +10,12 @@ from tests.lines_of_code import PRODUCT, lines_by_folder
 from tests.pure.test_layout import ROOT
 
 BUDGET = {
-    "docs": 1_340,
+    "docs": 1_410,
     "kernels": 490,
     "schedir": 1_090,
     "schedir/analysis": 1_970,
     "schedir/checkpoints": 2_080,
-    "schedir/commands": 5_570,
+    "schedir/commands": 5_600,
     "schedir/compiler": 530,
     "schedir/data": 460,
     "schedir/hang_diagnosis": 2_220,
@@ -36,7 +36,7 @@ BUDGET = {
     "schedir/traces": 970,
     "schedir/training": 3_890,
     "schedir/transports": 2_080,
-    "schedir/verify": 1_210,
+    "schedir/verify": 1_260,
     "viz": 2_580,
 }
 LINES = lines_by_folder(ROOT, (*PRODUCT, "docs"))

@@ -42,9 +42,11 @@ CASES = {case.name: case.of_replicas() for case in cases() if case.replicas}
 REPLICA_LANES = (Lane.EP, Lane.DP, Lane.PARAMS)
 
 
-def find_error(programs: list[Program], model: ProgressModel) -> SchedirError | None:
+def find_error(
+    programs: list[Program], model: ProgressModel, *, blocking_hosts: bool = False
+) -> SchedirError | None:
     try:
-        check_replicas(programs, model)
+        check_replicas(programs, model, blocking_hosts=blocking_hosts)
     except SchedirError as error:
         return error
     return None
@@ -71,18 +73,43 @@ def move_instructions(program: Program, rng: random.Random) -> Program:
     return replace_words(program, rank, words)
 
 
+def move_after(program: Program, rank: int, instr: str, other: str) -> Program:
+    """Return a program in which an instruction of a rank comes directly after another one."""
+    stream = program.streams[rank]
+    names, words = [*map(str, stream)], stream.words.tolist()
+    word = words.pop(names.index(instr))
+    names.remove(instr)
+    words.insert(names.index(other) + 1, word)
+    return replace_words(program, rank, words)
+
+
+def move_some_instructions(program: Program, model: ProgressModel, seed: int) -> Program:
+    """Return a program in another order, which finishes on blocking hosts."""
+    rng = random.Random(seed)
+    for _ in range(rng.randrange(1, 12)):
+        changed = move_instructions(program, rng)
+        try:
+            program = check(changed, model, blocking_hosts=True)
+        except SchedirError:
+            continue
+    return program
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(PROGRAMS), st.sampled_from(MODELS), st.integers(0, 2**30))
-def test_equal_programs_agree_with_check(program: Program, model: ProgressModel, seed: int) -> None:
+@given(st.sampled_from(PROGRAMS), st.sampled_from(MODELS), st.booleans(), st.integers(0, 2**30))
+def test_equal_programs_agree_with_check(
+    program: Program, model: ProgressModel, blocking_hosts: bool, seed: int
+) -> None:
     program = move_instructions(reordered(program, random.Random(seed)), random.Random(seed))
     try:
-        check(program, model)
+        check(program, model, blocking_hosts=blocking_hosts)
     except SchedirError as error:
         event(type(error).__name__)
-        assert str(find_error([program, program], model)) == str(error)
+        found = find_error([program, program], model, blocking_hosts=blocking_hosts)
+        assert str(found) == str(error)
     else:
         event("accepted")
-        check_replicas([program, program], model)
+        check_replicas([program, program], model, blocking_hosts=blocking_hosts)
 
 
 @settings(max_examples=60, deadline=None)
@@ -169,6 +196,43 @@ def test_check_agrees_with_execution(
     assert verdict(replicas, model, seeds[0]).kind == ("ok" if error is None else "hang")
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([*PROGRAMS, *(replace(program, dp=4) for program in PROGRAMS[:2])]),
+    st.sampled_from(MODELS),
+    st.lists(st.integers(0, 2**30), min_size=4, max_size=4),
+)
+def test_check_agrees_with_execution_on_blocking_hosts(
+    program: Program, model: ProgressModel, seeds: list[int]
+) -> None:
+    replicas = [move_some_instructions(program, model, seed) for seed in seeds[: program.dp]]
+    error = find_error(replicas, model, blocking_hosts=True)
+    event(type(error).__name__)
+    assert error is None or isinstance(error, DeadlockError)
+    kind = verdict(replicas, model, seeds[0], blocking_hosts=True).kind
+    # In the oracle, all collectives of `blocking_serial` have one communicator.
+    hangs = ("hang", "wrong") if model == "blocking_serial" else ("hang",)
+    assert kind in (("ok",) if error is None else hangs)
+
+
+@pytest.mark.parametrize("other", ["dispatch 4.1", "F 4.1"])
+def test_blocking_hosts_can_wait_in_a_cycle(other: str) -> None:
+    """Hosts wait in computes, and at a dispatch for the numbers of tokens."""
+    program = compile("one_f_one_b", ranks=2, microbatches=2, **EXPERTS)
+    late_act = move_after(program, 0, "send_act 2.1", "B 1.0")
+    late_grad = move_after(program, 1, "send_grad 3.0", other)
+    replicas = [late_act, late_grad]
+    for replica in replicas:
+        check_replicas([replica, replica], "per_edge", blocking_hosts=True)
+    check_replicas(replicas, "per_edge")
+    assert verdict(replicas, "per_edge", 0).kind == "ok"
+    error = find_error(replicas, "per_edge", blocking_hosts=True)
+    assert isinstance(error, DeadlockError)
+    assert error.fact.startswith("4 ranks of 2 replicas wait for each other")
+    assert error.hint.startswith("issue the instructions that other ranks need earlier")
+    assert verdict(replicas, "per_edge", 0, blocking_hosts=True).kind == "hang"
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_deadlock_names_both_replicas(model: ProgressModel) -> None:
     programs = CASES["messages_and_all_to_alls_in_two_orders"]
@@ -196,6 +260,7 @@ def test_groups_may_have_different_orders() -> None:
     error = find_error([one, one, other, one], "per_device")
     assert isinstance(error, CollectiveOrderError)
     assert error.replicas == (2, 3)
+    assert error.program == f"{other.name}, {one.name}"
     assert [site.replica for site in error.sites] == [2, 3]
     assert all(site.instr.op in EP_COLLECTIVE_OPS for site in error.sites)  # type: ignore[attr-defined]
 
@@ -210,15 +275,24 @@ def test_missing_collective_error_names_one_instruction() -> None:
     error = find_error([one, two], "per_device")
     assert isinstance(error, CollectiveOrderError)
     assert [(str(site.instr), site.replica) for site in error.sites] == [("unshard 0.1", 0)]
-    assert "rank 0 of replica 1 has no collective left" in error.fact
+    assert "rank 0 of replica 1 has no further collective on the lane params" in error.fact
+
+
+def test_error_of_one_program_names_the_replica() -> None:
+    program = PROGRAMS[0]
+    broken = replace_words(program, 1, program.streams[1].words.tolist()[:-1])
+    error = find_error([program, broken], "per_device")
+    assert error is not None
+    assert error.__notes__ == ["in the program of replica 1"]
 
 
 def test_programs_with_different_settings_are_refused() -> None:
     program = PROGRAMS[0]
     wrong: Any
     for wrong, text in (
-        ([program], "for each of the 2 replicas (dp=2), not 1"),
-        ([program] * 3, "for each of the 2 replicas (dp=2), not 3"),
+        ([program], "must be dp, which is 2 in these programs, not 1"),
+        ([program] * 3, "compile the programs with dp=3, or give 2 programs"),
+        ([replace(program, dp=2**15)] * 2**15, "have 65536 pipeline ranks"),
         ([program, PROGRAMS[1]], "microbatches is 2 and 3"),
         ([program, replace(program, clip_grad_norm=True)], "clip_grad_norm is False and True"),
         ([program, "gpipe"], "programs[1] must be a Program"),
@@ -239,10 +313,12 @@ def test_command_checks_replicas(
             (tmp_path / f"{name}{number}.sched").write_text(to_text(program))
     orders, cycle = "all_to_alls_in_two_orders", "messages_and_all_to_alls_in_two_orders"
     text = run_command(capsys, "check", "--replicas", f"{cycle}0.sched", f"{cycle}0.sched")
-    assert "2 replicas that run one of them each finish under per_edge, per_pair" in text
+    assert "2 replicas finish under per_edge, per_pair" in text
     options = ("check", "--replicas", "--json", "one_f_one_b", "one_f_one_b", "--ranks", "2")
     text = run_command(capsys, *options, "--microbatches", "2", "-O", "dp=2")
-    assert json.loads(text)["replica_programs"] == ["one_f_one_b", "one_f_one_b"]
+    facts = json.loads(text)
+    assert facts["replica_programs"] == ["one_f_one_b", "one_f_one_b"]
+    assert facts["progress_models_with_blocking_hosts"] == [*MODELS]
     text = run_refused_command(
         capsys, "check", "--replicas", f"{orders}0.sched", f"{orders}1.sched"
     )
@@ -257,3 +333,28 @@ def test_command_checks_replicas(
         capsys, "check", "--replicas", "a.sched", "--rank-programs", "0:a.sched"
     )
     assert "--replicas cannot be combined with --rank-programs" in text
+
+
+def test_command_checks_replicas_on_blocking_hosts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = compile("one_f_one_b", ranks=2, microbatches=2, **EXPERTS)
+    for name, replica in (
+        ("act", move_after(program, 0, "send_act 2.1", "B 1.0")),
+        ("grad", move_after(program, 1, "send_grad 3.0", "F 4.1")),
+    ):
+        (tmp_path / f"{name}.sched").write_text(to_text(replica))
+    options = ("check", "--replicas", "act.sched", "grad.sched", "--progress-model", "per_edge")
+    text = run_command(capsys, *options)
+    assert "2 replicas finish under per_edge; if hosts block, as CPU hosts do, under none" in text
+    facts = json.loads(run_command(capsys, *options, "--json"))
+    assert facts["progress_models"] == ["per_edge"]
+    assert facts["progress_models_with_blocking_hosts"] == []
+    text = run_refused_command(capsys, *options, "--blocking-hosts")
+    assert "4 ranks of 2 replicas wait for each other" in text
+    files = ("act.sched", "act.sched", "--progress-model", "per_edge")
+    text = run_command(capsys, "check", "--replicas", *files, "--blocking-hosts")
+    assert "2 replicas finish under per_edge, if hosts block, as CPU hosts do" in text
+    text = run_refused_command(capsys, "check", "--replicas", "act.sched", "-o", "a.svg")
+    assert "-o cannot be combined with --replicas" in text

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from schedir.analysis.progress_models import ProgressModel
     from schedir.ir.program import Program
 
+BLOCKING_HOSTS_TEXT = ", if hosts block, as CPU hosts do"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options `--rank-programs` and `--replicas`, for ranks with different programs.
@@ -36,14 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--replicas", action="store_true",
-        help="the programs are those of data-parallel replicas, one for each replica, and not "
-        "steps: check that the members of each group issue their collectives in one order, and "
-        "that ranks of several replicas do not wait for each other",
+        help="check the programs of data-parallel replicas, one for each replica, instead of "
+        "steps: the order of collectives, and waits in a cycle; for torch, add --blocking-hosts",
     )  # fmt: skip
 
 
 def has_several_programs(args: argparse.Namespace) -> bool:
-    """Return whether the user gives several programs.
+    """Return whether the user gives several programs, or the option `--replicas`.
 
     Args:
         args: The parsed options of `check`.
@@ -75,11 +76,16 @@ def run(args: argparse.Namespace) -> str:
         ("eager_limit", "--eager-limit"),
         ("output", "-o"),
     ):
+        if option == "blocking_hosts" and args.replicas:
+            continue
         if (value := getattr(args, option)) is not None and value is not False:
-            raise UsageError(f"{name} cannot be combined with several programs")
+            other = "--replicas" if args.replicas else "several programs"
+            raise UsageError(f"{name} cannot be combined with {other}")
     if args.replicas and args.rank_programs:
         raise UsageError("--replicas cannot be combined with --rank-programs")
-    find_error = partial(_find_error, has_replicas=args.replicas)
+    find_error = partial(
+        _find_error, has_replicas=args.replicas, blocking_hosts=args.blocking_hosts
+    )
     runs, proven_models = _load_rank_programs(args)
     first = proven_models.pop() if len(proven_models) == 1 else "per_device"
     other_models = [model for model in MODELS if args.progress_model is None and model != first]
@@ -92,19 +98,58 @@ def run(args: argparse.Namespace) -> str:
         raise error
     models = [model for model in MODELS if model == first or model in other_models]
     models = [model for model in models if find_error(runs, model) is None]
+    cpu_models = _find_cpu_models(args, runs[0], models) if args.replicas else models
     names = [[program.name for program in row] for row in runs]
     if args.json:
-        facts = {"replica_programs": names[0]} if args.replicas else {"rank_programs": names}
-        return format_json(facts | {"progress_models": models})
-    subject = f"{len(runs)} ranks that run them one after another"
+        facts = {"rank_programs": names, "progress_models": models}
+        if args.replicas:
+            facts = {"replica_programs": names[0], "progress_models": models}
+            facts["progress_models_with_blocking_hosts"] = cpu_models
+        return format_json(facts)
+    subject = f"{len(runs)} ranks that run them one after another finish"
     if args.replicas:
-        subject = f"{len(names[0])} replicas that run one of them each"
+        count = len(names[0])
+        subject = f"{count} replicas finish" if count > 1 else "1 replica finishes"
     fails = [model for model in other_models if model not in models]
     exceptions = f", but not under {join_words(fails)}" if fails else ""
+    exceptions += describe_hosts(args.blocking_hosts, models, cpu_models)
     return (
         f"{_describe_rank_programs(names)}\neach program is complete and in order, and {subject} "
-        f"finish under {join_words(models)}{exceptions}\n"
+        f"under {join_words(models)}{exceptions}\n"
     )
+
+
+def describe_hosts(
+    blocking_hosts: bool, models: list[ProgressModel], cpu_models: list[ProgressModel]
+) -> str:
+    """Return the assumption about hosts under which programs finish, or "" if there is none.
+
+    Args:
+        blocking_hosts: True if the programs were checked with blocking hosts only.
+        models: The progress models under which the programs finish.
+        cpu_models: The models of `models` under which they also finish on blocking hosts.
+    """
+    if blocking_hosts:
+        return BLOCKING_HOSTS_TEXT
+    if cpu_models == models:
+        return ""
+    only = f"only under {join_words(cpu_models)}" if cpu_models else "under none"
+    return f"; if hosts block, as CPU hosts do, {only} (--blocking-hosts explains why)"
+
+
+def _find_cpu_models(
+    args: argparse.Namespace, programs: list[Program], models: list[ProgressModel]
+) -> list[ProgressModel]:
+    """Return the models of `models` under which replicas finish on blocking hosts."""
+    # Replicas that finish under `blocking_serial` also finish on blocking hosts: under this model,
+    # each instruction waits for all earlier instructions of its rank.
+    if args.blocking_hosts or "blocking_serial" in models:
+        return models
+    return [
+        model
+        for model in models
+        if _find_error([programs], model, has_replicas=True, blocking_hosts=True) is None
+    ]
 
 
 def _describe_rank_programs(names: list[list[str]]) -> str:
@@ -155,6 +200,7 @@ def _find_error(
     progress_model: ProgressModel,
     *,
     has_replicas: bool,
+    blocking_hosts: bool,
 ) -> SchedirError | None:
     """Return the error of the programs of each rank, or of the programs of replicas."""
     from schedir.verify.program_sequence import check_program_sequence
@@ -162,7 +208,7 @@ def _find_error(
 
     try:
         if has_replicas:
-            check_replicas(rank_programs[0], progress_model)
+            check_replicas(rank_programs[0], progress_model, blocking_hosts=blocking_hosts)
         else:
             check_program_sequence(rank_programs, progress_model)
     except SchedirError as error:
