@@ -79,7 +79,7 @@ WRONG: dict[str, Callable[[], object]] = {
         [nn.Identity()], X, X, loss=nn.MSELoss(), keywords=[{}]
     ),
     "a written keyword": lambda: step(
-        return_two_outputs, lambda w, x, n, m: w * x * m.zero_(), keywords=[{"m": X[0]}] * 2
+        return_two_outputs, lambda w, x, n, m: w * x * m.zero_(), keywords=[{"m": X[0].clone()}] * 2
     ),
     "a dict of a reference": lambda: run_sequential(
         [FunctionStage(lambda w, x: {"x": x}), FunctionStage(multiply_first_input)],

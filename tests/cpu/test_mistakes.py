@@ -20,7 +20,6 @@ from schedir.errors import CheckpointError, ExecutionError, ModelError, SchedirE
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models.huggingface import cut
 from schedir.runtime import Executor, GlooTransport, InProcessExecutor
-from schedir.runtime.model_checks.optimizer_requirements import require_stepped_stages
 from tests.commands import ENV
 from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule
 from tests.cpu.gloo_processes import run, run_fresh
@@ -172,19 +171,6 @@ def test_one_optimizer_for_several_ranks_is_refused() -> None:
             PROGRAM, stages, loss=mse_loss, boundary=(2, 8), optimizer=lambda _: optimizer
         )
     assert "lambda parameters: torch.optim.AdamW(parameters)" in caught.value.hint
-
-
-def test_optimizer_without_second_stage_is_refused() -> None:
-    program = compile("gpipe", PipelineShape(1, 2, stages_per_rank=1))
-    two_stages = compile("interleaved", PipelineShape(1, 2, stages_per_rank=2))
-    stages = {s: nn.Linear(8, 8) for s in range(2)}
-    optimizer = torch.optim.SGD(stages[0].parameters())
-    require_stepped_stages(program, {0: stages[0]}, optimizer)
-    with pytest.raises(ModelError, match=r"no parameter of the stages \[1\]") as caught:
-        require_stepped_stages(two_stages, stages, optimizer)
-    assert "the parameters of all stages of the rank, or freeze the others" in caught.value.hint
-    stages[1].requires_grad_(False)
-    require_stepped_stages(two_stages, stages, optimizer)
 
 
 def create_saved_run() -> InProcessExecutor:

@@ -45,7 +45,7 @@ def require_steppable(
     Raises:
         ModelError: The program may repeat an update, but the optimizer cannot repeat it. Or the
             program uses delayed weights, but a weight has a view. Or the optimizer has a weight
-            twice, or no weight of a trained stage.
+            twice, or no weight of the stages.
     """
     if program.norm_check == "after_step" and program.has_backward:
         _require_repeatable(program, stages, optimizer)
@@ -188,7 +188,7 @@ def require_known_optimizer(optimizer: OptimizerLike | None, program: str = "") 
 def require_stepped_stages(
     program: Program, stages: Mapping[int, nn.Module], optimizer: object
 ) -> None:
-    """Check that an optimizer with parameters has at least one parameter of each trained stage.
+    """Check that an optimizer with parameters has at least one parameter of the stages.
 
     Args:
         program: The program.
@@ -196,31 +196,26 @@ def require_stepped_stages(
         optimizer: The optimizer, or None.
 
     Raises:
-        ModelError: The optimizer has no parameter of a stage that has trained parameters.
+        ModelError: All parameters of the optimizer are outside of the stages.
     """
     stepped_parameters = describe_options(optimizer)
     # Leave out stages with a tied weight: the optimizer may have the rank's copy of the weight.
     tied_stages = {stage for stages_of_weight in program.tied_weights for stage in stages_of_weight}
-    trained_parameters = {
-        stage: [p for p in module.parameters() if p.requires_grad]
+    trained_parameters = [
+        p
         for stage, module in stages.items()
         if stage not in tied_stages
-    }
-    unstepped_stages = [
-        stage
-        for stage, parameters in trained_parameters.items()
-        if parameters and not any(p in stepped_parameters for p in parameters)
+        for p in module.parameters()
+        if p.requires_grad
     ]
-    if program.has_backward and stepped_parameters and unstepped_stages:
+    is_used = any(p in stepped_parameters for p in trained_parameters)
+    if program.has_backward and stepped_parameters and trained_parameters and not is_used:
         raise ModelError(
-            f"the optimizer has no parameter of the stages {unstepped_stages}: its steps would not "
-            "train them",
+            f"the optimizer has no parameter of the stages {[*stages]}: its steps would not train "
+            "them",
             program=program.name,
             hint="create the optimizer from the parameters of the same modules that `stages` has, "
-            "not of a copy of them"
-            if len(unstepped_stages) == len(stages)
-            else "give the optimizer the parameters of all stages of the rank, or freeze the "
-            "others: stage.requires_grad_(False)",
+            "not of a copy of them",
         )
 
 
