@@ -260,7 +260,7 @@ def compare_bits(options: argparse.Namespace) -> int:
 
 
 def select_by_name(entries: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries whose names begin with one of `names`, or all entries without `names`."""
+    """Yield the entries with a name that begins with one of `names`, or all without `names`."""
     for name, entry in entries.items():
         if not names or any(name.startswith(prefix) for prefix in names):
             yield name, entry

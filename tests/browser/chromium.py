@@ -26,11 +26,11 @@ def found() -> str | None:
 
 
 class Chromium:
-    """A tab. `said` lists the messages of its console, and `asked` the addresses it requested."""
+    """A tab of the browser, with the messages of its console and the requested addresses."""
 
     def __init__(self, path: str, width: int = 1400, height: int = 860, ratio: float = 1.0) -> None:
-        self.said: list[str] = []
-        self.asked: list[str] = []
+        self.console_messages: list[str] = []
+        self.requested_urls: list[str] = []
         self._size = {"width": width, "height": height, "deviceScaleFactor": ratio, "mobile": False}
         self._home = TemporaryDirectory(ignore_cleanup_errors=True)
         command_reader, self._write = os.pipe()
@@ -94,14 +94,16 @@ class Chromium:
     def _note(self, event: dict[str, Any]) -> None:
         method, params = event.get("method"), event.get("params", {})
         if method == "Runtime.consoleAPICalled":
-            self.said.append(str([arg.get("value", arg) for arg in params["args"]]))
+            self.console_messages.append(str([arg.get("value", arg) for arg in params["args"]]))
         elif method == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
-            self.said.append(details.get("exception", {}).get("description", details["text"]))
+            self.console_messages.append(
+                details.get("exception", {}).get("description", details["text"])
+            )
         elif method == "Log.entryAdded":
-            self.said.append(params["entry"]["text"])
+            self.console_messages.append(params["entry"]["text"])
         elif method == "Network.requestWillBeSent":
-            self.asked.append(params["request"]["url"])
+            self.requested_urls.append(params["request"]["url"])
 
     # ------------------------------------------------------------ user actions
 
@@ -122,7 +124,7 @@ class Chromium:
         """Wait until a condition holds, and fail after a timeout."""
         end = time.monotonic() + _PATIENCE
         while not holds():
-            assert time.monotonic() < end, f"timeout; the console has {self.said}"
+            assert time.monotonic() < end, f"timeout; the console has {self.console_messages}"
             time.sleep(0.02)
         self.frame()
 

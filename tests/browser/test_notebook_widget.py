@@ -29,13 +29,15 @@ def test_notebook_widget_shows_timeline(chromium: Chromium, tmp_path: Path) -> N
         f"<script type=module>{script}{call}</script>",
         encoding="utf-8",
     )
-    chromium.said.clear()
+    chromium.console_messages.clear()
     chromium.call("Page.navigate", url=page.as_uri())
     roots = "[...document.querySelectorAll('div > div')].map((host) => host.shadowRoot)"
     ready = f"{roots}.filter((root) => root.host.dataset.ready).length"
     chromium.until(lambda: bool(chromium.js(f"{ready} === 2")))
     words = f"{roots}.map((root) => root.querySelector('#facts').innerText)"
-    assert all("bubble" in shown for shown in chromium.js(words)) and chromium.said == []
+    assert (
+        all("bubble" in shown for shown in chromium.js(words)) and chromium.console_messages == []
+    )
 
 
 def test_widget_has_title_or_hints_at_anywidget() -> None:

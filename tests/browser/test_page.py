@@ -49,11 +49,11 @@ def page(chromium: Chromium, tmp_path: Path) -> Iterator[Page]:
         chromium.open(tmp_path / "x.html")
         return chromium
 
-    chromium.said.clear()
-    chromium.asked.clear()
+    chromium.console_messages.clear()
+    chromium.requested_urls.clear()
     yield open_page
-    assert chromium.said == []
-    assert {*chromium.asked} <= {(tmp_path / "x.html").as_uri()}
+    assert chromium.console_messages == []
+    assert {*chromium.requested_urls} <= {(tmp_path / "x.html").as_uri()}
 
 
 def get_text(browser: Chromium, name: str) -> str:
@@ -270,9 +270,11 @@ def test_page_blocks_other_scripts_and_requests(page: Page) -> None:
     assert browser.js("typeof hurt") == "undefined"
     request = "fetch('http://127.0.0.1:9/').then(() => 'went', () => 'held')"
     assert browser.js(request) == "held"
-    assert len(browser.said) >= 2 and all("Content Security Policy" in s for s in browser.said[:2])
-    browser.said.clear()
-    browser.asked.clear()
+    assert len(browser.console_messages) >= 2 and all(
+        "Content Security Policy" in s for s in browser.console_messages[:2]
+    )
+    browser.console_messages.clear()
+    browser.requested_urls.clear()
 
 
 @pytest.mark.parametrize("kind", ["stages", "large", "none"])

@@ -45,13 +45,13 @@ def test_pages_load_fully_and_fit_width(chromium: Chromium, site: Path, width: i
         width=width, height=800, deviceScaleFactor=1, mobile=width < 500,
     )  # fmt: skip
     for page in pages:
-        chromium.said.clear()
-        chromium.asked.clear()
+        chromium.console_messages.clear()
+        chromium.requested_urls.clear()
         chromium.call("Page.navigate", url=page.as_uri())
         chromium.until(lambda: chromium.js("document.readyState") == "complete")
         name = page.relative_to(site)
         broken = "[...document.images].filter((one) => !one.naturalWidth).map((one) => one.src)"
         assert chromium.js(broken) == [], name
         assert chromium.js("document.documentElement.scrollWidth") <= width, name
-        assert chromium.said == [], name
-        assert all(url.startswith(("file:", "data:")) for url in chromium.asked), name
+        assert chromium.console_messages == [], name
+        assert all(url.startswith(("file:", "data:")) for url in chromium.requested_urls), name

@@ -62,12 +62,16 @@ def studio(chromium: Chromium, runner: CodeRunner) -> Iterator[Opener]:
         chromium.until(lambda: bool(chromium.js(f"{ANSWERED} > 0")))
         return chromium
 
-    chromium.said.clear()
-    chromium.asked.clear()
+    chromium.console_messages.clear()
+    chromium.requested_urls.clear()
     yield open_studio
     hosts = {f"http://127.0.0.1:{server.server_port}/" for server in servers}
-    asked = {url.partition("?")[0] for url in chromium.asked if not url.startswith("data:image/")}
-    assert asked <= hosts and chromium.said == []
+    asked = {
+        url.partition("?")[0]
+        for url in chromium.requested_urls
+        if not url.startswith("data:image/")
+    }
+    assert asked <= hosts and chromium.console_messages == []
     chromium.call("Page.navigate", url="about:blank")
     for server in servers:
         server.shutdown()
@@ -420,8 +424,8 @@ def test_challenge_is_solved(studio: Opener) -> None:
 
 def test_exported_page_works_without_server(chromium: Chromium, tmp_path: Path) -> None:
     export_page(Studio(), StudioState(options=DEFAULTS), str(tmp_path))
-    chromium.said.clear()
-    chromium.asked.clear()
+    chromium.console_messages.clear()
+    chromium.requested_urls.clear()
     chromium.call("Page.navigate", url=(tmp_path / "index.html").as_uri())
     chromium.until(lambda: bool(chromium.js(f"{ANSWERED} > 0")))
     choose(chromium, "control-schedule", "zb_v")
@@ -433,7 +437,10 @@ def test_exported_page_works_without_server(chromium: Chromium, tmp_path: Path) 
     assert "precomputed timelines" in get_text(chromium, "problem")
     chromium.key("b")
     chromium.until(lambda: "precomputed" in get_text(chromium, "selected"))
-    assert all(url.startswith("file:") for url in chromium.asked) and chromium.said == []
+    assert (
+        all(url.startswith("file:") for url in chromium.requested_urls)
+        and chromium.console_messages == []
+    )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -89,7 +89,7 @@ KINDS: list[Callable[[], nn.Module]] = [
 
 
 def list_different_gradients(rank: int) -> list[tuple[str, str]]:
-    """Return the parameters of a rank whose gradients differ from those of a plain loop."""
+    """Return the parameters of a rank with other gradients than in a plain loop."""
     different = []
     x, y = make_batch()
     for kind in KINDS:

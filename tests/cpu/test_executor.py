@@ -314,7 +314,7 @@ def test_layers_with_weight_hooks_are_not_split() -> None:
 
 
 def test_missing_weight_gradients_of_split_are_refused() -> None:
-    """An example is torch.compile, whose backward is one compiled graph."""
+    """An example is torch.compile: its backward is one compiled graph."""
 
     class UnsplitBlock(Block):
         def forward(self, x: Tensor) -> Tensor:

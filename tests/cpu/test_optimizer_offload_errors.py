@@ -125,7 +125,7 @@ def test_later_parameter_of_no_stage_is_refused() -> None:
 
 
 class DecayingOptimizer(UserOptimizer):
-    """An optimizer whose learning rate falls with each call."""
+    """An optimizer that reduces its learning rate at each call."""
 
     elementwise = True
 

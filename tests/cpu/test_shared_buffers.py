@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 
 
 class SharedMean(nn.Module):
-    """A linear layer and a running mean of its inputs, whose memory other stages may share."""
+    """A linear layer and a running mean of its inputs. Stages may share the mean's memory."""
 
     def __init__(self, k: int, mean: Tensor, changes: bool = True) -> None:
         super().__init__()

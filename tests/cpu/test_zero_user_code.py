@@ -53,7 +53,7 @@ def collect_weights(stages: list[nn.Module]) -> list[Tensor]:
 
 
 class WeightAsOutput(nn.Module):
-    """Returns a view of its weight, whose memory is that of the bucket."""
+    """Returns a view of its weight. The weight is in the memory of its bucket."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -158,7 +158,7 @@ INVALID_DUMPS: dict[str, Callable[[Path], None]] = {
     "a number that is none": _write_changed(p2p_seq_id="1"),
     "a number beyond all": _write_changed(record_id=2**70),
     "sizes in sizes": _write_changed(input_sizes=[[[1]]]),
-    "a message to nobody": _write_changed(profiling_name="nccl:send 2->9"),
+    "a message to a missing rank": _write_changed(profiling_name="nccl:send 2->9"),
     "of another rank": _write_changed(profiling_name="nccl:send 3->1"),
     "a name for terminals": _write_changed(_version="2\x1b[2J", _pg_config={"\x1b[2J": 0}),
 }

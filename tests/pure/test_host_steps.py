@@ -280,7 +280,7 @@ def test_cluster_computes_host_step_costs() -> None:
 
 
 def compile_delayed_updates(P: int = 2, n: int = 3, updates: int = 3, **options: Any) -> Program:
-    """Return a program whose host step of an update of n microbatches overlaps the next update."""
+    """Return a program in which the host step of an update overlaps the next update."""
     return compile_host_steps(
         pipedream_2bw,
         PipelineShape(P, n * updates, optimizer_steps=updates, weight_delay=1),

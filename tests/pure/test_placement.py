@@ -156,7 +156,7 @@ def test_random_stage_replicas_compile_and_reduce(
 
 
 def test_missing_replica_reduction_is_named() -> None:
-    """The error names the stage replica whose reduction is missing."""
+    """The error names the stage replica without a reduction."""
     shape = PipelineShape(3, 3, placement=((0, 1), (1, 2), (2, 0)))
     text = to_text(compile(random_compute_program(shape, random.Random(0))), folded=False)
     for k in range(text.count("\n  reduce_replicated_stages 1\n")):

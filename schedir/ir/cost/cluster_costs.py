@@ -411,7 +411,7 @@ class _CostFiller:
         return np.array(rows)
 
     def _find_changed_bytes(self, cost: str) -> Floats:
-        """Return the bytes of each stage's value whose form the instructions with this cost change.
+        """Return, for each stage, the bytes of the value that instructions with this cost change.
 
         If these instructions change several values, the largest value counts. `Sizes` lists the
         bytes of a boundary under the earlier of its two stages.
