@@ -138,6 +138,13 @@ def _require_same_settings(programs: Sequence[Program]) -> None:
             + (f", or give {first.dp} programs" if first.dp > 1 else ""),
             fields=["programs", "dp"],
         )
+    is_same = all(program.streams == first.streams for program in programs)
+    if first.ep > 1 and first.clip_grad_norm and first.shape.optimizer_steps > 1 and not is_same:
+        raise UsageError(
+            "replicas with ep, clip_grad_norm and several optimizer steps need equal Streams",
+            hint="the sum of the norm over the experts has no order among the all-to-alls",
+            fields=["ep", "clip_grad_norm", "optimizer_steps"],
+        )
     if (num_ranks := first.shape.ranks * len(programs)) > MAX_STAGES:
         raise UsageError(
             f"the replicas have {num_ranks} pipeline ranks together ({len(programs)} replicas x "

@@ -15,7 +15,7 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from schedir import Program, Stream, check, check_replicas, compile, to_text
+from schedir import PipelineShape, Program, Stream, check, check_replicas, compile, to_text
 from schedir.analysis.channels import assign_queues
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, ProgressModel
@@ -358,3 +358,16 @@ def test_command_checks_replicas_on_blocking_hosts(
     assert "2 replicas finish under per_edge, if hosts block, as CPU hosts do" in text
     text = run_refused_command(capsys, "check", "--replicas", "act.sched", "-o", "a.svg")
     assert "-o cannot be combined with --replicas" in text
+
+
+def test_different_streams_with_experts_norm_and_several_updates_are_refused() -> None:
+    """The runtime sums the norm over the experts, and the table has no place for this sum."""
+    options: dict[str, Any] = {
+        "dp": 2, "ep": 2, "stage_segments": "dc", "clip_grad_norm": True,
+    }  # fmt: skip
+    shape = PipelineShape(1, 4, optimizer_steps=2, weight_delay=1)
+    program = compile("one_f_one_b", shape, **options)
+    check_replicas([program, program])
+    changed = replace_words(program, 0, program.streams[0].words[::-1].tolist())
+    with pytest.raises(UsageError, match="need equal Streams"):
+        check_replicas([program, changed])
