@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.cases import ALL
+# pytest explains a failed `assert` of a helper module only if the module is registered before its
+# import.
+pytest.register_assert_rewrite(
+    *(f"tests.{path.stem}" for path in Path(__file__).parent.iterdir() if path.stem != "conftest")
+)
+
+from tests.cases import ALL  # noqa: E402
 
 # `schedir train` sets this before it imports torch. Here it is for processes that tests fork.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
