@@ -10,7 +10,8 @@ nanoseconds, which all processes of a machine share.
 
 For each instruction, the dispatch loop writes two words: the index of the instruction in the
 Stream, and its start time. Without a GPU, a host runs its Stream in order. So this index is the
-position of every lane: earlier instructions have ended, and later ones have not begun.
+position of every lane: no later instruction has begun. Earlier computes have ended, but earlier
+transfers and collectives may still be in progress.
 
 A GPU runs instructions later than its host issues them. The words from `FIRST_LANE_FIELD` on have,
 for each lane of a GPU, the index of the first instruction that has not ended.

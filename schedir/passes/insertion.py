@@ -1,4 +1,7 @@
-"""Insert instructions before or after others, without splitting groups of joined instructions."""
+"""Insert instructions before or after others, without splitting groups of joined instructions.
+
+A word is an instruction that is packed into an int64 number.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def _find_ranks(program: Program, positions: NDArray[Any]) -> Words:
 def insert_at_positions(
     program: Program, positions: NDArray[Any], ranks: Words, words: Words
 ) -> Program:
-    """Insert words of given ranks before given positions.
+    """Insert words into the Streams of given ranks, before given positions.
 
     Words at the same position are sorted by rank, and words of one rank keep their given order.
 

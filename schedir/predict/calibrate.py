@@ -95,9 +95,9 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
       because it uses new memory. A simulation is too short if other ranks waited for the slow
       microbatches, and too long if no rank did.
 
-    Instructions that a stage or the program does not have cost 0. R is an exception: if the program
-    has no R, the costs contain no value for R. If these costs are used for a program with R, its R
-    takes the time of F.
+    If a stage or the program has no instruction of a kind, the cost of this kind is 0. R is an
+    exception: if the program has no R, the costs contain no value for R. If these costs are used
+    for a program with R, its R takes the time of F.
 
     Args:
         measured: A measured run, or a prediction.

@@ -1,17 +1,18 @@
 """Detect where torch's split backward would be wrong, and run a full backward instead.
 
-torch computes the gradients of weights from the autograd nodes where the paths of weights and
-inputs join. torch silently computes no gradient for two kinds of weights:
+In the autograd graph, weights and inputs have paths to the outputs. A join node is the first node
+that a path of a weight shares with a path of an input. torch's BackwardWeight starts at the join
+nodes. It silently computes no gradient for two kinds of weights:
 
-- Weights whose path to the outputs joins no path of an input. Examples are weights of a stage after
-  frozen stages, and a table that the stage returns.
+- Weights without a join node. Examples are weights of a stage after frozen stages, and a table that
+  the stage returns.
 - Weights that are not parameters of the stage, such as a parameter of the loss.
 
 torch also detaches, in place, the tensors that a backward begins with. This fails for views.
 
-Both halves run the nodes where weights and inputs join. A `torch.autograd.Function` at such a node
-may count its calls, add to a gradient, or write to its arguments. Such a function must run only
-once, so only a full backward is right.
+Both halves run the join nodes. A `torch.autograd.Function` at a join node may count its calls, add
+to a gradient, or write to its arguments. Such a function must run only once, so only a full
+backward is right.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ def draw_boxes(
         rectangles: The rectangles of the chart.
         inches_per_unit: Inches per unit of time.
         row_height: The height of a compute lane, in inches.
-        is_dense: True to draw mean colours instead of single boxes.
+        is_dense: True to draw an image per rank instead of boxes. A column of the image has the
+            mean colour of the boxes in its interval of time.
         has_background: True to fill idle time with white. If False, the colour below remains
             visible.
     """

@@ -135,7 +135,10 @@ def _has_display() -> bool:
 
 
 def _make_state(args: argparse.Namespace) -> tuple[StudioState, Source | None]:
-    """Return the first state of the page, and the source, or None if the source is not a run."""
+    """Return the first state of the page, and the source if it is a run.
+
+    For other sources, the second result is None.
+    """
     from schedir.commands.studio.state import StudioState
     from schedir.io.files import read_text
     from schedir.io.source_loader import Source

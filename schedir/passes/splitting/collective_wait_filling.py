@@ -75,8 +75,8 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
 
     Each stage adds to its gradients in the original order, so training results stay bitwise equal.
     The simulated time of the result is not longer than that of the original. The result does not
-    exceed a memory limit by more bytes than the original. Without a limit, no rank has more
-    forwards without their backwards at the same time than in the original.
+    exceed a memory limit by more bytes than the original. Without a limit, the peak
+    number of (stage, microbatch) pairs in flight on a rank does not exceed that of the original.
 
     Args:
         program: A draft with segments.
@@ -178,12 +178,12 @@ def _search_order(
 
 
 def _count_ahead(op: int) -> int:
-    """Return by how much an opcode changes the number of forwards without their backwards."""
+    """Return by how much an opcode changes the number of (stage, microbatch) pairs in flight."""
     return (op in FORWARD_OPS) - (op in _MICROBATCH_END_OPS)
 
 
 def _find_max_ahead(op: NDArray[Any], is_trained: NDArray[Any]) -> int:
-    """Return the peak of the number of forwards of trained stages without their backwards."""
+    """Return the peak number of (stage, microbatch) pairs in flight, for trained stages."""
     changes = np.array([_count_ahead(opcode) for opcode in op.tolist()]) * is_trained
     return int(changes.cumsum().max(initial=0))
 
@@ -266,8 +266,8 @@ class _ProgramSimulation:
         self.ready_nodes: list[set[int]] = [set() for _ in self.rank_computes]
         self.end_times: dict[int, float] = {}  # node that has started -> time of its end
         self.finished_nodes: set[int] = set()
-        # The number of forwards without their backwards on each rank: now, and after each position
-        # in the order of the rank.
+        # The number of (stage, microbatch) pairs in flight on each rank: now, and after each
+        # position in the order of the rank.
         self.num_ahead = [0] * len(self.rank_computes)
         self.ahead_profile = [
             np.cumsum([self.ahead_change[node] for node in computes])
@@ -422,7 +422,7 @@ class _ProgramSimulation:
         return bool(peak < self.max_ahead[rank])
 
     def _update_ahead(self, rank: int, node: int) -> None:
-        """Update the numbers of forwards without their backwards when an instruction starts."""
+        """Update the numbers of (stage, microbatch) pairs in flight when an instruction starts."""
         self.ahead_profile[rank][self._find_passed(rank, node)] += self.ahead_change[node]
         self.num_ahead[rank] += self.ahead_change[node]
 

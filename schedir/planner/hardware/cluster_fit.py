@@ -80,7 +80,8 @@ class MachineMeasurements(NamedTuple):
         tiny_layers: Measurements of layers so small that issuing kernels takes most of the time.
         layers: Measurements of other layers.
         all_reduces: Measured all-reduces. Empty for a single process.
-        processors: The number of CPU cores of the node. None for a node with GPUs.
+        processors: The number of processors that the processes of the node may use at the same
+            time. None for a node with GPUs.
     """
 
     processes: int

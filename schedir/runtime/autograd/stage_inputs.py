@@ -147,7 +147,11 @@ def _has_numbers_of(small: Tensor, large: Tensor) -> bool:
 
 
 def _prepare_input(x: Tensor, is_exclusive: bool) -> tuple[Tensor, Tensor]:
-    """Return a tensor for the module, which may write to it, and the leaf for its gradient."""
+    """Prepare an input so that the module may overwrite it.
+
+    Returns:
+        The tensor to pass to the module, and the leaf whose `grad` is the gradient of the input.
+    """
     if not x.requires_grad:
         module_input = x if is_exclusive else _copy_aligned(x)
         return module_input, module_input

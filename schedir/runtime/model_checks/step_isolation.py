@@ -95,9 +95,8 @@ class StepIsolation:
             stage: The number of the stage.
 
         Raises:
-            ModelError: The step changes the set of parameters. Or it changes a number or a tensor
-                that is in no parameter's state, and that the step of another stage has also
-                changed.
+            ModelError: The step changes the set of parameters. Or the steps of two stages change
+                the same number or tensor, and it does not belong to the state of a parameter.
         """
         if is_torch_optimizer(self.inner):
             yield

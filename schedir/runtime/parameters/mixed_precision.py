@@ -265,7 +265,7 @@ class LossScale:
             finite.
         growth_interval: The number of consecutive steps with finite gradients before the value
             grows.
-        device: The device of `value`, a 0-dim float32 tensor.
+        device: The device of the attribute `value`, which is a 0-dim float32 tensor.
     """
 
     def __init__(
