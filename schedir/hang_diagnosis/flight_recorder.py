@@ -145,7 +145,7 @@ class FlightRecorderDump:
         rank: The rank.
         path: The file.
         ops: The operations, in the order in which the rank issued them.
-        groups: The process groups whose ranks are in the dump.
+        groups: The process groups for which the dump lists ranks.
         num_lost: The number of entries that were overwritten.
     """
 
@@ -391,7 +391,7 @@ def _require_fields(entry: dict[str, Any]) -> None:
 
 
 def _parse_groups(config: object) -> dict[str, RecordedGroup]:
-    """Return, by name, the process groups whose ranks are in the dump."""
+    """Return, by name, the process groups for which the dump lists ranks."""
     if not isinstance(config, dict):
         raise TraceError("the process groups of the dump are not a dictionary")
     groups = {}

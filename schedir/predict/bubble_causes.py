@@ -86,8 +86,8 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
       that must free memory first.
     - DISK: The rank waits for a copy between the host and its disk (ReloadFromDisk, OffloadToDisk).
     - STEP: The rank waits for weights that the host updates (HostOptimizerStep).
-    - HOST: All predecessors have ended, and the instruction has not started. A prediction of a
-      program with its transfers has no such interval.
+    - HOST: All predecessors have ended, and the instruction has not started. The prediction of a
+      program that contains its transfers has no such interval.
     - WARMUP, PEER, COOLDOWN: The rank waits for an instruction of another rank's compute lane. This
       wait covers the rest of the idle time before the waiting instruction. The cause is WARMUP
       until the first backward of the waiting rank starts. The cause is COOLDOWN from the end of the

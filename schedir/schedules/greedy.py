@@ -38,8 +38,9 @@ def greedy_schedule(
 ) -> Program:
     """Make a draft by list scheduling, from priorities and a memory limit.
 
-    An idle rank always starts an instruction if one is ready. It prefers the letter that is first
-    in `priority`, then the lowest microbatch, then the last stage.
+    An idle rank always starts an instruction if one is ready and the memory limit allows it. The
+    rank prefers the letter that is first in `priority`, then the lowest microbatch, then the last
+    stage.
 
     A forward does not use memory that later stages of the same rank need to continue. So the
     microbatch in the last stage can always proceed, and the schedule has no deadlock. The limit can

@@ -443,9 +443,9 @@ def get_stages_per_rank(schedule: Schedule) -> int:
         schedule: A schedule function or a `functools.partial`.
 
     Returns:
-        The number in the placement mark, if there is one. Otherwise it is the bound value or the
-        default of the parameter `v`. The number is 2 if `v` has no default, because such a schedule
-        is for several stages. The number is 1 if there is no `v`.
+        The number that the decorator `with_placement` fixes, if it fixes one. Otherwise it is the
+        bound value or the default of the parameter `v`. The number is 2 if `v` has no default,
+        because such a schedule is for several stages. The number is 1 if there is no `v`.
     """
     if fixed := get_placement_mark(schedule)[1]:
         return fixed

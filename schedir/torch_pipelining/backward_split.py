@@ -93,7 +93,7 @@ def compute_input_gradients(
 
 
 def _nodes_in_both_halves(group: Any, reverse_graph: Any) -> set[Any]:
-    """Return the nodes of a group of weights that both halves run.
+    """Return the nodes of a group of weights that run in both halves of a split backward.
 
     These are the nodes where the weights join tensors that depend on inputs. If there are several
     such nodes, both halves also run the nodes between two of them.

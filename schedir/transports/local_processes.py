@@ -195,8 +195,8 @@ def set_up_child() -> None:
     """Let torch use one thread in a child process, and end the process with its parent."""
     torch.set_num_threads(1)
     Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    # A fork must not collect objects of the parent. The destructor of a process group would wait
-    # for threads that exist only in the parent.
+    # The garbage collector of a forked process must not destroy objects of the parent. The
+    # destructor of a process group would wait for threads that exist only in the parent.
     gc.freeze()
 
 

@@ -27,8 +27,8 @@ _PANEL_SIZE: Final = 2.6  # inches
 def window_tiles(*tile_sets: Tiles) -> Figure:
     """Draw the tiles that attention computes and skips, with a panel for each argument.
 
-    The rows of a panel are query tiles, and the columns are key tiles. Tiles of several dimensions
-    are in row-major order.
+    The rows of a panel are query tiles, and the columns are key tiles. If attention has several
+    dimensions, as in an image, the tiles are in row-major order over the dimensions.
 
     Args:
         *tile_sets: The tiles of each panel.

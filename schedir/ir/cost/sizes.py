@@ -35,8 +35,7 @@ _BYTE_UNITS |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("kMGTP")}
 _BYTE_UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGTP")}
 
 
-# The names of the sizes in the instruction tables.  `MICROBATCH_SIZES` has the sizes that can
-# differ between microbatches.
+# The sizes before and after each `Change` of a value: (name of the size, scope of the value).
 _CHANGE_SIZES = [
     (name, VALUES[change.value].scope)
     for row in INSTRUCTIONS
@@ -44,8 +43,10 @@ _CHANGE_SIZES = [
     for name in (change.before, change.after)
     if name not in TIERS
 ]
+# The names of these sizes, and of the sizes in the table of values.
 _TABLE_SIZES = [row.size for row in VALUES if row.size] + [name for name, _ in _CHANGE_SIZES]
 _FORM_SIZES = [form.size for form in FORMS if form.size]
+# The names of the sizes that can differ between microbatches.
 MICROBATCH_SIZES: Final = {
     *(name for name, scope in _CHANGE_SIZES if scope is Scope.MICROBATCH),
     *(row.size for row in VALUES if row.scope is Scope.MICROBATCH),

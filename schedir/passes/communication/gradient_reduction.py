@@ -51,8 +51,9 @@ def reduce_scatter(program: Program) -> Program:
 
     A run is a sequence of instructions that add to the gradient of one stage. Other instructions
     may be between them, except those that add to the gradient of another stage of the rank. A group
-    of joined instructions that adds to two stages belongs to the runs of both stages.
-    BackwardWeights that follow later form runs of their own.
+    of joined instructions that adds to two stages belongs to the runs of both stages. A
+    BackwardWeight belongs to a later run than its BackwardInput if a backward of another stage is
+    between them.
 
     With `reduce_scatter_at` "each_backward", a reduce-scatter follows each run. So a rank has
     unsharded gradients only of the stages of its present run. With "update_end", one reduce-scatter

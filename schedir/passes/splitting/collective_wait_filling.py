@@ -52,8 +52,8 @@ _MICROBATCH_END_OPS: Final = (
     *FULL_BACKWARD_OPS,
     *BACKWARD_WEIGHT_OPS,
 )
-# Value of the option -> tuples of opcodes that may fill a wait.  The pass tries each tuple, and
-# keeps the best result.
+# Value of `fill_collective_waits` -> tuples of opcodes that may fill a wait.  The pass tries each
+# tuple, and keeps the best result.
 _FILL_OPS: Final = {
     "W": (BACKWARD_WEIGHT_OPS,),
     "F": (FORWARD_OPS,),

@@ -288,7 +288,7 @@ def _compute_work_cached(
     has_full_backward: bool,
     crosses_nodes: bool,
 ) -> GpuWork:
-    """Compute the work of all phases. Only a layer can have recomputation."""
+    """Compute the work of all phases of a part. Only the part "layer" can be recomputed."""
     gemms, passes, collectives = ops = _LIST_OPS[part](model, plan)
     op_times = OpTimes(cluster, plan, constants, has_full_backward, crosses_nodes)
     products = {gemm.name: op_times.time_gemm(gemm) for gemm in gemms}
