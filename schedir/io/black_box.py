@@ -5,12 +5,14 @@ process maps its file into memory. Every process of the machine can read a value
 written.
 
 A file has `FILE_SIZE` bytes: 64-bit words (`BlackBoxField`), then two texts, a note and the reason
-of a failure. Each word is written by one thread only. Times are those of CLOCK_MONOTONIC in
-nanoseconds, which all processes of a machine share.
+of a failure. The main thread and the watchdog thread write to the file. `exit_with_error` ensures
+that only one of them reports a failure. Times are those of CLOCK_MONOTONIC in nanoseconds, which
+all processes of a machine share.
 
 For each instruction, the dispatch loop writes two words: the index of the instruction in the
-Stream, and its start time. Without a GPU, a host runs its Stream in order. So this index is the
-position of every lane: earlier instructions have ended, and later ones have not begun.
+Stream, and its start time. Without a GPU, a host runs its Stream in order. So this index counts as
+the position of every lane: later instructions have not begun. Earlier messages and copies may still
+be in progress.
 
 A GPU runs instructions later than its host issues them. The words from `FIRST_LANE_FIELD` on have,
 for each lane of a GPU, the index of the first instruction that has not ended.
