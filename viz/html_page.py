@@ -1,7 +1,7 @@
 """Build the interactive page: one self-contained HTML file.
 
 The page consists of the files in `page/`. The page contains the runs as packed columns of numbers.
-The studio and the widget of notebooks show the same timeline.
+The page of the studio and the notebook widget draw timelines with the same files.
 """
 
 from __future__ import annotations

@@ -192,9 +192,10 @@ def bin_timeline(timeline: Timeline, columns: int) -> BinnedRun:
 def compute_shares(
     timeline: Timeline, span_kinds: NDArray[np.int64], kind_count: int, columns: int
 ) -> NDArray[np.float64]:
-    """Return the share of each column of time that a compute lane spends on each kind.
+    """Divide a run into columns of equal time, and return the share of each kind in each column.
 
-    The two instructions of a pair that run together count half each.
+    The share is the part of the column's time in which the compute lane of a rank runs instructions
+    of this kind. The two instructions of a pair that run together count half each.
 
     Args:
         timeline: The run.

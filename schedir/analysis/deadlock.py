@@ -188,7 +188,8 @@ def make_deadlock_error(
         graph: The dependency graph of the program.
         fact: The message of the error.
         steps: The waits along the cycle.
-        num_executed: Number of instructions that ended, or that the hosts issued.
+        num_executed: Number of instructions that ended before the deadlock. For lazy communicators,
+            the number that the hosts issued.
         hint: The remedy that the error suggests; may be empty.
     """
     return DeadlockError(

@@ -5,8 +5,9 @@ process maps its file into memory. Every process of the machine can read a value
 written.
 
 A file has `FILE_SIZE` bytes: 64-bit words (`BlackBoxField`), then two texts, a note and the reason
-of a failure. Each word is written by one thread only. Times are those of CLOCK_MONOTONIC in
-nanoseconds, which all processes of a machine share.
+of a failure. The main thread and the watchdog thread write to the file. `exit_with_error` ensures
+that only one of them reports a failure. Times are those of CLOCK_MONOTONIC in nanoseconds, which
+all processes of a machine share.
 
 For each instruction, the dispatch loop writes two words: the index of the instruction in the
 Stream, and its start time. Without a GPU, a host runs its Stream in order. So this index is the
@@ -329,10 +330,13 @@ class BlackBoxSnapshot:
         return max(self.read_time - self[BlackBoxField.HEARTBEAT], 0) / 1e9
 
     def find_lane_position(self, lane: Lane) -> int:
-        """Return the index in the Stream of a lane's first instruction that has not ended.
+        """Return the position of a lane: the index of an instruction in the Stream.
+
+        With a GPU, it is the lane's first instruction that has not ended. Without a GPU, all lanes
+        have the position of the host: the last instruction that it has begun.
 
         Args:
-            lane: The lane. Without a GPU, all lanes have the position of the host.
+            lane: The lane.
         """
         return (
             self[FIRST_LANE_FIELD + lane]
@@ -342,9 +346,9 @@ class BlackBoxSnapshot:
 
     @property
     def position(self) -> int:
-        """The index in the Stream of the first instruction that has not ended.
+        """The smallest position of the lanes: the index of an instruction in the Stream.
 
-        With a GPU, the result is the smallest index over all lanes.
+        `find_lane_position` defines the position of a lane.
         """
         return min(map(self.find_lane_position, Lane))
 

@@ -181,13 +181,15 @@ class Dataflow:
 
     @cached_property
     def givers(self) -> NDArray[np.int32]:
-        """Return the positions of the givers of each instruction, shape (rows, instructions).
+        """Return the positions of the givers of each instruction, shape (n, instructions).
 
-        Row k is for the k-th kind of value in `Row.needs` that the program has.  An entry is -1 if
-        no instruction gives the value, for example because the value exists from the start.  More
-        rows
-        follow in two cases: a value has givers on several lanes, or an instruction makes a value
-        again after another instruction freed it.
+        `givers[k, i]` is the instruction that gives instruction i the k-th kind of value that it
+        needs.  The order is that of `Row.needs`, without kinds that the program does not have.  The
+        entry is -1 if no instruction gives the value, for example because the value exists from the
+        start.
+
+        Further entries follow after the last needed kind in two cases: a value has givers on
+        several lanes, or an instruction makes a value again after another instruction freed it.
         """
         entries: list[tuple[int, Positions, Positions]] = []
         for row, needer in self.index.iterate_rows():

@@ -357,7 +357,7 @@ def _parse_header(lines: list[_Line], first_line: _Line) -> _HeaderValues:
                 raise line.make_error(f"{key} is given twice", pair.start(1))
             if not value:
                 raise line.make_error(f"{key} has no value", pair.start(1))
-            # The name of the program is the rest of the line.
+            # `_NAME_PATTERN` reads the name up to the end of a line that begins with `program`.
             if key == "program" and not name_match:
                 raise line.make_error("program must be the first field of its line", pair.start(1))
             column = pair.start(2)

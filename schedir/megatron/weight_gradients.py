@@ -14,8 +14,9 @@ to `weight.main_grad`, which is what the hook does.
 Two kinds of weights keep Megatron's function, so their gradients are computed in `I`:
 
 - Weights with a gradient hook of the user, because only autograd calls such hooks.
-- A weight that the embedding and the output layer of one stage share. Autograd adds both gradients
-  before it adds the sum to `main_grad`.
+- A weight that the embedding and the output layer of one stage share. Autograd sums the gradients
+  of both layers, and Megatron's hook then adds this sum to `main_grad`. (With
+  `gradient_accumulation_fusion`, a kernel adds the output layer's gradient directly.)
 
 Other gradients (biases, norms, embeddings, Transformer Engine modules, grouped GEMMs) are computed
 in `I`.

@@ -153,10 +153,10 @@ class ChangeRow(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedChange:
-    """The simulation of a row.
+    """A change of the run, and its simulation.
 
     Args:
-        row: The row.
+        row: The change.
         run: The simulation of the changed run.
         saved_share: The share of the time per microbatch that the change saves. It is negative if
             the changed run takes longer.

@@ -173,8 +173,8 @@ class AxisTiles:
 class Tiles:
     """The tiles of windowed attention, as `compute_tiles` returns them.
 
-    A query attends to a key if it attends to this key along each dimension. So numbers of tiles are
-    products over the dimensions.
+    A query attends to a key if it attends to this key along each dimension. So the number of tiles
+    is the product of the numbers of tiles along each dimension.
 
     Args:
         axes: The tiles along each dimension.

@@ -42,8 +42,9 @@ class _Counter:
 def install_hook_counters() -> None:
     """Wrap methods of torch to count their calls for `hook_count` and `checkpoint_count`.
 
-    torch has no list of retained gradients or of checkpoints, and only `register_hook` shows which
-    hooks are those of `fully_shard`. The methods are wrapped once in the process.
+    torch keeps no list of retained gradients and no list of checkpoints, so the wrapped methods
+    count them. The wrapped `register_hook` counts the hooks that `fully_shard` registers. A process
+    wraps the methods once.
     """
     if _Counter.is_installed:
         return

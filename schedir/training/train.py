@@ -216,7 +216,7 @@ def _run_rank(path: str, overrides: Sequence[str]) -> int:
     except ExecutionError as error:
         exit_with_error(str(error), is_peer_failure=_is_peer_failure(error))
     except SchedirError as error:
-        # For example, a save fails if another process has exited.
+        # The exit of another process can cause this error, for example during a save.
         is_consequence = _is_peer_failure(error)
         exit_with_error(
             format_error(error), 1 if is_consequence else 2, is_peer_failure=is_consequence

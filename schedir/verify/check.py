@@ -413,7 +413,7 @@ def _require_free_slots(graph: Graph) -> None:
 
 
 def _require_releases(graph: Graph) -> None:
-    """Refuse a program that never frees a value, or produces the value again before that.
+    """Verify that a program frees each value, and frees it before it produces the value again.
 
     Only values that a Stream produces repeatedly (`ProducerRule.LATEST`) are checked.
     """

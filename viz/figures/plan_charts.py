@@ -391,9 +391,9 @@ def _format_axes(axes: Axes) -> None:
 def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = ()) -> Figure:
     """Draw the step time and the TFLOP/s per GPU of plans, by the number of GPUs.
 
-    The left chart has the step time. The right chart has the model's operations per second of a
-    GPU. The label of each point has the numbers of pipeline ranks, tensor-parallel ranks and
-    replicas.
+    The left chart has the step time. A label at each of its points has the numbers of pipeline
+    ranks, tensor-parallel ranks and replicas. The right chart has the model's operations per second
+    of a GPU.
 
     Args:
         strong: Plans with the same batch size (strong scaling). A thin line shows the step times

@@ -298,10 +298,13 @@ class Footprint(NamedTuple):
         return np.asarray(static_bytes + dynamic_bytes, float)
 
     def list_values(self, change: int) -> list[tuple[str, int, float]]:
-        """Return (name, number, bytes) of the values after a change, largest bytes first.
+        """Return the values that are in memory after a change.
 
         Args:
             change: Index of the change.
+
+        Returns:
+            (name, number of values, their bytes), largest bytes first.
         """
         dynamic_values = {
             name: (int(n[change]), float(b[change])) for name, (n, b) in self.dynamic_memory.items()

@@ -89,12 +89,13 @@ def fill_move_costs(program: Program, options: Options) -> Options:
 
 
 class ForwardLifetimes(NamedTuple):
-    """The producer and the first user of the saved activations of each address.
+    """The producer and the first user of the saved activations of each (stage, microbatch) pair.
 
     Attributes:
-        address: The addresses, shape (k,).
-        producer: The position of the instruction that produces the activations.
-        first_user: The position of the first instruction on the compute lane that uses them.
+        address: The pairs as packed words, see `ADDRESS_MASK`, shape (k,).
+        producer: The position of the instruction that produces the activations, shape (k,).
+        first_user: The position of the first instruction on the compute lane that uses them, shape
+            (k,).
     """
 
     address: Words
@@ -103,7 +104,7 @@ class ForwardLifetimes(NamedTuple):
 
 
 def find_lifetimes(program: Program) -> ForwardLifetimes:
-    """Return the producer and the first user of the saved activations of each address.
+    """Return the lifetimes of the saved activations of a program.
 
     Args:
         program: The program.
@@ -130,7 +131,7 @@ def compute_move_costs(program: Program, op: Opcode, addresses: Words, options: 
     Args:
         program: The program.
         op: The opcode of the move.
-        addresses: The addresses, shape (k,).
+        addresses: The (stage, microbatch) pairs of the moves as packed words, shape (k,).
         options: The options of the lowering, with costs.
 
     Returns:

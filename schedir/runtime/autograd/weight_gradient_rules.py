@@ -33,7 +33,7 @@ class SharedInputRule(NamedTuple):
 
 
 class ProductRule(NamedTuple):
-    """The gradient of a weight of a matrix product.
+    """The rule for the gradient of the weight in `x @ weight` or `x @ weight.T`.
 
     Attributes:
         is_transposed: True for `x @ weight.T`, False for `x @ weight`.

@@ -308,7 +308,7 @@ class ParameterTable:
 
 
 def _find_shared_objects(fingerprints: StageFingerprints) -> Iterator[list[ParameterLocation]]:
-    """Return the locations of each Parameter that several stages of one process have."""
+    """Return the locations of each trained Parameter that several stages of one process have."""
     locations_by_object: dict[int, list[ParameterLocation]] = {}
     for s, parameters in fingerprints.items():
         for p in parameters:

@@ -128,7 +128,10 @@ class Service:
         return ()
 
     def list_host_tensors(self) -> Iterable[Tensor]:
-        """Return tensors in host memory, which the count of device memory on a CPU must exclude."""
+        """Return the tensors that the service keeps in host memory.
+
+        On a CPU, `LiveMemory` must not count these tensors as device memory.
+        """
         return ()
 
     def count_bytes(self, tier: str) -> int:
