@@ -127,7 +127,7 @@ def _resolve_memory_limits(value: object) -> Mapping[str, float]:
         size = to_float(limit)
         if size is None or not 0 < size < inf:
             raise UsageError(
-                f"the limit of the {tier} must be a number of bytes, not {describe(limit)}"
+                f"the limit of the {tier} must be a number of bytes above 0, not {describe(limit)}"
             )
     return value
 
