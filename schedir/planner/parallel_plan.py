@@ -17,6 +17,16 @@ Attention = Literal["softmax", "flash"]
 RankOrder = Literal["tp-pp-dp", "tp-dp-pp"]
 OffloadMode = Literal["none", "fit"]
 StatePlacement = Literal["device", "host"]
+_CHOICES: Final = {
+    name: get_args(kind)
+    for name, kind in (
+        ("recompute", Recompute),
+        ("attention", Attention),
+        ("rank_order", RankOrder),
+        ("offload", OffloadMode),
+        ("optimizer_placement", StatePlacement),
+    )
+}
 
 
 @explain_wrong_calls("ParallelPlan(pp=8, tp=8, dp=16, microbatches=96)")
@@ -79,9 +89,7 @@ class ParallelPlan:
     optimizer_placement: StatePlacement = "device"
 
     def __post_init__(self) -> None:
-        literal_types = {"recompute": Recompute, "attention": Attention, "rank_order": RankOrder,
-                    "offload": OffloadMode, "optimizer_placement": StatePlacement}  # fmt: skip
-        for name, choices in ((name, get_args(kind)) for name, kind in literal_types.items()):
+        for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 value = getattr(self, name)
                 raise UsageError(
@@ -177,7 +185,12 @@ class PhaseTimes(NamedTuple):
             other: The times to add.
             count: The factor of `other`.
         """
-        return PhaseTimes(*(a + count * b for a, b in zip(self, other, strict=True)))
+        return PhaseTimes(
+            self.F + count * other.F,
+            self.I + count * other.I,
+            self.W + count * other.W,
+            self.R + count * other.R,
+        )
 
 
 class StageTimes(NamedTuple):

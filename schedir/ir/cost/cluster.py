@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
+from functools import lru_cache
 from math import ceil, inf, log2
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,24 @@ from schedir.ir.pipeline.process_mesh import make_process_mesh
 Processes = NDArray[np.int64]
 # The processes of a group.  An integer n means the processes 0 to n - 1.
 GroupProcesses = int | Sequence[int] | Processes
+
+
+class _Ring(NamedTuple):
+    """What the time of a collective needs of the processes of its group.
+
+    Attributes:
+        size: The number of processes.
+        min_per_node: The smallest number of processes on a node of the group.
+        max_per_node: The largest number of processes on a node of the group.
+        latency: The latency of the slowest link, in seconds.
+        bandwidth: The bandwidth of the slowest link, in bytes per second.
+    """
+
+    size: int
+    min_per_node: int
+    max_per_node: int
+    latency: float
+    bandwidth: float
 
 
 @explain_wrong_calls(
@@ -195,16 +215,15 @@ class Cluster:
             UsageError: The group is empty, names a process twice, or has a process that does not
                 exist.
         """
-        group = self._require_group(processes)
-        if len(group) < 2:
-            return inf
-        _, node_sizes = np.unique(group // self.gpus_per_node, return_counts=True)
-        if len(node_sizes) == 1:
-            return self.nvlink_bandwidth
-        return min(self.nvlink_bandwidth, self.network_bandwidth * int(node_sizes.min()))
+        return self._find_ring(processes).bandwidth
 
-    def _require_group(self, processes: GroupProcesses) -> Processes:
-        """Return the processes of a group. Raises UsageError if the group is invalid."""
+    def _find_ring(self, processes: GroupProcesses) -> _Ring:
+        """Return the ring of a group. Raises UsageError if the group is invalid."""
+        # The planner asks for the same few groups many thousand times.
+        is_hashable = isinstance(processes, int | tuple)
+        return _find_ring_cached(self, processes) if is_hashable else self._build_ring(processes)
+
+    def _build_ring(self, processes: GroupProcesses) -> _Ring:
         group = np.arange(processes) if isinstance(processes, int) else np.array(processes)
         all_processes = range(self.gpu_count)
         if not 0 < sum(process in all_processes for process in {*group.tolist()}) == len(group):
@@ -213,7 +232,13 @@ class Cluster:
                 f"{describe(processes)}",
                 fields=["processes"],
             )
-        return group
+        _, node_sizes = np.unique(group // self.gpus_per_node, return_counts=True)
+        min_per_node, max_per_node = int(node_sizes.min()), int(node_sizes.max())
+        if len(node_sizes) == 1:
+            bandwidth = inf if len(group) == 1 else self.nvlink_bandwidth
+            return _Ring(len(group), min_per_node, max_per_node, self.latency, bandwidth)
+        bandwidth = min(self.nvlink_bandwidth, self.network_bandwidth * min_per_node)
+        return _Ring(len(group), min_per_node, max_per_node, self.max_latency, bandwidth)
 
     def latency_of(self, processes: GroupProcesses) -> float:
         """Return the latency of the slowest link of a ring of processes.
@@ -227,8 +252,7 @@ class Cluster:
         Raises:
             UsageError: See `bandwidth`.
         """
-        nodes = self._require_group(processes) // self.gpus_per_node
-        return self.latency if (nodes == nodes[0]).all() else self.max_latency
+        return self._find_ring(processes).latency
 
     @property
     def max_latency(self) -> float:
@@ -254,9 +278,8 @@ class Cluster:
             Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
             MPICH" (2005), section 3: alpha + n beta.
         """
-        return _message_time(
-            size, self.latency_of([*{source, target}]), self.bandwidth([*{source, target}])
-        )
+        link = self._find_ring([*{source, target}])
+        return _message_time(size, link.latency, link.bandwidth)
 
     def all_gather_time(self, size: float, processes: GroupProcesses) -> float:
         """Return the time of an all-gather over a ring, in seconds.
@@ -274,10 +297,9 @@ class Cluster:
         References:
             Thakur et al. (2005), section 4.1: (p-1) alpha + (p-1)/p n beta.
         """
-        group_size = len(self._require_group(processes))
-        return (group_size - 1) * _message_time(
-            size / group_size, self.latency_of(processes), self.bandwidth(processes)
-        )
+        ring = self._find_ring(processes)
+        message_time = _message_time(size / ring.size, ring.latency, ring.bandwidth)
+        return (ring.size - 1) * message_time
 
     def reduce_scatter_time(self, size: float, processes: GroupProcesses) -> float:
         """Return the time of a reduce-scatter over a ring, in seconds.
@@ -339,8 +361,8 @@ class Cluster:
         References:
             Thakur et al. (2005), section 4.4: lg p (alpha + n beta).
         """
-        steps = ceil(log2(len(self._require_group(processes))))
-        return steps * _message_time(size, self.latency_of(processes), self.bandwidth(processes))
+        ring = self._find_ring(processes)
+        return ceil(log2(ring.size)) * _message_time(size, ring.latency, ring.bandwidth)
 
     def all_to_all_time(self, size: float, processes: GroupProcesses) -> float:
         """Return the time of an all-to-all by pairwise exchange, in seconds.
@@ -368,20 +390,17 @@ class Cluster:
             >>> f"{c.all_to_all_time(4e9, 2):.2f} {c.all_to_all_time(4e9, 4):.2f}"
             '0.02 0.20'
         """
-        group = self._require_group(processes)
-        if len(group) < 2:
+        ring = self._find_ring(processes)
+        if ring.size < 2:
             return 0.0
-        _, node_sizes = np.unique(group // self.gpus_per_node, return_counts=True)
         # A process on the node with the most group members sends the most bytes within its node. A
         # process on the node with the fewest group members sends the most bytes to other nodes.
-        max_local_peers = int(node_sizes.max()) - 1
-        min_node_size = int(node_sizes.min())
-        message_bytes = _message_time(size / len(group), 0.0, 1.0)
+        message_bytes = _message_time(size / ring.size, 0.0, 1.0)
         transfer_time = max(
-            message_bytes * max_local_peers / self.nvlink_bandwidth,
-            message_bytes * (len(group) - min_node_size) / self.network_bandwidth,
+            message_bytes * (ring.max_per_node - 1) / self.nvlink_bandwidth,
+            message_bytes * (ring.size - ring.min_per_node) / self.network_bandwidth,
         )
-        return (len(group) - 1) * self.latency_of(group) + transfer_time
+        return (ring.size - 1) * ring.latency + transfer_time
 
     # ------------------------------------------------------------ one GPU
 
@@ -614,3 +633,8 @@ def _message_time(size: float, latency: float, bandwidth: float) -> float:
             fields=["size"],
         )
     return latency + size / bandwidth if bandwidth < inf and size else 0.0
+
+
+@lru_cache(maxsize=1024)
+def _find_ring_cached(cluster: Cluster, processes: int | tuple[int, ...]) -> _Ring:
+    return cluster._build_ring(processes)
