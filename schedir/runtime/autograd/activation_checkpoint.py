@@ -1,8 +1,8 @@
-"""Recompute activations: save the inputs of a forward, and run it again for its backward.
+"""Recompute activations: save the inputs of a forward, and run the forward twice.
 
-The second run must compute the same values as the first. So it uses the same weight version, the
-same seed of random numbers, and the same keyword arguments. A forward may change three other
-things:
+The second run, before the backward, must compute the same values as the first. So the second run
+uses the same weight version, the same seed of random numbers, and the same keyword arguments. A
+forward may change three other things:
 
 - buffers, such as running statistics,
 - parameters that are not trained, such as a moving average of other parameters,
@@ -42,9 +42,9 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         inputs: The inputs of the stage for a microbatch.
-        buffers: Buffers and untrained parameters that the forward changed. Each entry has the
-            `_buffers` or `_parameters` of a module, the name there, and the value before the
-            forward.
+        buffers: Buffers and untrained parameters that forwards of the stage change. Each entry has
+            the dict `_buffers` or `_parameters` of a module, the key of the tensor in this dict,
+            and its value before the forward.
         generator_states: The states of torch's default generators before the forward. The sequence
             is empty if the executor has a seed.
         output_checksums: A checksum of each output. On a GPU the sequence is empty, except in debug
@@ -78,11 +78,11 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints:
-    """Runs the forward of a stage for a microbatch, saves its inputs, and runs it again.
+    """Runs the forward of a stage for a microbatch, and runs the forward again later.
 
     Args:
         state: The state of the rank.
-        i: The instruction of the forward.
+        i: The Forward or the Recompute of the stage and the microbatch.
     """
 
     def __init__(self, state: State, i: Instr) -> None:
@@ -111,10 +111,10 @@ class Checkpoints:
     def run_first_forward(
         self, run: Callable[[], _ForwardResult], inputs: Sequence[Tensor]
     ) -> tuple[_ForwardResult, Checkpoint]:
-        """Run a forward so that autograd saves no tensors, and save the values for a second run.
+        """Run a forward so that autograd saves no tensors, and create its checkpoint.
 
-        The first forward of a stage in training mode, and the first in evaluation mode, find the
-        buffers and untrained parameters whose values change, and record their names. Later forwards
+        The first forward of a stage in training mode, and the first in evaluation mode, record the
+        names of the buffers and untrained parameters that they write to or replace. Later forwards
         copy only these tensors.
 
         Args:
@@ -144,7 +144,7 @@ class Checkpoints:
         generator_states = self._get_generator_states()
         target_versions = self._get_target_versions()
         input_versions = get_versions(inputs) if self.state.first_step_checks.is_active else ()
-        # Gradients stay enabled, because some kernels round differently without them.
+        # Keep torch's gradient mode on, because some kernels round differently without it.
         with saved_tensors_hooks(_discard_saved_tensor, self._refuse_backward):
             result = run()
         if self._get_target_versions() != target_versions:
@@ -309,7 +309,7 @@ def _match_tensor_type(saved: Tensor, current: Tensor) -> Tensor:
     """Return `saved` like `current`: as a Parameter on the same device, or as a detached buffer."""
     if isinstance(current, nn.Parameter):
         return nn.Parameter(saved.to(current.device), requires_grad=False)
-    # Detach: offloading frees the memory of the result, and the module may still use `saved`.
+    # Detach: an offload replaces the `data` of the result, and the module may still use `saved`.
     return saved.detach()
 
 

@@ -41,8 +41,8 @@ def add_buffer_checks(
         run: A function that runs the module of a local stage, and the loss for the last stage.
 
     Returns:
-        A function that raises ModelError for a wrong change. If values only differ from those of a
-        plain training loop, it warns once per stage.
+        A function that raises ModelError for a change that gives wrong results. For a change that
+        only gives other values than a plain training loop, the function warns once per stage.
     """
     stage = state.stages[i.stage]
     modules = [*stage.module.named_modules()]
@@ -114,8 +114,8 @@ class _Case(NamedTuple):
         fact: The end of the message.
         hint: The hint of the error. If it is empty, the change causes a warning only.
         modules: The case concerns all buffers of these modules.
-        buffers: Other buffers that the case concerns. If both collections are empty, the case
-            concerns all buffers.
+        buffers: Other buffers that the case concerns. If `modules` and `buffers` are empty, the
+            case concerns all buffers.
     """
 
     fact: str

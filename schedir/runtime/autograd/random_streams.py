@@ -4,7 +4,8 @@ A rank seeds torch's default generators before each call that may draw random nu
 the seed from a key:
 
 - for a forward or a backward: (seed, step, global microbatch, stage),
-- for an optimizer step: (seed, step, update, first stage of the rank).
+- for an optimizer step of one stage: (seed, step, update, stage),
+- for an optimizer step of all stages of a rank: (seed, step, update, first stage of the rank).
 
 Within a model, `fork_layer_rng` gives each layer its own key. Random numbers in such a layer do not
 depend on the stage that has the layer. If each replica has m microbatches, replica r computes the
@@ -139,8 +140,8 @@ class RandomStreams:
         self.seed = seed
         self.step: int = step
         self.generators: list[Generator] = get_default_generators(device)
-        self.step_keys: list[int] = []  # of each microbatch, then of each update
-        self.current_key = 0  # of the current microbatch or update
+        self.step_keys: list[int] = []  # keys of the microbatches, then of the updates
+        self.current_key = 0  # key of the current microbatch or update
         self.has_warned: bool = False  # True if `warn_of_draws` has warned
 
     def begin_step(self, numbers: Sequence[int]) -> None:

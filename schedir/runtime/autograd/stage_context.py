@@ -72,7 +72,8 @@ def add_weight_checks(
             run()
             return
         old_weights = list_weights()
-        # With ZeRO level 3 the memory of weights may be freed. `ShardedParameters` compares values.
+        # With ZeRO level 3 the memory of weights may be freed. Then `ShardedParameters` compares
+        # the values of these weights.
         sharded_parameters = stage.sharded_parameters
         is_readable = sharded_parameters is None or sharded_parameters.keeps_full_weights
         compared_values = (
