@@ -264,8 +264,8 @@ def _make_input_reader(
 ) -> Callable[[], Sequence[Tensor]]:
     """Return a function that returns the input tensors of an instruction.
 
-    `copy_received` is applied to received tensors, because the next message overwrites their
-    memory. If `copy_received` is None, received tensors are returned without a copy.
+    `copy_received` is applied to each received tensor. It is `Tensor.clone` if the next message may
+    overwrite the memory. If `copy_received` is None, received tensors are returned unchanged.
     """
 
     def read_slot(input_slot: _InputSlot) -> Sequence[Tensor]:
@@ -310,7 +310,10 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def _get_backward_root(y: Tensor) -> BackwardRoot:
-    """Return the loss, or the gradient edge of another output. An edge keeps no memory alive."""
+    """Return the loss, or the gradient edge of another output.
+
+    A gradient edge does not keep the memory of the output alive.
+    """
     return y if not y.dim() else get_gradient_edge(y)
 
 

@@ -70,8 +70,8 @@ def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence
 
     If the receiver is on this rank, the tensors get the layout of a received message. Otherwise the
     tensors are copied to the static send buffer, if there is one. Without a static send buffer,
-    several tensors are packed into bytes. If later instructions change the form of the value, only
-    the last of these instructions fills the static send buffer.
+    several tensors are copied into one uint8 tensor. If later instructions change the form of the
+    value, only the last of these instructions fills the static send buffer.
 
     Args:
         state: The state of the rank.
