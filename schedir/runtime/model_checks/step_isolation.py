@@ -96,7 +96,7 @@ class StepIsolation:
 
         Raises:
             ModelError: The step changes the set of parameters. Or the steps of two stages change
-                the same number or tensor, and it does not belong to the state of a parameter.
+                the same number or tensor outside of the state of parameters.
         """
         if is_torch_optimizer(self.inner):
             yield
@@ -126,8 +126,8 @@ class StepIsolation:
     ) -> None:
         """Check that each state tensor of a stage has separate memory, before the state is moved.
 
-        After the move, a write to one of two tensors in the same memory would be missing in the
-        other.
+        After the move, a write to one of two tensors that shared memory would be missing in the
+        other tensor.
 
         Args:
             state: The state tensors of the stage.
