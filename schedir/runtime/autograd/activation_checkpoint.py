@@ -217,7 +217,7 @@ class Checkpoints:
 
     @contextmanager
     def _restore_found_state(self, checkpoint: Checkpoint) -> Iterator[None]:
-        """Restore the buffers and generator states of the first run within this context."""
+        """Set the buffers and generator states of the first run within this context."""
         current_entries = [(table, name, table.get(name)) for table, name, _ in checkpoint.buffers]
         buffers = [b for *_, b in current_entries if b is not None]
         traces = get_write_traces(buffers)
@@ -240,7 +240,7 @@ class Checkpoints:
             )
 
     def _refuse_backward(self, _: object) -> Tensor:
-        """Raise ModelError: a forward unpacks a saved tensor only if it runs a backward."""
+        """Raise ModelError, because a forward that unpacks a saved tensor runs a backward."""
         raise ModelError(
             f"stage {self.stage} runs a backward in its forward, such as torch.autograd.grad, but "
             "the first forward of a recomputed stage keeps no tensors for a backward",
@@ -251,8 +251,8 @@ class Checkpoints:
         """Return the trained parameters whose values this recomputation must compare.
 
         In the first recomputation in training mode, and in the first in evaluation mode, these are
-        all trained parameters. Later there are none. Values are compared, because a write may leave
-        the version counter unchanged.
+        all trained parameters. Later recomputations compare no parameter. The caller compares
+        values, because a write may leave the version counter unchanged.
         """
         mode = self.module.training
         if mode in self.checked_modes:
@@ -306,7 +306,7 @@ def _copy_tensors(requests: Sequence[tuple[Tensor, bool, bool]]) -> list[Tensor]
 
 
 def _match_tensor_type(saved: Tensor, current: Tensor) -> Tensor:
-    """Return `saved` like `current`: as a Parameter on the same device, or as a detached buffer."""
+    """Return `saved` as a Parameter if `current` is a Parameter, or else as a detached tensor."""
     if isinstance(current, nn.Parameter):
         return nn.Parameter(saved.to(current.device), requires_grad=False)
     # Detach: an offload replaces the `data` of the result, and the module may still use `saved`.

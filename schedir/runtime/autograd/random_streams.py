@@ -62,7 +62,7 @@ def mix_bits(number: int) -> int:
 
 
 def derive_key(*numbers: int) -> int:
-    """Return a 64-bit key for a list of numbers. The key depends on their order.
+    """Return a 64-bit key for a list of numbers. It depends on the order of the numbers.
 
     Args:
         *numbers: Integers; the lowest 64 bits of each are used.
@@ -256,10 +256,10 @@ def fork_layer_rng(number: int, shard: int | None = None) -> Iterator[None]:
         with fork_layer_rng(12):
             x = F.dropout(x, 0.1)
 
-    The random numbers depend only on (seed, step, global microbatch, number). They do not depend on
-    the stage of the layer. Contexts with equal `number` draw equal random numbers, so each layer
-    needs a different `number`. At the end of the context the generators get their earlier states
-    back.
+    The random numbers depend only on (seed, step, global microbatch, number, shard). They do not
+    depend on the stage of the layer. Contexts with equal `number` draw equal random numbers, so
+    each layer needs a different `number`. At the end of the context the generators get their
+    earlier states back.
 
     The context works in a forward of an executor or of `run_sequential`, and when a backward
     recomputes such a forward. Elsewhere it has no effect.

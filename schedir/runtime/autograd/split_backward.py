@@ -79,7 +79,7 @@ class _DeferredFunction(NamedTuple):
 
 
 class DeferredGradients:
-    """The deferred weight gradients of a backward pass, in order.
+    """The deferred weight gradients of a backward pass, in the order of this pass.
 
     `len(deferred)` is the number of deferred gradients. If it is 0 after a backward, the backward
     was not split: it reached no splittable layer, or torch.compile ran it.
@@ -98,7 +98,7 @@ class DeferredGradients:
     def defer(
         self, rule: WeightGradientRule, weight: Tensor, saved: tuple[Tensor, ...], dy: Tensor
     ) -> None:
-        """Save a weight gradient, so that `run` adds `rule(weight, *saved, dy)` to `weight.grad`.
+        """Defer a weight gradient, so that `run` adds `rule(weight, *saved, dy)` to `weight.grad`.
 
         Args:
             rule: The function that computes the gradient.
@@ -261,7 +261,7 @@ def _defer_or_compute_wgrad(
     saved: tuple[Tensor, ...],
     dy: Tensor,
 ) -> Tensor | None:
-    """Return the gradient of a weight for autograd, or None if it was deferred or accumulated.
+    """Return a weight gradient for autograd, or None if autograd must not accumulate it.
 
     `input_index` is the position of the weight among the tensors that the Function was applied to.
     """
@@ -298,7 +298,7 @@ def _can_bypass_autograd(ctx: Any, input_index: int, weight: Tensor) -> bool:
 
 
 def _will_accumulate(leaf: Node) -> bool:
-    """Return whether the running backward adds to the `.grad` of the leaf of this node.
+    """Return whether the running backward adds to the `.grad` of the leaf that has this node.
 
     `torch.autograd.grad`, for example in a hook of the backward, returns gradients and does not add
     to `.grad`.

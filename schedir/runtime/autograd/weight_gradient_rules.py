@@ -59,7 +59,7 @@ class ProductRule(NamedTuple):
         return input_matrix, gradient_matrix
 
     def __call__(self, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
-        # Multiply first and add later: an addmm into the accumulator gives other bits.
+        # Only multiply: an addmm that also adds to `grad` gives other bits than autograd.
         """Return the gradient in the dtype of the weight."""
         a, b = self.get_factors(x, dy)
         return (a.t() @ b).to(weight.dtype)
