@@ -371,7 +371,7 @@ class _StageInputs(NamedTuple):
     optimizer_state: float | OptimizerFactory
     frozen_stages: int
     shard_spec: ShardSpec
-    replicas: range  # the largest optimizer state of these is measured
+    replicas: range  # the sizes have the largest optimizer state of these replicas
 
 
 def _require_microbatch(value: object) -> tuple[Tensor, ...]:
