@@ -60,7 +60,8 @@ def offload(state: State, i: Instr) -> Call:
 
     def run() -> None:
         slot_value = slot.peek()
-        if isinstance(slot_value, Checkpoint):  # version counters change in a reload
+        if isinstance(slot_value, Checkpoint):
+            # A reload changes version counters, so check them now.
             slot_value.require_unwritten(i.stage, i.mb)
             slot_value = slot_value._replace(input_versions=())
         moves.slot_values[i[1:]] = slot_value

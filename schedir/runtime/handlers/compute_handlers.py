@@ -221,7 +221,7 @@ class _InputSlot(NamedTuple):
 def are_inputs_exclusive(input_slots: Sequence[_InputSlot]) -> bool:
     """Return whether an instruction has inputs and all of them arrive in messages.
 
-    No other code reads these inputs.
+    If so, no other code reads these inputs.
 
     Args:
         input_slots: The inputs of the instruction.
