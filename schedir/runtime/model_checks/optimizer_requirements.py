@@ -71,7 +71,8 @@ def require_gradient_options(
 
     Raises:
         ModelError: There is a loss scale, but the program computes no gradient norm, or makes
-            several updates. Or gradients are to be accumulated, but the executor would change them.
+            several updates. Or `accumulate_grads` is True, but the executor would change gradients
+            or has extra programs.
     """
     if gradients.loss_scale is not None:
         _require_scalable(program)

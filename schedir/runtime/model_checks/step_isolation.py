@@ -63,7 +63,7 @@ class StepIsolation:
         """Check that the optimizer refers to parameters only in its groups.
 
         Args:
-            stages: The number of the rank's stages.
+            stages: How many stages the rank has.
 
         Raises:
             ModelError: An attribute of the optimizer contains another optimizer, or a parameter. A
@@ -195,7 +195,7 @@ class _TensorTrace:
 
 
 def _list_attributes(inner: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each attribute of an optimizer but groups, state and defaults."""
+    """Yield (name, value) of each attribute of an optimizer except groups, state and defaults."""
     for name, value in vars(inner).items():
         if name not in _STATE_ATTRIBUTES:
             yield name, value
@@ -220,7 +220,7 @@ def _list_parameter_ids(inner: Any) -> list[list[int]]:
 
 
 def _collect_entries(inner: Any) -> dict[object, _Entry]:
-    """Return key -> entry for the numbers and tensors that are not state of a parameter."""
+    """Return key -> entry for an optimizer's numbers and tensors outside of parameter state."""
     entries: dict[object, _Entry] = {}
     for group in inner.param_groups:
         for k, v in group.items():
