@@ -62,7 +62,7 @@ def mix_bits(number: int) -> int:
 
 
 def derive_key(*numbers: int) -> int:
-    """Return a 64-bit key for a list of numbers. It depends on the order of the numbers.
+    """Return a 64-bit key that depends on the numbers and on their order.
 
     Args:
         *numbers: Integers; the lowest 64 bits of each are used.

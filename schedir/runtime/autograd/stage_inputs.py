@@ -183,7 +183,7 @@ class _InputCopy(torch.autograd.Function):
 
 
 def _copy_aligned(x: Tensor) -> Tensor:
-    """Return a copy with the same offset in its cache line, because it may affect rounding."""
+    """Return a copy with the same offset in its cache line, which may affect rounding."""
     offset = x.data_ptr() % CACHE_LINE_BYTES // x.element_size()
     memory = x.new_empty(offset + x.numel()).untyped_storage()
     strides = torch.empty_like(x, device="meta").stride()

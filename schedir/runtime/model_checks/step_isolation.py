@@ -63,7 +63,7 @@ class StepIsolation:
         """Check that the optimizer refers to parameters only in its groups.
 
         Args:
-            stages: How many stages the rank has.
+            stages: The number of stages on the rank.
 
         Raises:
             ModelError: An attribute of the optimizer contains another optimizer, or a parameter. A
