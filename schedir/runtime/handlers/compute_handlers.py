@@ -353,7 +353,8 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
                 raise _other_microbatch_error()
         reduction = find_reduction()
         with nullcontext() if reduction is None else reduction.overlap_backward(module, roots):
-            if roots:  # no roots: a first stage without trained parameters
+            # No roots: the stage has no trained parameters, and its inputs have no gradient.
+            if roots:
                 torch.autograd.backward(roots, dys)
         if gives_gradients:
             write_outputs(_take_input_gradients(xs, dys, i.stage))
