@@ -134,7 +134,7 @@ _REDUCING_WRAPPERS: Final = (
 def _find_reducing_wrapper(module: nn.Module) -> str:
     """Return the name of the wrapper that reduces the gradients of a module, or "".
 
-    A module under `fully_shard` counts only if its parameters are sharded.
+    A module that `fully_shard` has wrapped counts only if its parameters are sharded.
     `schedir.torch_pipelining` gathers the parameters of such modules before it creates an executor.
     """
     base_names = {base.__name__ for base in type(module).__mro__}

@@ -63,8 +63,8 @@ class Executor:
     it.
 
     Post-validation: if the program has `norm_check="after_step"`, an update does not wait for the
-    global norm. If the norm turns out to be too large or not finite, the executor makes the update
-    again, and runs the following step again. Call `validate_last_update` before you read weights.
+    global norm. If the norm turns out to be too large or not finite, the executor corrects the
+    update, and runs the following step again. Call `validate_last_update` before you read weights.
     See `schedir.runtime.parameters.optimistic_step`.
 
     Tied weights: each copy has its own gradient. A step adds these gradients in the order of
@@ -98,11 +98,11 @@ class Executor:
         transport: The transport that sends and receives tensors.
         loss: A function or module that is called as `loss(output, target)` with the output of the
             last stage. It returns a floating-point tensor with one element.
-        boundary: The tensors that pass between stages. If all stages pass tensors of the same
-            shapes and dtypes, it is one `Boundary` or shape, or a sequence with a `Boundary` for
-            each of several tensors. If the tensors differ between stages, it is a mapping from each
-            stage but the last to the boundary after it. The key of a skip connection is the pair of
-            its stages. If the tensors differ between microbatches, it is a `PerMicrobatchBoundary`.
+        boundary: The tensors that pass between stages. For one tensor, it is a `Boundary` or a
+            shape. For several tensors, it is a sequence with a `Boundary` for each tensor. If the
+            tensors differ between stages, it is a mapping from each stage but the last to the
+            boundary after it. The key of a skip connection is the pair of its stages. If the
+            tensors differ between microbatches, it is a `PerMicrobatchBoundary`.
             `infer_boundaries` determines the boundary from one microbatch. A tensor without a
             gradient is detached before it goes to the next stage. An input that a stage does not
             use gets a gradient of zeros.
@@ -120,7 +120,8 @@ class Executor:
             module has its copy as an attribute `tied_weight`.
         extra_programs: Other programs for the same stages, such as one for evaluation or one with
             another number of microbatches. An entry is a program, or a pair of a program and its
-            boundary if its boundary differs. The transport must be created for these programs, too.
+            boundary if this differs from `boundary`. The transport must be created for these
+            programs, too.
         execution: The options of the execution: recording, checks, and the folder for values on the
             disk. These options change no result.
 

@@ -65,7 +65,7 @@ class GradientOptions:
 @explain_wrong_calls("ExecutionOptions(spill_dir='/nvme')")
 @dataclass(frozen=True, kw_only=True)
 class ExecutionOptions:
-    """Options for the recording and the checks of steps, and for the folder of spilled values.
+    """Options for the recording and the checks of steps, and for the folder of values on the disk.
 
     None of these options changes a result.
 

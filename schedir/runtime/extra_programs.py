@@ -190,7 +190,7 @@ class ProgramOrder:
         self.run_count = 1
 
     def _order_error(self, reports: Sequence[tuple[int, ...]]) -> ProgramSequenceError:
-        """Create the error. A report is (dp_rank, tp_rank, rank, run count, program number)."""
+        """Create the error for reports (dp_rank, tp_rank, rank, run count, program number)."""
         min_run_count = min(run_count for *_, run_count, _ in reports)
         runs_by_replica: dict[tuple[int, int], list[list[Program]]] = {}
         for dp_rank, tp_rank, _, run_count, program_number in reports:

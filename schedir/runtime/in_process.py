@@ -214,8 +214,8 @@ class InProcessExecutor:
             grad_scale: See `Executor.step`.
             order_seed: The seed that selects a legal order. By default each rank runs its stream in
                 order, like a process. The ranks take turns, with one instruction each, and a rank
-                that must wait is skipped. If all ranks had to wait at the same time, the step uses
-                the order of seed 0 instead.
+                that must wait is skipped. If at any time all ranks must wait, the step uses the
+                order of seed 0 instead.
             keywords: See `Executor.step`.
             program: See `Executor.step`.
 
@@ -304,7 +304,7 @@ class InProcessExecutor:
             mailbox.make_caller_wait()
 
     def checkpoint_state(self) -> CheckpointState:
-        """Return the state that `schedir.checkpoints` saves and loads, of all ranks."""
+        """Return the state of all ranks, which `schedir.checkpoints` saves and loads."""
         return build_checkpoint_state(
             [executor.state for executor in self.executors], self.validate_last_update
         )
@@ -399,8 +399,8 @@ class ExecutionOrders:
                 program=program.name,
                 sites=crossing_error.sites,
             )
-        # For each node of the graph, the (rank, index) of its instructions. The number of a
-        # transfer's node is the position of the send, so the send comes first.
+        # For each node of the graph, the (rank, index) of its instructions. A send comes before its
+        # receive. The number of a transfer's node is the position of the send.
         self.node_instructions: list[list[tuple[int, int]]] = [
             [] for _ in range(self.graph.node_id_limit)
         ]
@@ -432,9 +432,9 @@ class ExecutionOrders:
 def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
     """Yield (rank, index) of instructions, one per rank in turn, until all ranks would wait.
 
-    If an instruction waits for a message or a collective, the instructions of all ranks that take
-    part in it come first. The reason is that a host can make a CUDA stream wait only for work that
-    the host has already issued.
+    An instruction that waits for a message or a collective comes after the sends, receives or
+    collectives of all ranks that take part. The reason is that a host can make a CUDA stream wait
+    only for work that the host has already issued.
     """
     program = graph.program
     node_of_position = graph.node.tolist()
@@ -485,7 +485,7 @@ def _create_optimizer(
     """Create the optimizer of a rank. Return None without a factory or without parameters.
 
     Args:
-        make_optimizer: Returns an optimizer of the parameters, or None.
+        make_optimizer: A function that creates an optimizer from parameters, or None.
         parameters: The parameters of the rank.
         made_optimizers: The optimizers of the previous ranks. The new optimizer is appended.
 

@@ -51,7 +51,7 @@ class StageReplica:
     recorded_state: _AttributeState | None = None
 
     def record_state(self) -> None:
-        """Record the attributes that `sync_state` does not copy, so that it can find changes."""
+        """Record the attributes that `sync_state` does not copy. `sync_state` compares them."""
         self.recorded_state = _collect_unsynced_state(self.module)
 
     @torch.no_grad()

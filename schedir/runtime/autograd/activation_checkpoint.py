@@ -1,8 +1,8 @@
-"""Recompute activations: save the inputs of a forward, and run it again for its backward.
+"""Recompute activations: save the inputs of a forward, and run the forward twice.
 
-The second run must compute the same values as the first. So it uses the same weight version, the
-same seed of random numbers, and the same keyword arguments. A forward may change three other
-things:
+The second run, before the backward, must compute the same values as the first. So the second run
+uses the same weight version, the same seed of random numbers, and the same keyword arguments. A
+forward may change three other things:
 
 - buffers, such as running statistics,
 - parameters that are not trained, such as a moving average of other parameters,
@@ -42,9 +42,9 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         inputs: The inputs of the stage for a microbatch.
-        buffers: Buffers and untrained parameters that the forward changed. Each entry has the
-            `_buffers` or `_parameters` of a module, the name there, and the value before the
-            forward.
+        buffers: Buffers and untrained parameters that forwards of the stage change. Each entry has
+            the dict `_buffers` or `_parameters` of a module, the key of the tensor in this dict,
+            and its value before the forward.
         generator_states: The states of torch's default generators before the forward. The sequence
             is empty if the executor has a seed.
         output_checksums: A checksum of each output. On a GPU the sequence is empty, except in debug
@@ -78,11 +78,11 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints:
-    """Runs the forward of a stage for a microbatch, saves its inputs, and runs it again.
+    """Runs the forward of a stage for a microbatch, and runs the forward again later.
 
     Args:
         state: The state of the rank.
-        i: The instruction of the forward.
+        i: The Forward or the Recompute of the stage and the microbatch.
     """
 
     def __init__(self, state: State, i: Instr) -> None:
@@ -111,10 +111,10 @@ class Checkpoints:
     def run_first_forward(
         self, run: Callable[[], _ForwardResult], inputs: Sequence[Tensor]
     ) -> tuple[_ForwardResult, Checkpoint]:
-        """Run a forward so that autograd saves no tensors, and save the values for a second run.
+        """Run a forward so that autograd saves no tensors, and create its checkpoint.
 
-        The first forward of a stage in training mode, and the first in evaluation mode, find the
-        buffers and untrained parameters whose values change, and record their names. Later forwards
+        The first forward of a stage in training mode, and the first in evaluation mode, record the
+        names of the buffers and untrained parameters that they write to or replace. Later forwards
         copy only these tensors.
 
         Args:
@@ -144,7 +144,7 @@ class Checkpoints:
         generator_states = self._get_generator_states()
         target_versions = self._get_target_versions()
         input_versions = get_versions(inputs) if self.state.first_step_checks.is_active else ()
-        # Gradients stay enabled, because some kernels round differently without them.
+        # Keep torch's gradient mode on, because some kernels round differently without it.
         with saved_tensors_hooks(_discard_saved_tensor, self._refuse_backward):
             result = run()
         if self._get_target_versions() != target_versions:
@@ -217,7 +217,7 @@ class Checkpoints:
 
     @contextmanager
     def _restore_found_state(self, checkpoint: Checkpoint) -> Iterator[None]:
-        """Restore the buffers and generator states of the first run within this context."""
+        """Set the buffers and generator states of the first run within this context."""
         current_entries = [(table, name, table.get(name)) for table, name, _ in checkpoint.buffers]
         buffers = [b for *_, b in current_entries if b is not None]
         traces = get_write_traces(buffers)
@@ -240,7 +240,7 @@ class Checkpoints:
             )
 
     def _refuse_backward(self, _: object) -> Tensor:
-        """Raise ModelError: a forward unpacks a saved tensor only if it runs a backward."""
+        """Raise ModelError, because a forward that unpacks a saved tensor runs a backward."""
         raise ModelError(
             f"stage {self.stage} runs a backward in its forward, such as torch.autograd.grad, but "
             "the first forward of a recomputed stage keeps no tensors for a backward",
@@ -251,8 +251,8 @@ class Checkpoints:
         """Return the trained parameters whose values this recomputation must compare.
 
         In the first recomputation in training mode, and in the first in evaluation mode, these are
-        all trained parameters. Later there are none. Values are compared, because a write may leave
-        the version counter unchanged.
+        all trained parameters. Later recomputations compare no parameter. The caller compares
+        values, because a write may leave the version counter unchanged.
         """
         mode = self.module.training
         if mode in self.checked_modes:
@@ -306,10 +306,10 @@ def _copy_tensors(requests: Sequence[tuple[Tensor, bool, bool]]) -> list[Tensor]
 
 
 def _match_tensor_type(saved: Tensor, current: Tensor) -> Tensor:
-    """Return `saved` like `current`: as a Parameter on the same device, or as a detached buffer."""
+    """Return `saved` as a Parameter if `current` is a Parameter, or else as a detached tensor."""
     if isinstance(current, nn.Parameter):
         return nn.Parameter(saved.to(current.device), requires_grad=False)
-    # Detach: offloading frees the memory of the result, and the module may still use `saved`.
+    # Detach: an offload replaces the `data` of the result, and the module may still use `saved`.
     return saved.detach()
 
 

@@ -28,7 +28,7 @@ def evaluation_mode(state: State) -> Iterator[None]:
     modules = state.list_modules()
     names = {p: name for module in modules for name, p in module.named_parameters()}
     # Exclude sharded parameters: their values are gathered into other memory, and
-    # `ShardedParameters` checks them.
+    # `ShardedParameters` checks this memory.
     excluded_parameters = {p for stage in state.stages.values() for p in stage.parameter_shards}
     other_parameters = [p for p in names if p not in excluded_parameters]
     compared_parameters = (
@@ -58,6 +58,6 @@ def evaluation_mode(state: State) -> Iterator[None]:
 
 
 class _Evaluations(ProgramService):
-    """Records in `is_first` whether the program has not evaluated yet."""
+    """Has an attribute `is_first` that is True until the first evaluation of the program."""
 
     is_first = True

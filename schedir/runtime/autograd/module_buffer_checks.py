@@ -29,10 +29,9 @@ def add_buffer_checks(
 
     A buffer counts as changed if its values differ after a write, or after a replacement by a
     buffer of the same shape. Some kernels, such as torch's batch_norm, write without an increment
-    of the version counter. So on a CPU, the check compares values in the first call of an opcode in
-    training mode, and in its first call in evaluation mode. In later calls the check compares
-    version counters, and the values of buffers that an earlier call rewrote with equal values, such
-    as caches.
+    of the version counter. So on a CPU, the first call for each opcode and mode (training or
+    evaluation) compares values. Later calls compare version counters, and the values of buffers
+    that an earlier call rewrote with equal values, such as caches.
 
     Args:
         state: The state of the rank.
@@ -41,8 +40,8 @@ def add_buffer_checks(
         run: A function that runs the module of a local stage, and the loss for the last stage.
 
     Returns:
-        A function that raises ModelError for a wrong change. If values only differ from those of a
-        plain training loop, it warns once per stage.
+        A function that raises ModelError for a change that gives wrong results. For a change that
+        only gives other values than a plain training loop, the function warns once per stage.
     """
     stage = state.stages[i.stage]
     modules = [*stage.module.named_modules()]
@@ -111,11 +110,11 @@ class _Case(NamedTuple):
     """A reason why a change of a buffer is wrong, for some buffers or for all buffers.
 
     Attributes:
-        fact: The end of the message.
+        fact: The end of the error or warning message.
         hint: The hint of the error. If it is empty, the change causes a warning only.
         modules: The case concerns all buffers of these modules.
-        buffers: Other buffers that the case concerns. If both collections are empty, the case
-            concerns all buffers.
+        buffers: Other buffers that the case concerns. If `modules` and `buffers` are empty, the
+            case concerns all buffers.
     """
 
     fact: str

@@ -117,10 +117,11 @@ def has_node_hooks(leaf: Tensor) -> bool:
 
 
 def can_defer_gradient(weight: Tensor) -> bool:
-    """Return whether W (BackwardWeight) may compute a weight's gradient in place of autograd.
+    """Return whether W (BackwardWeight) may compute a weight's gradient instead of autograd.
 
     The weight must be a trained leaf, because only leaves accumulate gradients. It must have no
-    hooks, because hooks get only the gradients that autograd computes.
+    tensor hooks, because hooks get only the gradients that autograd computes. `leaf_has_hooks`
+    checks for hooks on its autograd node.
 
     Args:
         weight: A parameter, or a tensor that is used as a weight.

@@ -4,7 +4,8 @@ A rank seeds torch's default generators before each call that may draw random nu
 the seed from a key:
 
 - for a forward or a backward: (seed, step, global microbatch, stage),
-- for an optimizer step: (seed, step, update, first stage of the rank).
+- for an optimizer step of one stage: (seed, step, update, stage),
+- for an optimizer step of all stages of a rank: (seed, step, update, first stage of the rank).
 
 Within a model, `fork_layer_rng` gives each layer its own key. Random numbers in such a layer do not
 depend on the stage that has the layer. If each replica has m microbatches, replica r computes the
@@ -61,7 +62,7 @@ def mix_bits(number: int) -> int:
 
 
 def derive_key(*numbers: int) -> int:
-    """Return a 64-bit key for a list of numbers. The key depends on their order.
+    """Return a 64-bit key that depends on the numbers and on their order.
 
     Args:
         *numbers: Integers; the lowest 64 bits of each are used.
@@ -139,8 +140,8 @@ class RandomStreams:
         self.seed = seed
         self.step: int = step
         self.generators: list[Generator] = get_default_generators(device)
-        self.step_keys: list[int] = []  # of each microbatch, then of each update
-        self.current_key = 0  # of the current microbatch or update
+        self.step_keys: list[int] = []  # keys of the microbatches, then of the updates
+        self.current_key = 0  # key of the current microbatch or update
         self.has_warned: bool = False  # True if `warn_of_draws` has warned
 
     def begin_step(self, numbers: Sequence[int]) -> None:
@@ -255,10 +256,10 @@ def fork_layer_rng(number: int, shard: int | None = None) -> Iterator[None]:
         with fork_layer_rng(12):
             x = F.dropout(x, 0.1)
 
-    The random numbers depend only on (seed, step, global microbatch, number). They do not depend on
-    the stage of the layer. Contexts with equal `number` draw equal random numbers, so each layer
-    needs a different `number`. At the end of the context the generators get their earlier states
-    back.
+    The random numbers depend only on (seed, step, global microbatch, number, shard). They do not
+    depend on the stage of the layer. Contexts with equal `number` draw equal random numbers, so
+    each layer needs a different `number`. At the end of the context the generators get their
+    earlier states back.
 
     The context works in a forward of an executor or of `run_sequential`, and when a backward
     recomputes such a forward. Elsewhere it has no effect.

@@ -3,9 +3,9 @@
 Zero-bubble schedules split the backward of a layer. The previous stage waits for the gradient of
 the input, but only the optimizer needs the gradient of the weights. This module has functions that
 replace torch's: `linear`, `matmul`, `embedding`, and `run_split_layer` for other layers. Within
-`defer_weight_gradients`, their backward computes only the gradient of the input. The backward saves
-the tensors for the gradient of the weight in a `DeferredGradients`, and `DeferredGradients.run`
-computes that gradient later:
+`defer_weight_gradients`, the backward of these functions does not compute the gradient of the
+weight. The backward saves the tensors for this gradient in a `DeferredGradients`, and
+`DeferredGradients.run` computes the gradient later:
 
     deferred = DeferredGradients()
     with defer_weight_gradients(deferred):
@@ -79,7 +79,7 @@ class _DeferredFunction(NamedTuple):
 
 
 class DeferredGradients:
-    """The deferred weight gradients of a backward pass, in order.
+    """The deferred weight gradients of a backward pass, in the order of this pass.
 
     `len(deferred)` is the number of deferred gradients. If it is 0 after a backward, the backward
     was not split: it reached no splittable layer, or torch.compile ran it.
@@ -98,7 +98,7 @@ class DeferredGradients:
     def defer(
         self, rule: WeightGradientRule, weight: Tensor, saved: tuple[Tensor, ...], dy: Tensor
     ) -> None:
-        """Save a weight gradient, so that `run` adds `rule(weight, *saved, dy)` to `weight.grad`.
+        """Defer a weight gradient, so that `run` adds `rule(weight, *saved, dy)` to `weight.grad`.
 
         Args:
             rule: The function that computes the gradient.
@@ -127,7 +127,7 @@ class DeferredGradients:
         return (job.weight for job in self._deferred)
 
     def run(self, on_accumulated: Callable[[Tensor], object] | None = None) -> None:
-        """Compute each deferred weight gradient, add it to `weight.grad`, and release its inputs.
+        """Compute each deferred weight gradient, add it to `weight.grad`, and free saved tensors.
 
         The addition to an existing `grad` is in place, so `grad` may be a view of a flat buffer. If
         a weight has several uses, such as a tied embedding, `run` first sums the gradients of these
@@ -156,7 +156,8 @@ class DeferredGradients:
                     accumulate_gradient(rule, weight, saved, dy)
                 else:
                     dw = rule(weight, *saved, dy)
-                    if weight.grad is not None:  # A narrower dtype rounds the gradient of each use.
+                    # If `grad` has a narrower dtype, round the gradient of each use.
+                    if weight.grad is not None:
                         dw = dw.to(weight.grad.dtype)
                     if key in gradient_sums:
                         dw = gradient_sums.pop(key) + dw
@@ -181,7 +182,7 @@ def defer_weight_gradients(deferred_wgrad: DeferredGradients) -> Iterator[Deferr
     """Defer the weight gradients of every backward within this context.
 
     Args:
-        deferred_wgrad: The object that collects them.
+        deferred_wgrad: The object that collects the deferred gradients.
 
     Yields:
         The same object.
@@ -243,7 +244,7 @@ def embedding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) ->
     Args:
         tokens: Row numbers, int64, of any shape (...).
         weight: The weight, of shape (rows, n).
-        padding_idx: A row that gets no gradient.
+        padding_idx: The number of the row that gets no gradient, or None.
 
     Returns:
         The rows, of shape (..., n).
@@ -260,7 +261,7 @@ def _defer_or_compute_wgrad(
     saved: tuple[Tensor, ...],
     dy: Tensor,
 ) -> Tensor | None:
-    """Return the gradient of a weight for autograd, or None if it was deferred or accumulated.
+    """Return a weight gradient for autograd, or None if autograd must not accumulate it.
 
     `input_index` is the position of the weight among the tensors that the Function was applied to.
     """
@@ -289,15 +290,15 @@ def _can_bypass_autograd(ctx: Any, input_index: int, weight: Tensor) -> bool:
     node = ctx.next_functions[input_index][0]
     if leaf_has_hooks(weight, node):
         return False
-    # A hook on this node must get all gradients, including that of the weight. Nodes of
-    # torch.compile have no `registrations`.
+    # A hook on the node of the Function must get all gradients, including that of the weight. Nodes
+    # of torch.compile have no `registrations`.
     if getattr(ctx, "registrations", None) != count_registrations() and node_has_hooks(ctx):
         return False
     return _will_accumulate(node)
 
 
 def _will_accumulate(leaf: Node) -> bool:
-    """Return whether the running backward adds to the `.grad` of the leaf of this node.
+    """Return whether the running backward adds to the `.grad` of the leaf that has this node.
 
     `torch.autograd.grad`, for example in a hook of the backward, returns gradients and does not add
     to `.grad`.

@@ -44,8 +44,8 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
 
     The types are `nn.Linear`, `nn.Embedding`, `Conv1D` of Hugging Face's transformers, and types
     that `register_splittable_layer` has registered. `fully_shard` may have wrapped the layers.
-    Layers of a subclass do not change. Neither do layers whose `forward` was replaced, nor
-    embeddings with `max_norm`, `sparse` or `scale_grad_by_freq`.
+    Layers of other subclasses of these types do not change. Neither do layers whose `forward` was
+    replaced, nor embeddings with `max_norm`, `sparse` or `scale_grad_by_freq`.
 
     In three cases I, and not W, computes the gradient of a weight:
 
@@ -162,7 +162,7 @@ def register_splittable_layer(
     The rules are called as `rule(layer, x, dy)`, with the input `x` of the layer and the gradient
     `dy` of its output. With a `forward` that returns (y, a, b, ...) the rules are called as
     `rule(layer, a, b, ..., dy)`. Each rule returns the gradient for the full microbatch, in the
-    shape of the parameter.
+    shape of the parameter or, for `input_grad`, of `x`.
 
     `check_splittable_layer` compares the rules with autograd. A layer runs unsplit under autocast,
     or if it is called with more than one argument.
@@ -442,13 +442,14 @@ def watch_accumulation(module: nn.Module) -> Iterator[set[str]]:
 def describe_unsplit_layers(module: nn.Module, accumulated: set[str], has_split: bool) -> str:
     """Return the text of a warning about layers whose full backward ran in I.
 
-    If some layers were split, the text leaves out parameters with cheap gradients. These are
-    vectors, and parameters of a module that also has a split matrix, such as position embeddings.
+    With `has_split`, the text leaves out parameters with cheap gradients. These are vectors, and
+    parameters of a module that also has a split matrix, such as position embeddings.
 
     Args:
         module: The module of a stage.
         accumulated: The names of the parameters whose gradients autograd accumulated in I.
-        has_split: True if any weight gradient was deferred.
+        has_split: True if any weight gradient was deferred, or if the module is a segment of a
+            stage, which may have no splittable layer.
 
     Returns:
         The names and types of the layers, with hints, or an empty text if there are no such layers.

@@ -35,8 +35,8 @@ def add_weight_checks(
 ) -> Callable[[], None]:
     """Wrap `run` with a check that it writes to no trained weight that has copies.
 
-    The check covers the first call of each opcode on a stage in training mode, and its first call
-    in evaluation mode. On a CPU the check also finds writes to `weight.data`.
+    The check covers the stage's first call for each opcode and mode (training or evaluation). On a
+    CPU the check also finds writes to `weight.data`.
 
     Args:
         state: The state of the rank.
@@ -72,7 +72,8 @@ def add_weight_checks(
             run()
             return
         old_weights = list_weights()
-        # With ZeRO level 3 the memory of weights may be freed. `ShardedParameters` compares values.
+        # With ZeRO level 3 the memory of weights may be freed. Then `ShardedParameters` compares
+        # the values of these weights.
         sharded_parameters = stage.sharded_parameters
         is_readable = sharded_parameters is None or sharded_parameters.keeps_full_weights
         compared_values = (
@@ -159,7 +160,7 @@ def _run_checking_gradients(
 def _run_checking_parameters(
     versions: WeightVersions, version: int, run: Callable[[], None]
 ) -> None:
-    """Run a forward. In the first step, raise ModelError if it replaced a parameter."""
+    """Run a forward. In the first step, raise ModelError if a parameter was replaced."""
     run()
     if versions.compares_values:
         versions.require_in_place(version)
@@ -168,8 +169,8 @@ def _run_checking_parameters(
 def bind_weight_version(state: State, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
     """Wrap `run` so that the module first gets the weight version of the microbatch.
 
-    If the stage shares a Parameter with another stage of the process, the module gets a substitute
-    for this Parameter.
+    If the stage has no weight versions, but shares a Parameter with another stage of the process,
+    the module gets a substitute for this Parameter.
 
     Args:
         state: The state of the rank.

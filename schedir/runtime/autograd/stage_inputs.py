@@ -25,8 +25,8 @@ from schedir.errors import ModelError
 
 CACHE_LINE_BYTES: Final = 64  # kernels may round differently at other alignments
 
-# The number of elements of an input that are searched in another input. A tensor is unlikely to
-# contain 8 elements of another tensor by chance.
+# The largest number of elements of an input that `_has_numbers_of` searches in another input. A
+# tensor is unlikely to contain 8 elements of another tensor by chance.
 _MAX_COMPARED_NUMBERS: Final = 8
 
 
@@ -183,7 +183,7 @@ class _InputCopy(torch.autograd.Function):
 
 
 def _copy_aligned(x: Tensor) -> Tensor:
-    """Return a copy with the same offset in its cache line, because rounding may depend on it."""
+    """Return a copy with the same offset in its cache line, which may affect rounding."""
     offset = x.data_ptr() % CACHE_LINE_BYTES // x.element_size()
     memory = x.new_empty(offset + x.numel()).untyped_storage()
     strides = torch.empty_like(x, device="meta").stride()

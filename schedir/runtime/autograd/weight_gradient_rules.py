@@ -59,7 +59,7 @@ class ProductRule(NamedTuple):
         return input_matrix, gradient_matrix
 
     def __call__(self, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
-        # Multiply first and add later: an addmm into the accumulator gives other bits.
+        # Only multiply: an addmm that also adds to `grad` gives other bits than autograd.
         """Return the gradient in the dtype of the weight."""
         a, b = self.get_factors(x, dy)
         return (a.t() @ b).to(weight.dtype)
@@ -76,10 +76,11 @@ class ProductRule(NamedTuple):
 
 
 class LookupRule(NamedTuple):
-    """The gradient of a weight whose rows are looked up, as in an embedding.
+    """The rule for the gradient of a weight whose rows are looked up, as in an embedding.
 
     Attributes:
-        padding_idx: The row that gets no gradient. -1 means that all rows get a gradient.
+        padding_idx: The number of the row that gets no gradient. -1 means that all rows get a
+            gradient.
     """
 
     padding_idx: int
@@ -92,7 +93,7 @@ class LookupRule(NamedTuple):
         return dw
 
     def add_to(self, total: Tensor, tokens: Tensor, dy: Tensor) -> None:
-        """Add the gradient to the rows of a sum that occur in `tokens`.
+        """Add the gradient to a sum. Only the rows whose numbers are in `tokens` change.
 
         If `total` has the dtype of the weight, the result has the same bits as a sum with the dense
         gradient.

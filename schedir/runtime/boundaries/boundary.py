@@ -129,7 +129,7 @@ class Boundary:
         """Return a tensor of this shape and dtype at an offset in `memory`.
 
         The tensor is not a view. Views of one tensor share a version counter, so autograd would
-        take a write to one of them for a write to all.
+        treat a write to one view as a write to all views.
 
         Args:
             memory: A flat uint8 tensor.
@@ -218,7 +218,7 @@ class BoundaryTensors:
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes of the message, plus those of the received tensors whose shape differs."""
+        """The bytes of the message, and of the received tensors that have a `received_shape`."""
         received_bytes = sum(
             tensor.received.nbytes for tensor in self.tensors if tensor.received_shape
         )
@@ -351,8 +351,8 @@ def _align(size: int, alignment: int = ALIGNMENT) -> int:
     return -(-size // alignment) * alignment
 
 
-# Value -> its boundary tensors, for values that a compute instruction does not produce. The module
-# whose handlers produce such a value adds its entry.
+# Value -> its boundary tensors, for values that no compute instruction produces. The module whose
+# handlers produce such a value adds the entry.
 EXTRA_BOUNDARY_TENSORS: dict[Value, BoundaryTensors] = {}
 
 
@@ -380,8 +380,8 @@ class ModelBoundaries:
 
         Args:
             boundary: A boundary for all edges, or a mapping from each edge to its boundary. The key
-                of an edge is the number of the stage that sends, which is not the last stage, or
-                the pair of stages of a skip connection.
+                of an edge is the number of the stage that sends. The key of a skip connection is
+                the pair of its stages.
             stages: The number of stages.
             num_parts: See `BoundaryTensors`.
             skips: The skip connections, as pairs of stages.

@@ -1,4 +1,4 @@
-"""Boundaries that differ between microbatches, and their check against a program."""
+"""Boundaries that differ between microbatches, and the check that they fit a program."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def measure_sizes(
 ) -> Sizes:
     """Measure the sizes of a model's values by a forward and a backward of one microbatch.
 
-    The sizes, in bytes, are:
+    The sizes, in bytes, include:
 
     - `saved`: the input of a stage and the tensors that autograd saves. Each storage counts once.
       An activation checkpoint counts with the tensors that it keeps.
@@ -371,7 +371,7 @@ class _StageInputs(NamedTuple):
     optimizer_state: float | OptimizerFactory
     frozen_stages: int
     shard_spec: ShardSpec
-    replicas: range  # the largest optimizer state of these is measured
+    replicas: range  # the sizes have the largest optimizer state of these replicas
 
 
 def _require_microbatch(value: object) -> tuple[Tensor, ...]:
@@ -410,7 +410,7 @@ def _measure_stage(
 
     if s:
         xs = _make_zero_inputs(s, stage_inputs, device)
-    packed_tensors: WeakSet[_PackedTensor] = WeakSet()  # without tensors that autograd freed
+    packed_tensors: WeakSet[_PackedTensor] = WeakSet()  # loses tensors that autograd frees
 
     def pack(tensor: Tensor) -> _PackedTensor:
         # Without detach, a node that saves its output would be in a reference cycle.
@@ -537,6 +537,6 @@ def _measure_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _find_stage_device(module: nn.Module, xs: Sequence[Tensor]) -> torch.device:
-    """Return the device of a stage's parameters, or of its inputs if it has none."""
+    """Return the device of a stage's parameters, or of its inputs if it has no parameters."""
     tensors = (*module.parameters(), *xs)
     return tensors[0].device if tensors else torch.device("cpu")

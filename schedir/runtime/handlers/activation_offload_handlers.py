@@ -60,7 +60,8 @@ def offload(state: State, i: Instr) -> Call:
 
     def run() -> None:
         slot_value = slot.peek()
-        if isinstance(slot_value, Checkpoint):  # version counters change in a reload
+        if isinstance(slot_value, Checkpoint):
+            # A reload changes version counters, so check them now.
             slot_value.require_unwritten(i.stage, i.mb)
             slot_value = slot_value._replace(input_versions=())
         moves.slot_values[i[1:]] = slot_value
@@ -208,7 +209,7 @@ def _get_saved_activations(state: State, i: Instr) -> SavedActivations:
 
 
 def _find_offloaded_occupants(state: State, k: int) -> list[SavedActivations]:
-    """Return the value, if any, that was last offloaded from the slot that instruction k fills."""
+    """Return the value (at most one) whose Offload freed the slot that instruction k fills."""
     free_index = state.service(OffloadMoves).freed_by.get(k)
     is_offload = free_index is not None and state.stream[free_index].op == Opcode.Offload
     if free_index is None or not is_offload:
@@ -217,21 +218,21 @@ def _find_offloaded_occupants(state: State, k: int) -> list[SavedActivations]:
 
 
 def _list_saved_changes(state: State, stage: int, mb: int) -> Iterator[tuple[int, Opcode]]:
-    """Yield (index, opcode) of instructions that produce or move activations, in stream order."""
+    """Yield (index, opcode) of the producers and moves of saved activations, in stream order."""
     ops = (Opcode(op) for op in _SAVED_PRODUCERS)
     changes = [(k, op) for op in ops if (k := state.index_of.get((op, stage, mb))) is not None]
     return iter(sorted(changes))
 
 
 def _find_previous_change(state: State, k: int) -> Opcode | None:
-    """Return the opcode of the last instruction before k that produced or moved the activations."""
+    """Return the opcode of the last producer or move of the activations before instruction k."""
     i = state.stream[k]
     ops = [op for index, op in _list_saved_changes(state, i.stage, i.mb) if index < k]
     return ops[-1] if ops else None
 
 
 def _find_next_change(state: State, k: int) -> Opcode | None:
-    """Return the opcode of the first instruction after k that moves the activations."""
+    """Return the opcode of the first producer or move of the activations after instruction k."""
     i = state.stream[k]
     return next((op for index, op in _list_saved_changes(state, i.stage, i.mb) if index > k), None)
 
@@ -256,7 +257,10 @@ def _count_max_on_disk(state: State) -> int:
 
 
 def _wrap_compute(handler: Handler, state: State, i: Instr) -> Call:
-    """Add waits and the recording of saved tensors, if the program moves activations."""
+    """Extend the handler of a compute instruction, if the program moves activations.
+
+    The call then waits for copies, and records the saved tensors of a forward.
+    """
     call = handler(state, i)
     if state.program.used_opcodes.isdisjoint(OPS_OFF_COMPUTE_LANE[_SAVED]):
         return call

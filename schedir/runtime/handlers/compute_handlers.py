@@ -221,7 +221,7 @@ class _InputSlot(NamedTuple):
 def are_inputs_exclusive(input_slots: Sequence[_InputSlot]) -> bool:
     """Return whether an instruction has inputs and all of them arrive in messages.
 
-    No other code reads these inputs.
+    If so, no other code reads these inputs.
 
     Args:
         input_slots: The inputs of the instruction.
@@ -264,8 +264,8 @@ def _make_input_reader(
 ) -> Callable[[], Sequence[Tensor]]:
     """Return a function that returns the input tensors of an instruction.
 
-    `copy_received` is applied to received tensors, because the next message overwrites their
-    memory. If `copy_received` is None, received tensors are returned without a copy.
+    `copy_received` is applied to each received tensor. It is `Tensor.clone` if the next message may
+    overwrite the memory. If `copy_received` is None, received tensors are returned unchanged.
     """
 
     def read_slot(input_slot: _InputSlot) -> Sequence[Tensor]:
@@ -310,7 +310,10 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def _get_backward_root(y: Tensor) -> BackwardRoot:
-    """Return the loss, or the gradient edge of another output. An edge keeps no memory alive."""
+    """Return the loss, or the gradient edge of another output.
+
+    A gradient edge does not keep the memory of the output alive.
+    """
     return y if not y.dim() else get_gradient_edge(y)
 
 
@@ -350,7 +353,8 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
                 raise _other_microbatch_error()
         reduction = find_reduction()
         with nullcontext() if reduction is None else reduction.overlap_backward(module, roots):
-            if roots:  # no roots: a first stage without trained parameters
+            # No roots: the stage has no trained parameters, and its inputs have no gradient.
+            if roots:
                 torch.autograd.backward(roots, dys)
         if gives_gradients:
             write_outputs(_take_input_gradients(xs, dys, i.stage))

@@ -134,7 +134,7 @@ def _gather_counts(state: State, counts: Tensor) -> Tensor:
 
 
 def _require_fit(state: State, i: Instr, table: Tensor, rows: int, capacity: int) -> None:
-    """Raise the same error on all members if the rows of any member do not fit its buffer."""
+    """Raise the same error on all members if a member's counts are wrong or over its capacity."""
     ep = state.program.ep
     first_replica = state.transport.dp_rank // ep * ep
     for member, (sent_count, received_count) in enumerate(

@@ -42,10 +42,10 @@ def reduce_norm(state: State, i: Instr) -> Call:
 def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
     """Return a function that computes the sum of squares of the rank's gradients.
 
-    The function first adds the squares of each shard of a parameter, then the sums of the shards on
-    a replica, and then the sums of all replicas. So the order of additions does not depend on the
-    ZeRO level. With expert parallelism the function also adds the squares of the experts of other
-    ranks.
+    At every ZeRO level, the function divides each parameter into one shard per replica. It adds
+    the squares of each shard, then the sums of the k-th shards of all parameters, and then the sums
+    for all k. So the order of additions does not depend on the ZeRO level. With expert parallelism
+    the function also adds the squares of the experts on other replicas.
 
     Args:
         state: The state of the rank.

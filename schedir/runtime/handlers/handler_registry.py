@@ -59,7 +59,7 @@ HANDLERS: Final = collect_handlers([*_import_handler_modules()])
 def link_stream(state: State) -> list[Call]:
     """Return the calls of a rank's stream, in the order of the stream.
 
-    If the transport groups transfers, some of the calls also begin and end the groups.
+    If the transport groups transfers, some of the calls also begin or end a group.
 
     Args:
         state: The state of the rank.

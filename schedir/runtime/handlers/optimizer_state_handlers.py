@@ -1,4 +1,4 @@
-"""Handlers that load, step and store the optimizer state of a stage.
+"""Handlers that move the optimizer state of a stage, and step the parameters of the stage.
 
 See `handler_registry` for the arguments and the result of a handler.
 """

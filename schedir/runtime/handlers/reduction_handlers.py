@@ -175,7 +175,7 @@ def optimizer_step(state: State, i: Instr) -> Call:
         None if state.program.optimizer_placement == "device" else state.service(OptimizerPlacement)
     )
     is_last_update = i.mb == state.shape.optimizer_steps - 1
-    # True if an earlier CheckGradsFinite has already cleared the gradients for the next update.
+    # True if CheckGradsFinite clears the gradients before the OptimizerStep.
     has_released_grads = not state.program.used_opcodes.isdisjoint(GRADS_CHECK_OPS)
 
     def run() -> None:

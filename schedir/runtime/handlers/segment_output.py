@@ -63,7 +63,7 @@ def make_collective_call(state: State, i: Instr, start: Callable[[SegmentOutput]
     Args:
         state: The state of the rank.
         i: The collective.
-        start: Starts the collective, and returns its Work.
+        start: A function that starts the collective, and returns its Work.
 
     Raises:
         ModelError: The boundary declares the first output tensor without a gradient.

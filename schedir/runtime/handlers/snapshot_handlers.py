@@ -19,9 +19,9 @@ def snapshot(state: State, i: Instr) -> Call:
 
 
 def _wait_for_snapshot(handler: Handler, state: State, i: Instr) -> Call:
-    """Let a handler that changes state wait for requested copies of the state.
+    """Let an instruction that changes state wait for the requested copies of the state.
 
-    If the program has no Snapshot instructions, the handler cancels the request.
+    If the program has no Snapshot instructions, the instruction cancels the requested copies.
     """
     call = handler(state, i)
     if not state.program.checkpoint_snapshots:

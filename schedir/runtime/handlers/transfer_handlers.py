@@ -34,9 +34,9 @@ from schedir.runtime.value_slots import OutputSlot
 from schedir.transports.transport import ChainedWork, CompletedWork, allocate_bytes, view_tp_shard
 
 _RECEIVE_OF_KIND = {INSTRUCTIONS[op].gives[0]: op for op in RECV_OPS}
-# Form, such as sliced or packed -> a function that takes the memory of a value, and returns the
-# part that a message in this form uses, as a flat tensor. A form without a function uses all of the
-# memory. The module with the handlers of a form adds the function.
+# Form of a value (for example packed) -> a function that takes the memory of the value. It returns
+# the part that a message in this form uses, as a flat tensor. A form without a function uses all of
+# the memory. The module with the handlers of a form adds the function.
 FORM_LAYOUTS: Final[dict[Form, Callable[[Tensor], Tensor]]] = {}
 
 
@@ -70,8 +70,8 @@ def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence
 
     If the receiver is on this rank, the tensors get the layout of a received message. Otherwise the
     tensors are copied to the static send buffer, if there is one. Without a static send buffer,
-    several tensors are packed into bytes. If later instructions change the form of the value, only
-    the last of these instructions fills the static send buffer.
+    several tensors are copied into one uint8 tensor. If later instructions change the form of the
+    value, only the last of these instructions fills the static send buffer.
 
     Args:
         state: The state of the rank.
@@ -167,7 +167,7 @@ class ReceivedValue(NamedTuple):
 
 
 def make_early_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]:
-    """Return a function that waits for a message earlier than the instruction that needs it.
+    """Return a function that waits for a message before the compute instruction waits for it.
 
     Args:
         state: The state of the rank.

@@ -122,7 +122,7 @@ def _run_guarded_wgrad(
 def _run_guarded_forward(
     stage: StageState, weights: ShardedParameters, run: Callable[[], None]
 ) -> None:
-    """Run a Forward. Check once per `module.training` that it reads no weights of other stages."""
+    """Run a Forward. The stage's first one in each mode must not read other stages' weights."""
     training = stage.module.training
     if training in stage.checked_read_modes:
         run()

@@ -28,7 +28,8 @@ class FirstStepChecks:
 
     Args:
         slots: Kind of value -> its slots.
-        slot_numbers: (Kind, stage, microbatch) -> the slot numbers of the value.
+        slot_numbers: (Kind, stage, microbatch) -> index of an instruction that fills a slot with
+            the value -> number of this slot.
         device: The rank's device. On a CPU, the checks compare checksums of outputs, and count
             references to memory. On a GPU, they only compare version counters of outputs.
 
@@ -122,7 +123,7 @@ class FirstStepChecks:
         return noted_versions is None or noted_versions == _get_gradient_versions(inputs)
 
     def require_released(self) -> None:
-        """Check that no stage keeps a tensor in memory in which messages are received.
+        """Check that no stage keeps a tensor whose memory is a receive buffer.
 
         Raises:
             ModelError: The memory has more references than before the step.

@@ -34,9 +34,9 @@ class ModuleTensor(NamedTuple):
 def list_module_tensors(stages: Mapping[int, nn.Module]) -> list[ModuleTensor]:
     """Return the parameters, buffers and tensor attributes of stages, each tensor once.
 
-    Attributes include the tensors in lists, tuples and dicts. The list leaves out the attributes of
-    a module with forward pre-hooks, because a hook may create them before each forward, as in
-    torch.nn.utils.spectral_norm.
+    Attributes include the tensors in lists, tuples and dicts. The result leaves out the attributes
+    of a module with forward pre-hooks, because a hook may create these attributes before each
+    forward, as in torch.nn.utils.spectral_norm.
 
     Args:
         stages: The stages, by number.

@@ -44,7 +44,7 @@ def require_steppable(
 
     Raises:
         ModelError: The program may repeat an update, but the optimizer cannot repeat it. Or the
-            program uses delayed weights, but a weight has a view. Or the optimizer has a weight
+            program has a weight delay, but a weight has a view. Or the optimizer has a weight
             twice, or no weight of the stages.
     """
     if program.norm_check == "after_step" and program.has_backward:
@@ -71,7 +71,8 @@ def require_gradient_options(
 
     Raises:
         ModelError: There is a loss scale, but the program computes no gradient norm, or makes
-            several updates. Or gradients are to be accumulated, but the executor would change them.
+            several updates. Or `accumulate_grads` is True, but the executor would change gradients
+            or has extra programs.
     """
     if gradients.loss_scale is not None:
         _require_scalable(program)
@@ -252,11 +253,11 @@ def require_placeable_state(
 def require_stagewise_steps(
     program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: OptimizerLike | None
 ) -> None:
-    """Check that an optimizer can step one stage after the other with the same bits.
+    """Check that steps of one stage after the other have the bits of one step of all stages.
 
-    The optimizer must be a torch.optim.Optimizer, so that its state can be found, and must step
-    each parameter separately. An optimizer that is not one of torch's own confirms the latter by an
-    attribute `elementwise`.
+    The optimizer must be a torch.optim.Optimizer, so that its state can be found. It must step each
+    parameter separately. An optimizer that is not one of torch's own declares this by an attribute
+    `elementwise`.
 
     Args:
         program: The program.

@@ -1,4 +1,4 @@
-"""Refuse a step after parameters were added, removed or replaced."""
+"""Refuse a step after the set of trained parameters has changed."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ def require_untrained(
     Args:
         module: The stage.
         stage: The number of the stage.
-        inputs: The inputs with a gradient.
+        inputs: The inputs that require a gradient.
         is_last: True if the output is the loss.
 
     Raises:
-        ModelError: An input has a gradient, or a parameter is trained.
+        ModelError: An input requires a gradient, or a parameter is trained.
     """
     if inputs or any(map(_requires_grad, module.parameters())):
         subject, locations = ("loss", "stage and the loss") if is_last else ("output", "stage")

@@ -120,7 +120,7 @@ def _require_summed_over_tp(program: Program, stage: int, module: nn.Module) -> 
 
 
 def find_device(stages: Mapping[int, nn.Module]) -> torch.device:
-    """Return the device of the parameters of a rank's stages, or the CPU if there are none.
+    """Return the device of a rank's parameters, or the CPU if the rank has no parameters.
 
     Args:
         stages: The local stages by number.

@@ -63,7 +63,7 @@ class StepIsolation:
         """Check that the optimizer refers to parameters only in its groups.
 
         Args:
-            stages: The number of the rank's stages.
+            stages: The number of stages on the rank.
 
         Raises:
             ModelError: An attribute of the optimizer contains another optimizer, or a parameter. A
@@ -96,7 +96,7 @@ class StepIsolation:
 
         Raises:
             ModelError: The step changes the set of parameters. Or the steps of two stages change
-                the same number or tensor, and it does not belong to the state of a parameter.
+                the same number or tensor outside of the state of parameters.
         """
         if is_torch_optimizer(self.inner):
             yield
@@ -126,8 +126,8 @@ class StepIsolation:
     ) -> None:
         """Check that each state tensor of a stage has separate memory, before the state is moved.
 
-        After the move, a write to one of two tensors in the same memory would be missing in the
-        other.
+        After the move, a write to one of two tensors that shared memory would be missing in the
+        other tensor.
 
         Args:
             state: The state tensors of the stage.
@@ -195,7 +195,7 @@ class _TensorTrace:
 
 
 def _list_attributes(inner: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each attribute of an optimizer but groups, state and defaults."""
+    """Yield (name, value) of each attribute of an optimizer except groups, state and defaults."""
     for name, value in vars(inner).items():
         if name not in _STATE_ATTRIBUTES:
             yield name, value
@@ -220,7 +220,7 @@ def _list_parameter_ids(inner: Any) -> list[list[int]]:
 
 
 def _collect_entries(inner: Any) -> dict[object, _Entry]:
-    """Return key -> entry for the numbers and tensors that are not state of a parameter."""
+    """Return key -> entry for an optimizer's numbers and tensors outside of parameter state."""
     entries: dict[object, _Entry] = {}
     for group in inner.param_groups:
         for k, v in group.items():

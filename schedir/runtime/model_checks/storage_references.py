@@ -18,8 +18,8 @@ _MAX_WAITS: Final = 5
 class StorageReferences:
     """The number of references to the storage of each tensor.
 
-    Each tensor that uses a storage is a reference, and so is each view of it. A module, a hook or
-    an autograd graph may keep such a tensor.
+    Each tensor that uses a storage counts as one reference, and so does each view of such a tensor.
+    A module, a hook or an autograd graph may keep the tensor or the view.
 
     Args:
         tensors: The tensors. They must not be freed before this object.
