@@ -148,8 +148,7 @@ class HostOptimizerState:
     def list_state_tensors(self, stage: int) -> list[Tensor]:
         """Return the state tensors of a stage that are on the device or can move there.
 
-        The result excludes step counts, which torch keeps on the host even if parameters are on a
-        GPU.
+        On a GPU, the result excludes state that torch keeps on the host, such as step counts.
 
         Args:
             stage: The number of the stage.
