@@ -104,9 +104,9 @@ class GradientBuffers:
             scale_buffer(flat, factor)
 
     def collect(self, index: int, find_copies: CopyLookup) -> None:
-        """Copy a gradient into its buffer if a hook has replaced `.grad` by another tensor.
+        """Copy gradients into the buffer of a bucket if a hook has replaced `.grad`.
 
-        The view of the buffer becomes the `.grad` of the parameter and of its copies again.
+        Each view of the buffer becomes the `.grad` of its parameter and of the copies again.
 
         Args:
             index: The index of the bucket.

@@ -205,10 +205,11 @@ class ShardedParameters:
         ]
 
     def reshard(self) -> None:
-        """Free the full weights, so that only this replica's shard remains.
+        """End the use of the full weights.
 
-        A write to elements of another replica's shard would be lost. Version counters do not show a
-        write to `data`, so the first step also compares checksums.
+        At ZeRO level 3, the method frees the full weights, so that only this replica's shard
+        remains. A write to elements of another replica's shard would be lost. Version counters do
+        not show a write to `data`, so the first step also compares checksums.
 
         Raises:
             ModelError: The stage wrote to a weight.
