@@ -31,7 +31,7 @@ def describe_growth(processes: int, total_processes: int) -> str:
     """Return a warning about processes that allocated GPU memory after the first step.
 
     Args:
-        processes: The number of such processes.
+        processes: The number of processes that allocated GPU memory.
         total_processes: The number of processes of the run.
     """
     return (

@@ -160,7 +160,7 @@ class _StepEvents:
 
 
 def _find_started_work(state: State, k: int, i: Instr) -> Callable[[], Sequence[Any]]:
-    """Return a function that returns the transfers that an instruction has just started."""
+    """Return a function that lists the transfers that an instruction has just started."""
     if i.op in SEND_OPS:
         return lambda: state.service(PendingSends).works[k][:1]
     if i.op in RECV_OPS + BOUNDARY_COLLECTIVE_OPS + EP_COLLECTIVE_OPS:

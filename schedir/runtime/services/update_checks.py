@@ -79,7 +79,8 @@ class UpdateChecks(ProgramService):
         state: The state of the program.
 
     Attributes:
-        grad_norm: The global norm of the last update's gradients before clipping, 0-dim float64.
+        grad_norm: The global norm of the last update's gradients before clipping, 0-dim float64. It
+            is 0 if the program has no gradient clipping.
         finite_updates: A bool for each update of the step: True if the update was finite.
         squared_norms: Update -> sum of squares of all gradients. The clipping of an update removes
             its entry. There may be several entries, because a rank without gradients may reduce the
@@ -121,7 +122,7 @@ class UpdateChecks(ProgramService):
         """Return whether an update is finite. The first call checks and clips its gradients.
 
         Args:
-            update: The number of the update.
+            update: The index of the update in the step.
 
         Raises:
             ModelError: See `check_and_clip`.
@@ -134,7 +135,7 @@ class UpdateChecks(ProgramService):
         """Record whether an update is finite, and return the result.
 
         Args:
-            update: The number of the update.
+            update: The index of the update in the step.
 
         Raises:
             ModelError: See `check_and_clip`.
@@ -150,7 +151,7 @@ class UpdateChecks(ProgramService):
         parameters to their shards.
 
         Args:
-            update: The number of the update.
+            update: The index of the update in the step.
 
         Returns:
             A 0-dim bool tensor: True if the gradients are finite. With clipping these are the
