@@ -83,8 +83,8 @@ class ProcessTransport:
     and separate CUDA streams. So a gather that waits for its message does not delay a layer.
 
     `torch.distributed` must be initialised with pp * tp * dp processes, or `group` must have that
-    number of processes. With `group`, all members of the group create this transport, and no other
-    processes. Other groups may create other transports.
+    number of processes. With `group`, the members of the group create this transport, and other
+    processes do not. Other groups may create other transports.
 
     Args:
         program: The program that the transport runs.
