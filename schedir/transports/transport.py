@@ -24,7 +24,7 @@ class Work(Protocol):
     """An operation in progress."""
 
     def wait(self) -> object:
-        """Wait for the operation. Called once."""
+        """Wait for the operation. Call this method once."""
         ...
 
 
