@@ -121,9 +121,9 @@ def mark_sequence_parallel(
 ) -> _Replicated:
     """Mark replicated parameters whose gradients must be summed over sequence-parallel ranks.
 
-    A replicated parameter receives only 1/t of the tokens on each rank, so its gradient is a
-    partial sum. A program with `sequence_parallel=True` sums the gradients of marked parameters.
-    Without sequence parallelism nothing is marked.
+    With sequence parallelism, a replicated parameter receives only 1/t of the tokens on each rank,
+    so its gradient is a partial sum. A program with `sequence_parallel=True` sums the gradients of
+    marked parameters. Without sequence parallelism, the function marks nothing.
 
     Args:
         replicated: A parameter, or a module with parameters, that each rank has unsharded.
