@@ -120,7 +120,7 @@ class GradientBuffers:
                     parameter.grad = view
 
     def zero(self) -> None:
-        """Set all gradients to zero before a step, and restore views that `zero_grad` has removed.
+        """Set all gradients to zero before an update, and restore views that `zero_grad` removed.
 
         From ZeRO level 2 on, the method only restores the views. `allocate` sets the buffers to
         zero.

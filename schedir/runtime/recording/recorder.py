@@ -197,7 +197,7 @@ class HostTimestamps(Timestamps):
         )
 
     def on_issued(self) -> None:
-        """Do nothing: `wait` records the end of the work."""
+        """Do nothing: `_ObservedWork.wait` records the end of the work."""
 
 
 class _ObservedWork:
