@@ -4,8 +4,7 @@ Hooks record the tensors that autograd packs in a forward. The offload copies ea
 tensors once, and drops the references to the device memory. The reload allocates new storages. Each
 tensor becomes a view of its new storage, with the same stride and offset as before.
 
-Tensors that stay on the device in any case are not offloaded: parameters, buffers, gathered
-weights, and the inputs of the step.
+Parameters, buffers, gathered weights and the inputs of the step stay on the device.
 """
 
 from __future__ import annotations

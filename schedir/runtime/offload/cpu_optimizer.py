@@ -272,7 +272,7 @@ class CpuOptimizer(HostOptimizerState):
 
         Args:
             stage: The number of the stage.
-            make_error: A function that converts an error to one that names the instruction.
+            make_error: A function that converts an error to an error that names the instruction.
             observer: An object that is notified of the begin and the end of the step.
         """
         assert self.grad_check is not None, "the checker proves that there is a norm"

@@ -86,7 +86,7 @@ class DiskOptimizerState(HostOptimizerState):
         self.buffer_count = 1
         self.buffer_size = BLOCK_ALIGNMENT
         self.file_offsets: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # in bytes
-        self.host_buffers: dict[int, _HostBuffer] = {}  # stage -> filled buffer
+        self.host_buffers: dict[int, _HostBuffer] = {}  # stage -> buffer with its state
         self.spilling_buffers: dict[int, _HostBuffer] = {}
 
     # ------------------------------------------------------------ in a step

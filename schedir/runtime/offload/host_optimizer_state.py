@@ -319,7 +319,7 @@ class HostOptimizerState:
             stage: The number of the stage.
 
         Raises:
-            ModelError: A state tensor shares memory with another one or with a parameter.
+            ModelError: A state tensor shares memory with another state tensor or a parameter.
         """
         self.isolation.require_separate_memory(
             self.list_state_tensors(stage), self.stepped_parameters, stage
