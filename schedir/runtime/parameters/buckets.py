@@ -1,4 +1,4 @@
-"""Buckets: parameters in one flat tensor, and the shard of it that a replica keeps.
+"""Buckets: several parameters in one flat tensor, which ZeRO splits into shards.
 
 The parameters of a bucket have one dtype. One flat tensor has their gradients. With ZeRO, a second
 flat tensor has their weights. Both tensors are then split at the same offsets, into one shard for
@@ -105,7 +105,7 @@ def is_expert(parameter: Tensor) -> bool:
 
 
 def describe_slice(tensor: Tensor, tp_rank: int) -> str:
-    """Describe which part of a tensor of the model a process has.
+    """Describe the slice of a tensor that a process has.
 
     Args:
         tensor: A parameter or buffer.
@@ -120,7 +120,7 @@ def mark_expert(parameter: Any, ep_rank: int, ep: int) -> None:
 
     Args:
         parameter: The parameter.
-        ep_rank: The rank in the expert-parallel group: the number of the replica modulo `ep`.
+        ep_rank: The rank in the expert-parallel group: the index of the replica modulo `ep`.
         ep: The size of the group. Rank k has the k-th of `ep` equal slices of a layer's experts.
     """
     parameter.expert_slice = (ep_rank, ep)
@@ -263,7 +263,7 @@ def make_buckets(
 def _split_into_runs(
     parameters: list[nn.Parameter], itemsize: int, max_bytes: float
 ) -> list[list[nn.Parameter]]:
-    """Split parameters, from the last one on, into runs with gradients of at most `max_bytes`."""
+    """Split parameters, from last to first, into runs with gradients of at most `max_bytes`."""
     runs: list[list[nn.Parameter]] = []
     free_bytes = 0.0
     for p in reversed(parameters):

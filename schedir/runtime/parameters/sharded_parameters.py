@@ -51,8 +51,8 @@ class ShardedParameters:
     Args:
         gradients: The gradient buffers of the stage.
         shard_spec: The number of replicas, the index of this replica, and the ZeRO level.
-        aliases: Parameter of this stage -> the parameter of another stage whose memory it uses. Its
-            weights are gathered from the other stage's shard.
+        aliases: Parameter of this stage -> the parameter of another stage in the same memory. Both
+            parameters are gathered from the other stage's shard.
     """
 
     def __init__(

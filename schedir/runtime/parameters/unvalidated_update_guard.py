@@ -112,7 +112,7 @@ class UnvalidatedUpdateGuard:
         return entries
 
     def _collect_traces(self) -> list[list[object]]:
-        """Return two lists of addresses, versions and checksums, for weights and other state."""
+        """Return the addresses, versions and checksums of weights, and those of other state."""
         inner = unwrap_optimizer(self.optimizer)
         state: list[Any] = [] if inner is None else [[*inner.state.values()]]
         if inner is not None:
