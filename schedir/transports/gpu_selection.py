@@ -16,7 +16,7 @@ import torch
 from schedir.errors import ModelError, UsageError
 from schedir.transports.process_groups import MAX_CTAS
 
-# NCCL refuses two ranks on one GPU of one host. If this variable has a different value in each
+# NCCL refuses two ranks on one GPU of one host. If NCCL_HOSTID has a different value in each
 # process, NCCL treats each process as a separate host.
 HOST_ID_VARIABLE = "NCCL_HOSTID"
 SHARED_GPU_VARIABLES = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}

@@ -193,7 +193,7 @@ def _nccl_options(timeout: float | None, max_ctas: int) -> dict[str, Any]:
 
 
 def choose_max_ctas(message_bytes: int) -> int:
-    """Return the number of multiprocessors for an edge with messages of a given size.
+    """Return the largest number of multiprocessors for an edge with messages of a given size.
 
     NCCL gives a message at least half of the channels that a communicator of two ranks may use,
     however small the message is (NCCL 2.30, scheduleP2pTasksToPlan). A channel occupies a
