@@ -182,7 +182,7 @@ class ProgramRunner:
     def _run_until_valid(
         self, batch: StepInputs, order: Sequence[int] | None = None
     ) -> Tensor | None:
-        """Run a step in `order` or in stream order, again while `needs_rerun` returns True."""
+        """Run a step in `order`, or by default in stream order, until `needs_rerun` is False."""
         step_number = self.state.random_streams.step
         try:
             total_loss = self._run_once(batch, order)

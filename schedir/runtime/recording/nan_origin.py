@@ -103,7 +103,7 @@ class NanOrigin(NamedTuple):
 
     @property
     def sort_key(self) -> tuple[int, ...]:
-        """The order of data flow: forwards by ascending stage, backwards by descending stage."""
+        """The order of microbatches, and of data flow in each of them. Reductions come last."""
         op, stage, mb = self.instr
         if op not in COMPUTE_OPS:  # a reduction, where `mb` is the update
             return 1, 0, 0, -stage, self.process

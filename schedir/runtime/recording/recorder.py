@@ -201,7 +201,7 @@ class HostTimestamps(Timestamps):
 
 
 class _ObservedWork:
-    """Work that records its end when a wait for it returns, the earliest possible time on a CPU."""
+    """Work that records its end when `wait` returns. A host cannot detect the end earlier."""
 
     def __init__(self, timestamps: HostTimestamps, k: int, work: Work) -> None:
         self.timestamps = timestamps

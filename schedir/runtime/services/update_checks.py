@@ -30,7 +30,8 @@ class OptimizerSteps(RankService):
 
     Attributes:
         can_step: False in steps that will be undone and in which the optimizer must not step.
-        read_last_result: Returns the gradient norm and the finite updates of the last step.
+        read_last_result: Returns `Executor.grad_norm` and `Executor.finite_updates` of the last
+            step.
     """
 
     def __init__(self, resources: RankResources) -> None:
@@ -115,7 +116,7 @@ class UpdateChecks(ProgramService):
             self.state.service(OptimizerSteps).read_last_result = self.read_result
 
     def read_last_result(self) -> tuple[Tensor, Tensor]:
-        """Return the gradient norm and the finite updates of the rank's last training step."""
+        """Return `grad_norm` and `finite_updates` of the rank's last training step."""
         return (self.state.service(OptimizerSteps).read_last_result or self.read_result)()
 
     def check_once(self, update: int) -> Tensor:
