@@ -114,7 +114,7 @@ class GpuProgress:
             progress: The progress of a step.
         """
         program = self.executor.program
-        # `blocking_hosts` is True, because work on a lane waits for all compute instructions that the
+        # Use blocking hosts, because work on a lane waits for all compute instructions that the
         # host issued earlier.
         graph = Graph.from_program(
             program, self.executor.state.transport.progress_model, blocking_hosts=True
