@@ -222,7 +222,7 @@ class ProcessTransport:
         """Close the connections for messages, even in the middle of a step.
 
         A rank that waits for a message of this rank gets an error. This rank cannot send
-        afterwards.
+        afterwards. `EdgeGroups` and `GroupedMessages` do nothing.
         """
 
     def shut_down(self) -> None:

@@ -230,8 +230,8 @@ def _partition_by_color(rows: Iterable[GroupRow]) -> list[list[GroupRow]]:
 def _split_without_color(device: torch.device | str) -> None:
     """Take part in a split as a process that is in no row, because all processes must take part.
 
-    The process also creates an unused group. torch names each new group after the number of earlier
-    groups, so all processes must create the same number.
+    The process also creates an unused group. The names that torch gives to groups depend on the
+    number of earlier groups, so all processes must create the same number of groups.
     """
     world: Any = dist.group.WORLD
     if torch.device(device).type != "cpu" and world.bound_device_id is not None:
