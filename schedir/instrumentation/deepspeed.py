@@ -2,10 +2,10 @@
 
 DeepSpeed's instructions have the number of a buffer, but not of a microbatch. Each kind of
 instruction runs in the order of microbatches (`TrainSchedule._step_to_micro_batch`). So the k-th
-instruction of a kind is that of microbatch k. Its buffer must be the buffer of microbatch k.
+instruction of a kind is for microbatch k. schedir verifies that it uses the buffer of microbatch k.
 
-Sends and receives block, so one range contains both post and wait. Only in DualPipeV, sends and
-receives are queued. `CommitP2P` then issues all queued messages as a batch, and waits.
+Sends and receives block, so one range contains both post and wait. Only DualPipeV queues sends and
+receives. `CommitP2P` then issues all queued messages as a batch, and waits.
 """
 
 from __future__ import annotations

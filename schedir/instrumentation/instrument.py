@@ -39,8 +39,8 @@ class Instrumented:
     Call `undo` to remove the marks, or use the object as a context manager.
 
     Args:
-        trainers: The version of each marked package.
-        skipped: The reason why a trainer was not marked, by the name of the trainer.
+        trainers: Marked package -> its version.
+        skipped: Name of a trainer that was not marked -> the reason.
     """
 
     trainers: dict[str, str] = field(default_factory=dict)
@@ -82,9 +82,8 @@ def instrument(*trainers: str) -> Instrumented:
     """Mark the instructions of other trainers as ranges of torch.profiler.
 
     Call this function in every process, before the first step under a profiler. `schedir import`
-    reads the traces. Steps that begin without a profiler are not changed. If a trainer is already
-    marked,
-    another call only adds a user: the marks are removed when all users have called `undo`.
+    reads the traces. Steps that begin without a profiler are not changed. If several calls mark the
+    same trainer, the marks remain until `undo` was called for each of these calls.
 
     A range has the name that torch gives to its actions: `PP:0F3`, `PP:0SEND_F3`,
     `PP:1WAIT_RECV_F3`. Actions that torch's own schedules mark are not marked twice.

@@ -8,9 +8,9 @@ modules, so schedir can wrap them.
 
 A forward has its microbatch and model chunk as arguments. Its stage is chunk * ranks + rank.
 schedir tags the outputs of a forward with this stage and microbatch. The backward and the send of
-an output read this tag.
-Receives have the order in which the sending rank computes: the order of Megatron's schedule table.
-The forward or backward that uses a received tensor verifies the tag of the tensor.
+an output read this tag. A rank receives messages in the order in which the sending rank computes
+them: the order of Megatron's schedule table. schedir tags a received tensor in this order. The
+forward or backward that uses the tensor verifies this tag.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def make_instruction_range(action: str) -> record_function:
 
 
 def make_posting_range(actions: Sequence[str]) -> record_function:
-    """Return the range in which messages are posted. Several messages are a batch.
+    """Return the range in which one message, or a batch of messages, is posted.
 
     Args:
         actions: The names of the messages.
@@ -121,10 +121,10 @@ def wrap_works(works: Sequence[Any], actions: Sequence[str]) -> list[PostedMessa
 
 
 class FunctionPatches:
-    """Wrappers of other packages' functions, installed during a `with` block.
+    """Wrappers of other packages' functions, which a `with` block installs.
 
     Several blocks, also of several threads, may use the same object at the same time. The first
-    block installs the wrappers, and the last block removes them.
+    block installs the wrappers, and the block that ends last removes them.
     """
 
     def __init__(self) -> None:

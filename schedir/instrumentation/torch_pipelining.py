@@ -51,7 +51,8 @@ class _TorchStep:
     Args:
         is_marked: True if the schedule marks its actions itself.
         has_loss: True if the schedule computes a loss.
-        open_forward: The range of a forward that ends when its loss is computed.
+        open_forward: The open range of a forward of the last stage, or None. The range ends when
+            the loss is computed.
     """
 
     is_marked: bool

@@ -40,7 +40,7 @@ class ProgramRunner:
     Args:
         program: The program.
         resources: The stages, gradients, optimizer and memory of the rank.
-        boundaries: The tensors that pass between stages.
+        boundaries: The boundaries of the program, by microbatch.
         program_number: The index of the program among the programs of the executor.
         record_timestamps: True to record in `timestamps` when each instruction begins and ends.
 
@@ -96,7 +96,7 @@ class ProgramRunner:
         return min(self.progress[POSITION_FIELD], len(self.calls) - 1)
 
     def run_step(self, batch: StepInputs) -> Tensor | None:
-        """Run one training step. The first call also runs the warm-up steps.
+        """Run one training step, after the warm-up steps if `is_warm` is False.
 
         Args:
             batch: The inputs of the step.
@@ -182,7 +182,7 @@ class ProgramRunner:
     def _run_until_valid(
         self, batch: StepInputs, order: Sequence[int] | None = None
     ) -> Tensor | None:
-        """Run a step in `order` or in stream order, again while `needs_rerun` returns True."""
+        """Run a step in `order`, or by default in stream order, until `needs_rerun` is False."""
         step_number = self.state.random_streams.step
         try:
             total_loss = self._run_once(batch, order)

@@ -35,7 +35,7 @@ class RankOptions:
         loss: The loss function or module.
         gradients: The options of gradients.
         execution: The options of the execution.
-        seed: The seed of the random streams, or None.
+        seed: The seed of the random streams, or None to leave torch's generators unchanged.
         other_rank_stages: The stages of other ranks, if they are in this process.
         parameter_copies: Parameter that virtual ranks of the process share -> the copy with which
             this rank computes.
@@ -63,7 +63,7 @@ class RankResources:
     Args:
         program: The first program. Its attributes determine sharding, frozen stages and offload.
         rank: The pipeline rank.
-        stages: The modules of the local stages, by number.
+        stages: Number of a local stage -> its module.
         transport: The transport of the rank.
         optimizer: The optimizer of the local parameters, or None.
         options: The loss and the options.

@@ -113,7 +113,7 @@ class State:
         program: The program.
         resources: The resources of the rank.
         transport: The transport, which may be a wrapper that records timestamps.
-        boundaries: The tensors that pass between stages.
+        boundaries: The boundaries of the program, by microbatch.
         observer: Observes the work that instructions start. By default there is no observer.
     """
 
@@ -267,7 +267,8 @@ class State:
     def find_slot(self, kind: Value, stage: int, mb: int, index: int | None = None) -> Slot:
         """Return the slot of a value.
 
-        If another stage of this rank computes the value, this is the output slot of that stage.
+        If another stage of this rank computes the value, the result is the output slot of that
+        stage.
 
         Args:
             kind: The kind of the value.
@@ -314,8 +315,8 @@ class State:
         """Clean up after an error in a step.
 
         Modules get their original parameters back. If an instruction of the step had begun, the
-        method undoes the last update if it is not validated yet. Otherwise this update stays, and
-        the number of the next step does not change.
+        method undoes the last update if it is not validated yet. If no instruction had begun, this
+        update stays, and the number of the next step does not change.
 
         Args:
             step_number: The number of the step, which determines the step's random numbers.

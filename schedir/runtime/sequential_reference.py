@@ -88,7 +88,7 @@ def run_sequential(
 
     1. The gradients of a stage are multiplied by `grad_scale`.
     2. If several ranks have a stage, each of them has a separate sum. These sums are added in the
-       order of ranks, as virtual ranks do. Three or more processes may add in another order.
+       order of ranks, as in `InProcessExecutor`. Three or more processes may add in another order.
     3. Each stage with a copy of a tied weight has a separate sum. These sums are added in the order
        of stages, and all copies get the total. The function finds tied weights as `Executor` does.
 
@@ -183,14 +183,15 @@ class _SequentialStep:
         skips = program.skips if program is not None else ()
         self.skip_ends = dict(skips)
         self.skip_begins = {end: begin for begin, end in skips}
-        # (Source stage, microbatch) -> the tensors of a skip connection, and their gradients.
+        # (Source stage, microbatch) -> the tensors of a skip connection. `skip_gradients` has the
+        # gradients of these tensors.
         self.skip_tensors: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self.skip_gradients: dict[tuple[int, int], list[Tensor]] = {}
         # For each stage: microbatch -> the inputs and the outputs that need a gradient.
         self.saved_tensors: list[dict[int, tuple[list[Tensor], list[Tensor]]]] = [
             {} for _ in stages
         ]
-        # For each microbatch: the inputs of the next stage, and the gradients of these inputs.
+        # Microbatch -> the inputs of the next stage. `output_gradients` has their gradients.
         self.stage_inputs = {
             mb: require_input_tensors(batch.inputs[mb], mb) for mb in range(len(batch.inputs))
         }

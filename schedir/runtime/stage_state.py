@@ -64,14 +64,14 @@ class StageState:
         self.has_checked_parameters: bool = max_bucket_bytes is None
         # True after the warning about buffers that differ from those of a plain training loop.
         self.has_warned_of_buffers = False
-        # (Opcode, mode) in which the values of buffers were compared.
+        # (Opcode, mode) of the calls that compared the values of buffers.
         self.checked_buffer_modes: set[tuple[Opcode, bool]] = set()
         # (Module path, name) of buffers to which a call wrote the values that they already had,
         # such as caches.
         self.rewritten_buffers: set[tuple[str, str]] = set()
         # Mode -> names of buffers and frozen Parameters to which recomputed forwards write.
         self.written_buffers: dict[bool, set[str]] = {}
-        # (Opcode, mode) in which a call wrote to no weight that has copies.
+        # (Opcode, mode) of the calls that wrote to no weight with copies.
         self.checked_weight_modes: set[tuple[Opcode, bool]] = set()
         # Modes in which a forward read no weights of other stages (ZeRO).
         self.checked_read_modes: set[bool] = set()

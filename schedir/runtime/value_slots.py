@@ -47,7 +47,7 @@ class Slot:
 
     Args:
         slots: All slots for this kind of value.
-        number: The number of the slot.
+        number: The index of the slot in `slots`.
     """
 
     __slots__ = ("number", "table", "values")
@@ -91,7 +91,7 @@ class OutputSlot(Slot):
 
     Args:
         slots: All slots for this kind of value.
-        number: The number of the slot.
+        number: The index of the slot in `slots`.
         kind: The kind of the value.
         stage: The stage that returned the value.
         mb: The microbatch.

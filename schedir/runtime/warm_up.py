@@ -53,7 +53,7 @@ def undo_steps(state: State) -> Iterator[None]:
     - weights, because a forward may write to them; the copies are in host memory,
     - buffers, including those of a loss that is a module,
     - the loss scale and torch's generators,
-    - gradients of Parameters that only the optimizer or only the loss has.
+    - gradients of the optimizer's and the loss's Parameters that no stage has.
 
     There are three kinds of optimizers. A fused optimizer of torch runs, but the device skips its
     update. Such an optimizer creates its state if needed, and does not change existing state. Any
@@ -141,7 +141,8 @@ class UnsteppedParameters:
 
     A forward may write to such a Parameter, like to a buffer. Most of these Parameters are never
     written to, and all of them together may need much memory. So the first `capture` copies all of
-    them to the host. Later captures copy only the Parameters to which the first step wrote.
+    them to the host. Later captures copy only the Parameters that were written to between the first
+    capture and the second.
 
     Args:
         state: The state of the program.
@@ -259,7 +260,7 @@ def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:
 class ProbedCopies(MicrobatchView):
     """A view of microbatches that returns a copy at each read.
 
-    The reason is that a loss may write to its target, and a backward to the `grad` of the inputs.
+    A loss may write to its target, and a backward writes to the `grad` of its inputs.
     """
 
     def __getitem__(self, mb: Any) -> Any:

@@ -1,6 +1,6 @@
 """The tensor-parallel group, its shards, and the mappings f and g of Megatron-LM.
 
-A group is a `ProcessGroup`. None is a tensor-parallel size of 1, without communication.
+A group is a `ProcessGroup`, or None for a tensor-parallel size of 1 without communication.
 
 With sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2), each rank has 1/t
 of the tokens outside of the tensor-parallel layers. The tokens are the second to last dimension, of
@@ -39,7 +39,7 @@ def tp_size(group: ProcessGroup | None) -> int:
 
 
 def tp_rank(group: ProcessGroup | None) -> int:
-    """Return the number of this rank in the group, which is also the number of its shard.
+    """Return the index of this rank in the group, which is also the index of its shard.
 
     Args:
         group: The group. None means one rank.
@@ -67,7 +67,7 @@ class ShardableWeight(Protocol):
 def shard(
     full: ShardableWeight, dim: int, group: ProcessGroup | None, *, padded: bool = False
 ) -> nn.Parameter:
-    """Return this rank's 1/t of a weight, as a parameter with its own memory.
+    """Return this rank's 1/t of a weight, as a parameter in new memory.
 
     If t > 1, the parameter has two attributes: `shard_dim`, the divided dimension, and
     `shard_size`, the size of this dimension in the full weight.
@@ -121,9 +121,9 @@ def mark_sequence_parallel(
 ) -> _Replicated:
     """Mark replicated parameters whose gradients must be summed over sequence-parallel ranks.
 
-    A replicated parameter receives only 1/t of the tokens on each rank, so its gradient is a
-    partial sum. A program with `sequence_parallel=True` sums the gradients of marked parameters.
-    Without sequence parallelism nothing is marked.
+    With sequence parallelism, a replicated parameter receives only 1/t of the tokens on each rank,
+    so its gradient is a partial sum. A program with `sequence_parallel=True` sums the gradients of
+    marked parameters. Without sequence parallelism, the function marks nothing.
 
     Args:
         replicated: A parameter, or a module with parameters, that each rank has unsharded.

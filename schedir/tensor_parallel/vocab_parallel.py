@@ -3,10 +3,10 @@
 Rank r has the tokens r*k to (r+1)*k - 1, with k = ceil(vocab / t). Rows after the vocabulary are
 padding: they are zero, no token uses them, and their logits are -inf.
 
-The loss (arXiv 1909.08053, section 3) needs one MAX and one SUM reduction of a few numbers per
-token. A gather would send the logits of the full vocabulary. On a GPU the loss needs one gather of
-three numbers per token and rank, and does not copy the logits (`schedir.kernels.cross_entropy`). On
-ranks with padding, the gradient of the logits is copied once.
+The loss (arXiv 1909.08053, section 3) does not gather the logits. On a CPU it needs one MAX and one
+SUM reduction of a few numbers per token. On a GPU it gathers three numbers per token and rank, and
+does not copy the logits (`schedir.kernels.cross_entropy`). On ranks with padding, the gradient of
+the logits is copied once.
 """
 
 from __future__ import annotations

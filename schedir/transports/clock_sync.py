@@ -26,7 +26,7 @@ def measure_clock_offset(rounds: int = ROUNDS) -> tuple[float, float]:
     and its answer. The shortest request therefore gives the best estimate.
 
     Args:
-        rounds: The number of requests that each process sends to process 0.
+        rounds: The number of requests that each process on another machine sends to process 0.
 
     Returns:
         The offset and the error. A process subtracts the offset from its `perf_counter` to get the

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter"]
 # The members of a collective. "dp" and "params" are the replicas of a stage, for gradients and for
 # weights. "model" has all processes of one replica of the model. "tp" has the tensor-parallel
-# ranks. "ep" and "ep_counts" are the expert-parallel group, for tokens and for their numbers.
+# ranks. "ep" and "ep_counts" are the expert-parallel group, for tokens and for numbers of tokens.
 # "expert_dp" and "expert_params" are the replicas with the same experts. A tuple has the pipeline
 # ranks that share a stage or a tied weight.
 GroupName = Literal["dp", "params", "model", "tp", "ep", "ep_counts", "expert_dp", "expert_params"]
@@ -38,7 +38,7 @@ class AllToAll(NamedTuple):
     received: tuple[int, ...]
 
 
-# A collective, by the name of its kind, or with the sizes that an all-to-all needs.
+# The name of a kind of collective, or the sizes of an all-to-all.
 Collective = CollectiveName | AllToAll
 
 
@@ -167,9 +167,9 @@ def run_collective(members: Sequence[CollectiveMember]) -> None:
 
 
 class PendingCollectives(Generic[P]):
-    """Collectives that only some of their members have called yet.
+    """Collectives that some of their members, but not all, have called.
 
-    A member may call several collectives before another member calls the first one.
+    A member may call several collectives before another member calls the first of them.
     """
 
     def __init__(self) -> None:

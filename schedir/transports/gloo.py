@@ -83,8 +83,8 @@ class ProcessTransport:
     and separate CUDA streams. So a gather that waits for its message does not delay a layer.
 
     `torch.distributed` must be initialised with pp * tp * dp processes, or `group` must have that
-    number of processes. With `group`, all members of the group create this transport, and no other
-    processes. Other groups may create other transports.
+    number of processes. With `group`, the members of the group create this transport, and other
+    processes do not. Other groups may create other transports.
 
     Args:
         program: The program that the transport runs.
@@ -222,7 +222,7 @@ class ProcessTransport:
         """Close the connections for messages, even in the middle of a step.
 
         A rank that waits for a message of this rank gets an error. This rank cannot send
-        afterwards.
+        afterwards. `EdgeGroups` and `GroupedMessages` do nothing.
         """
 
     def shut_down(self) -> None:

@@ -16,12 +16,12 @@ import torch
 from schedir.errors import ModelError, UsageError
 from schedir.transports.process_groups import MAX_CTAS
 
-# NCCL refuses two ranks on one GPU of one host. If this variable has a different value in each
+# NCCL refuses two ranks on one GPU of one host. If NCCL_HOSTID has a different value in each
 # process, NCCL treats each process as a separate host.
 HOST_ID_VARIABLE = "NCCL_HOSTID"
 SHARED_GPU_VARIABLES = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-# The variable sets the number of hardware queues of a GPU. Streams that share a queue wait for each
-# other, so fewer than 8 queues are refused.
+# CUDA_DEVICE_MAX_CONNECTIONS sets the number of hardware queues of a GPU. Streams that share a
+# queue wait for each other, so `require_gpus` refuses fewer than 8 queues.
 QUEUES_VARIABLE, MIN_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8
 _SHARED_GPU_KEY = "schedir: processes of one GPU"
 
@@ -178,7 +178,7 @@ def take_gpu(
     """Make the GPU of this process the current CUDA device, and return it.
 
     Args:
-        local_rank: The number of the process on this machine.
+        local_rank: The index of the process on this machine.
         processes: The number of processes on this machine.
         environ: The environment variables.
 
@@ -203,7 +203,7 @@ def require_distinct_gpus(store: Any, rank: int, processes: int, gpu: str, host:
 
     Args:
         store: The store of the process group.
-        rank: The number of this process.
+        rank: The index of this process among all processes.
         processes: The number of all processes.
         gpu: A unique name of this process's GPU.
         host: The name of this process's host, as NCCL uses it.

@@ -31,7 +31,7 @@ class _Report(NamedTuple):
     """The report that a rank sends before it ends.
 
     Attributes:
-        timestamp: The time of `time.monotonic` in seconds.
+        timestamp: The time of the report, in seconds of `time.monotonic`.
         result: The result of the function.
         traceback: The traceback, or "" if the rank succeeded.
     """
@@ -112,12 +112,14 @@ def run_processes(
 def collect_results(
     pipes: list[Connection], processes: list[Any], directory: str, timeout: float, grace: float
 ) -> list[Any]:
-    """Return the results of processes that run `call_in_group`, and end the processes if one fails.
+    """Return the results of processes that run `call_in_group`.
+
+    If a process fails or hangs, the function ends all processes.
 
     Args:
         pipes: The pipe of each rank.
         processes: The process of each rank.
-        directory: The directory of this call, which contains the stacks of hung ranks.
+        directory: The directory of `call_in_group`, to which hung ranks write their stacks.
         timeout: As for `run_processes`.
         grace: The argument `grace_seconds` of `run_processes`.
 
@@ -232,7 +234,8 @@ def call_in_group(
             )
             result = fn(rank, *args)
             if dist.is_initialized():  # `fn` may have destroyed the group
-                dist.barrier()  # else a rank may close a connection from which another still reads
+                # Otherwise a rank might close a connection from which another rank still reads.
+                dist.barrier()
             report = pickle.dumps((time.monotonic(), result, ""))
         except BaseException:
             report = pickle.dumps((time.monotonic(), None, traceback.format_exc()))

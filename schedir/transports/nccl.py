@@ -49,8 +49,8 @@ def count_streams(
     """Return the number of CUDA streams that a rank uses in a step over NCCL, by purpose.
 
     A communicator uses two streams: a stream of NCCL, and the launch stream of its kernels. Each
-    group with messages, the group of the layers, and the group of the gathers use two streams. Each
-    group with reductions has a stream of NCCL, and all reductions share one launch stream.
+    group with messages, the group of the layers, and the group of the gathers use two streams each.
+    Each group with reductions has a stream of NCCL, and all reductions share one launch stream.
     All-to-alls use three streams: two for the tokens, and the stream of NCCL of a second
     communicator for the numbers of tokens. This second communicator uses the launch stream of the
     reductions.
@@ -215,8 +215,8 @@ def join_rendezvous(
     Args:
         timeout: The timeout of the store, in seconds.
         store: The store. By default, the function connects to the store of `init_method`.
-        rank: The number of this process, or -1 if the environment has it.
-        world_size: The number of processes, or -1 if the environment has it.
+        rank: The index of this process, or -1 if an environment variable has it.
+        world_size: The number of processes, or -1 if an environment variable has it.
         **init_args: Other arguments of `init_process_group`. `init_method` is env:// by default.
 
     Returns:
@@ -321,10 +321,10 @@ def nccl_transport(
     Call `transports.nccl.initialise` first. The program must be proven free of deadlocks under the
     progress model of the transport: `per_edge` for "per_edge", and `per_device` for "grouped".
 
-    Messages are received and sent in memory that is allocated once, with one boundary for each slot
-    of the program. Compile the program with `buffer_sharing="latency_preserving"`. Otherwise each
-    value has its own slot: a rank of 1F1B on 8 ranks with 64 microbatches then allocates 256
-    boundaries instead of 6.
+    Messages are received and sent in memory that is allocated once: the size of one boundary for
+    each slot of the program. Compile the program with `buffer_sharing="latency_preserving"`.
+    Otherwise each value has its own slot: a rank of 1F1B on 8 ranks with 64 microbatches then
+    allocates memory for 256 boundaries instead of 6.
 
     Args:
         program: The program.

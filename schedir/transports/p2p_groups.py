@@ -187,7 +187,7 @@ class GroupedMessages(ProcessTransport):
 
     Its progress model is `per_device`. The transport issues each group of transfers with one
     `batch_isend_irecv`. A transfer outside of a group is a batch of one. NCCL fuses a batch into
-    one operation, so both ends of a message must be in batches with the same transfers.
+    one operation, so the sender and the receiver of a message must batch it with the same messages.
 
     Args:
         program: The program that the transport runs.

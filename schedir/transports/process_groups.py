@@ -193,7 +193,7 @@ def _nccl_options(timeout: float | None, max_ctas: int) -> dict[str, Any]:
 
 
 def choose_max_ctas(message_bytes: int) -> int:
-    """Return the number of multiprocessors for an edge with messages of a given size.
+    """Return the largest number of multiprocessors for an edge with messages of a given size.
 
     NCCL gives a message at least half of the channels that a communicator of two ranks may use,
     however small the message is (NCCL 2.30, scheduleP2pTasksToPlan). A channel occupies a
@@ -230,8 +230,8 @@ def _partition_by_color(rows: Iterable[GroupRow]) -> list[list[GroupRow]]:
 def _split_without_color(device: torch.device | str) -> None:
     """Take part in a split as a process that is in no row, because all processes must take part.
 
-    The process also creates an unused group. torch names each new group after the number of earlier
-    groups, so all processes must create the same number.
+    The process also creates an unused group. The names that torch gives to groups depend on the
+    number of earlier groups, so all processes must create the same number of groups.
     """
     world: Any = dist.group.WORLD
     if torch.device(device).type != "cpu" and world.bound_device_id is not None:

@@ -60,7 +60,7 @@ def gather_or_raise(
 def _error_to_values(error: SchedirError) -> tuple[Any, ...]:
     """Return an error as plain values.
 
-    If the class of the error has more fields than SchedirError, the fact contains the complete
+    If the class of the error has more fields than SchedirError, `fact` becomes the complete
     message.
     """
     sites = [InstructionSite(s.rank, s.index, str(s.instr), s.note) for s in error.sites]

@@ -93,7 +93,7 @@ TRANSPORTS: Final[dict[str, TransportRow]] = {row.name: row for row in _TRANSPOR
 
 
 def list_transports(device: str, name: str = AUTO) -> list[TransportRow]:
-    """Return those transports of a device that have a given name, the fastest first.
+    """Return the transports of a device with a given name, the fastest first.
 
     Args:
         device: The name of the device.

@@ -412,8 +412,8 @@ def close_connections(connections: Iterable[socket.socket]) -> None:
 # On machines of these types, other processes see the memory writes of a process in program order.
 # On other machines, a receiver might see a new counter before it sees the message.
 STORE_ORDERED_MACHINES: Final = ("x86_64",)
-# Files in the first directory are in memory. Files in the second directory are on a disk, and the
-# kernel caches them in memory.
+# Files in the first directory are in memory. Files in the second directory may be on a disk, but
+# the kernel caches them in memory.
 MEMORY_DIRECTORIES: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())
 NETWORK_NAMESPACE = "/proc/self/ns/net"  # Abstract sockets connect only within one namespace.
 # Opcode of a receive -> the kind of its value, and the opcodes of the instructions that gather the

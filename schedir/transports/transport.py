@@ -24,7 +24,7 @@ class Work(Protocol):
     """An operation in progress."""
 
     def wait(self) -> object:
-        """Wait for the operation. Called once."""
+        """Wait for the operation. Call this method once."""
         ...
 
 
@@ -65,8 +65,8 @@ class Transport(Protocol):
     ) -> list[Any]:
         """Compare facts of all processes, and return their payloads.
 
-        This method blocks. A difference that this method does not find would cause a hang or a
-        wrong result later.
+        This method blocks. Without this check, a difference would cause a hang or a wrong result
+        later.
 
         Args:
             facts: The facts of this process: values by name. Each fact is compared among the
@@ -214,7 +214,7 @@ _GLOO_TIMEOUT_PHRASE = "application timeout caused pair closure"
 def describe_peer_exit(error: BaseException) -> str:
     """Return a description of an error that the end of a peer caused, or "" for other errors.
 
-    A `ConnectionError` of a socket that the model opened does not count.
+    The result is "" for a `ConnectionError` of a socket that the model opened.
 
     Args:
         error: The error.
@@ -230,7 +230,7 @@ def describe_peer_exit(error: BaseException) -> str:
 def describe_peer_error(error: BaseException) -> str:
     """Return a description of an error that the end or a timeout of a peer caused.
 
-    Return "" for other errors.
+    Return "" for other errors, and for `PeerLate`, whose message is already a description.
 
     Args:
         error: The error.
@@ -346,7 +346,7 @@ class ChainedWork:
 
 
 class TransportWrapper:
-    """The attributes and methods of a wrapped transport, without those that move tensors.
+    """The attributes and methods of a wrapped transport, without the methods that move tensors.
 
     Args:
         inner: The transport that is wrapped.

@@ -4,8 +4,7 @@ Hooks record the tensors that autograd packs in a forward. The offload copies ea
 tensors once, and drops the references to the device memory. The reload allocates new storages. Each
 tensor becomes a view of its new storage, with the same stride and offset as before.
 
-Tensors that stay on the device in any case are not offloaded: parameters, buffers, gathered
-weights, and the inputs of the step.
+Parameters, buffers, gathered weights and the inputs of the step stay on the device.
 """
 
 from __future__ import annotations
@@ -83,8 +82,8 @@ class TensorLocation(NamedTuple):
     """The location of an offloaded tensor in the storages of its microbatch.
 
     Attributes:
-        storage_index: The index of the storage, in the order of the offload.
-        view: The layout in the storage. None if the tensor covers the storage in order.
+        storage_index: The index of the storage in `SavedActivations.layouts`.
+        view: The layout in the storage. None if the tensor is contiguous and covers the storage.
     """
 
     storage_index: int
@@ -94,7 +93,7 @@ class TensorLocation(NamedTuple):
         """Return the tensor, as a view of one of the reloaded storages.
 
         Args:
-            storages: A tensor for each storage, in the order of the offload.
+            storages: A tensor for each storage, in the order of `SavedActivations.layouts`.
         """
         storage = storages[self.storage_index]
         return storage if self.view is None else self.view.as_tensor(storage.untyped_storage())
@@ -147,8 +146,8 @@ class SavedActivations:
         self.stage = stage
         self.device = device
         self.saved_tensors: list[ref[SavedTensor]] = []
-        # Tensors that autograd does not save, such as leaves. They are in `offloaded` until the
-        # reload, and in `reloaded` after it.
+        # Tensors that autograd does not save, such as the inputs of the stage. They are in
+        # `offloaded` until the reload, and in `reloaded` after it.
         self.offloaded: list[tuple[Tensor, TensorLocation]] = []
         self.reloaded: list[ref[Tensor]] = []
         self.layouts: list[StorageLayout] = []  # of each storage in the block
@@ -226,8 +225,8 @@ class SavedActivations:
         """List the storages of the tensors to offload, and drop the references to these tensors.
 
         Args:
-            extra_tensors: Other tensors to offload, such as leaves and the inputs of a checkpoint.
-                Their `data` becomes a placeholder.
+            extra_tensors: Tensors to offload that autograd does not save, such as the inputs of the
+                stage or of a checkpoint. Their `data` becomes a placeholder.
             resident_storages: The keys of the storages that stay on the device.
         """
         location_by_storage: dict[int, TensorLocation] = {}
@@ -390,9 +389,9 @@ class OffloadMoves(ProgramService):
 
     def __init__(self, state: State) -> None:
         super().__init__(state)
-        # `has_fixed_slots` is True if the number of slots on the device is fixed. Then an
-        # instruction that fills a slot releases the memory of the earlier value. Otherwise
-        # `release_copied` releases it after the copy.
+        # `has_fixed_slots` is True if the program fixes the number of slots for saved activations.
+        # Then an instruction that fills a slot first releases the memory of the slot's earlier
+        # value. Otherwise `release_copied` releases this memory after the copy.
         slots = state.program.slots
         self.has_fixed_slots = bool(slots) and slots[state.rank].saved != UNSHARED_SLOTS
         # Index of an instruction that fills a slot -> index of the instruction that freed the slot.
@@ -410,7 +409,7 @@ class OffloadMoves(ProgramService):
         self.offloading = [value for value in self.offloading if value.offload_job is not None]
 
     def list_device_tensors(self) -> Iterable[Tensor]:
-        """Yield the tensors that use device memory. A thread of a lane may have allocated one."""
+        """Yield the tensors that use device memory, also those that a lane's thread allocated."""
         for value in self.values.values():
             yield from value.list_device_tensors()
 
@@ -418,9 +417,10 @@ class OffloadMoves(ProgramService):
 class UnpackedMicrobatches(MicrobatchView):
     """A view of microbatches that reads each microbatch from its source once, and keeps it.
 
+    The attribute `unpacked` is a dict: index of a microbatch -> the microbatch that was read.
+
     Args:
-        source: The microbatches. The attribute `unpacked` is a dict: number -> microbatch that was
-            read.
+        source: The microbatches.
     """
 
     def __init__(self, source: Microbatches) -> None:
@@ -473,7 +473,10 @@ def _is_only_reference(tensor: Tensor) -> bool:
 
 
 def _poison(tensors: Sequence[Tensor]) -> None:
-    """Overwrite full storages with NaN, or with bytes 0xFF if the dtype has no NaN."""
+    """Overwrite storages with NaN, or with bytes 0xFF if they have integers or 8-bit floats.
+
+    Each of the tensors covers its storage.
+    """
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for tensor in tensors:
         is_floating = (tensor.is_floating_point() or tensor.is_complex()) and tensor.itemsize > 1

@@ -37,8 +37,8 @@ class Arena(Generic[Place]):
     """The blocks of one memory tier: the host or the disk.
 
     By default, a value gets the smallest free block that is large enough. If no free block is large
-    enough, the arena allocates a new block. This happens only in the first step, because each step
-    acquires blocks in the same order.
+    enough, the arena allocates a new block. If sizes do not change, only the first step of a
+    program allocates blocks, because each step acquires blocks in the same order.
 
     With a limit on the number of blocks, the arena first allocates this number of blocks. Then a
     value gets, of the free blocks that are large enough, the block that was released first. If no
@@ -72,8 +72,7 @@ class Arena(Generic[Place]):
             max_blocks: The largest number of blocks. None means no limit.
 
         Returns:
-            The block. If a copy that reads a replaced block failed, this method raises the error of
-            the copy.
+            The block. If the method waited for a copy that failed, it raises the error of the copy.
         """
         self.used_bytes += used_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)

@@ -59,8 +59,8 @@ class LaneJob:
 class CopyLanes(RankService):
     """The lanes of a rank. Each lane is created at its first use.
 
-    The attribute `bandwidth` is for tests on CPUs: lane -> bytes per second. A job on such a lane
-    takes at least the time that its bytes need at this bandwidth.
+    The attribute `bandwidth` is for tests on CPUs: lane -> bytes per second. A job on a lane with a
+    bandwidth takes at least the time that its bytes need at this bandwidth.
 
     Args:
         device: The device of the rank.

@@ -1,9 +1,9 @@
 """Run the optimizer step of each stage on the host, on a separate lane.
 
 While the host steps a stage, host parameters replace the stage's parameters in the optimizer. With
-a MainOptimizer the host parameters receive the rounded main parameters. With other optimizers the
-host parameters are copies of the parameters, made when the gradients are copied. The optimizer
-state of each parameter always stays on the host, in the same objects.
+a MainOptimizer the host parameters receive the rounded main parameters. With other optimizers,
+`offload_gradient` copies the parameters to the host parameters in the first update of a step. The
+optimizer state of each parameter always stays on the host, in the same objects.
 
 The steps run on the host lane, while the device computes.
 """
@@ -198,8 +198,8 @@ class CpuOptimizer(HostOptimizerState):
     def to_resting_state(self) -> None:
         """See `HostOptimizerState.to_resting_state`.
 
-        The first call also allocates the host memory of each stage. Later calls look up the weights
-        on the device again, because their memory may have changed.
+        The method also allocates the host memory of each stage that has none. For other stages, it
+        looks up the weights on the device again, because their memory may have changed.
         """
         super().to_resting_state()
         parameter_of_main = {main: p for p, main in self.main_parameters.items()}
@@ -272,7 +272,7 @@ class CpuOptimizer(HostOptimizerState):
 
         Args:
             stage: The number of the stage.
-            make_error: A function that converts an error to one that names the instruction.
+            make_error: A function that converts an error to an error that names the instruction.
             observer: An object that is notified of the begin and the end of the step.
         """
         assert self.grad_check is not None, "the checker proves that there is a norm"
@@ -419,7 +419,7 @@ class CpuOptimizer(HostOptimizerState):
 
 
 class _RandomDrawGuard(TorchDispatchMode):
-    """Refuse an optimizer that draws random numbers: stages may draw some at the same time."""
+    """Refuse an optimizer that draws random numbers: a forward may draw at the same time."""
 
     def __init__(self, optimizer: object) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -86,7 +86,7 @@ class DiskOptimizerState(HostOptimizerState):
         self.buffer_count = 1
         self.buffer_size = BLOCK_ALIGNMENT
         self.file_offsets: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # in bytes
-        self.host_buffers: dict[int, _HostBuffer] = {}  # stage -> filled buffer
+        self.host_buffers: dict[int, _HostBuffer] = {}  # stage -> buffer with its state
         self.spilling_buffers: dict[int, _HostBuffer] = {}
 
     # ------------------------------------------------------------ in a step
@@ -255,7 +255,10 @@ class DiskOptimizerState(HostOptimizerState):
     def _list_file_runs(
         self, tensors: Iterable[Tensor], memory: Tensor
     ) -> list[tuple[int, Tensor]]:
-        """Return (file offset, part of the buffer) pairs. Adjacent tensors share a pair."""
+        """Return (file offset, part of the buffer) pairs.
+
+        Tensors that are adjacent in the file share a pair.
+        """
         runs: list[tuple[int, int, int]] = []
         start = 0
         for t in tensors:
@@ -269,9 +272,9 @@ class DiskOptimizerState(HostOptimizerState):
         return [(offset, memory[start : start + size]) for offset, start, size in runs]
 
     def _allocate_in_file(self, tensors: Sequence[Tensor]) -> None:
-        """Allocate memory in the file for some tensors, one after the other.
+        """Allocate adjacent regions of the file for tensors, and map them into memory.
 
-        The memory is released when no tensor refers to any part of it. A full disk raises OSError.
+        The regions are released when no tensor refers to any of them. A full disk raises OSError.
         """
         if not tensors:
             return

@@ -148,8 +148,7 @@ class HostOptimizerState:
     def list_state_tensors(self, stage: int) -> list[Tensor]:
         """Return the state tensors of a stage that are on the device or can move there.
 
-        The result excludes step counts, which torch keeps on the host even if parameters are on a
-        GPU.
+        On a GPU, the result excludes state that torch keeps on the host, such as step counts.
 
         Args:
             stage: The number of the stage.
@@ -320,7 +319,7 @@ class HostOptimizerState:
             stage: The number of the stage.
 
         Raises:
-            ModelError: A state tensor shares memory with another one or with a parameter.
+            ModelError: A state tensor shares memory with another state tensor or a parameter.
         """
         self.isolation.require_separate_memory(
             self.list_state_tensors(stage), self.stepped_parameters, stage

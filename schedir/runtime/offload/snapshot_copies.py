@@ -136,7 +136,7 @@ class _ThreadCopy(SnapshotCopy):
 
 
 class _DeviceCopy(SnapshotCopy):
-    """A copy on a separate stream, for which the current stream waits."""
+    """A copy on a separate stream. `wait` makes the current stream wait for the copy."""
 
     def __init__(self, pairs: Sequence[CopyPair]) -> None:
         stream = torch.cuda.Stream()

@@ -1,9 +1,9 @@
-"""Buckets: parameters in one flat tensor, and the shard of it that a replica keeps.
+"""Buckets: several parameters in one flat tensor, which ZeRO splits into shards.
 
-The parameters of a bucket have one dtype, and are adjacent in two flat tensors, one of weights and
-one of gradients. Both are split at the same offsets, into one shard for each replica. Plain data
-parallelism uses the same buckets, because some libraries add numbers in an order that depends on
-their place in the buffer.
+The parameters of a bucket have one dtype. One flat tensor has their gradients. With ZeRO, a second
+flat tensor has their weights. Both tensors are then split at the same offsets, into one shard for
+each replica. Without ZeRO, gradients have the same buckets, because some libraries add numbers in
+an order that depends on the position in the buffer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL
 from schedir.transports.collectives import GroupKey
 
-# Bytes of a bucket. A bucket is large enough to use the full rate of a link. It is small enough for
-# a short reduction of the last bucket, which does not overlap with computation.
+# Bytes of a bucket. A bucket is large enough to use the full rate of a link. The reduction of the
+# last bucket does not overlap with computation, so buckets are small enough for a short reduction.
 BUCKET_BYTES: Final = 32 * 2**20
 CPU_ALIGNMENT: Final = 64  # bytes to which torch aligns memory of a CPU
 _EXPERT_GROUPS: Final[dict[str, GroupKey]] = {"dp": "expert_dp", "params": "expert_params"}
@@ -46,7 +46,7 @@ class ShardSpec(NamedTuple):
     def for_tensor(self, tensor: Tensor) -> ShardSpec:
         """Return the spec of this replica among the replicas that have the same tensor.
 
-        Usually these are all replicas. If the tensor belongs to an expert, only every `ep`-th
+        Usually all replicas have the tensor. If the tensor belongs to an expert, only every `ep`-th
         replica has it.
 
         Args:
@@ -93,9 +93,10 @@ def get_expert_slice(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Return whether a parameter belongs to an expert, which only some replicas have.
+    """Return whether a parameter belongs to an expert.
 
-    With expert parallelism, its gradients are summed over the replicas with the same experts.
+    With expert parallelism, only some replicas have the parameter. Its gradients are summed over
+    these replicas.
 
     Args:
         parameter: The parameter.
@@ -104,7 +105,7 @@ def is_expert(parameter: Tensor) -> bool:
 
 
 def describe_slice(tensor: Tensor, tp_rank: int) -> str:
-    """Describe which part of a tensor of the model a process has.
+    """Describe the slice of a tensor that a process has.
 
     Args:
         tensor: A parameter or buffer.
@@ -119,7 +120,7 @@ def mark_expert(parameter: Any, ep_rank: int, ep: int) -> None:
 
     Args:
         parameter: The parameter.
-        ep_rank: The rank in the expert-parallel group: the number of the replica modulo `ep`.
+        ep_rank: The rank in the expert-parallel group: the index of the replica modulo `ep`.
         ep: The size of the group. Rank k has the k-th of `ep` equal slices of a layer's experts.
     """
     parameter.expert_slice = (ep_rank, ep)
@@ -129,7 +130,7 @@ class Bucket:
     """Parameters that are consecutive in a flat tensor, which is split into shards.
 
     The end of the tensor is padded, so that all shards have the same length. `numel` is the number
-    of elements with padding, and `offsets` has the first element of each parameter. There is a
+    of elements with padding. `offsets` has the index of each parameter's first element. There is a
     shard for each replica that has these parameters (`shard_spec`).
 
     Args:
@@ -157,7 +158,7 @@ class Bucket:
         self.numel: Any | int = -(-end // self.shard_spec.replicas) * self.shard_spec.replicas
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return, for each parameter, the view of a flat tensor that has its shape.
+        """Return the view of each parameter in a flat tensor, in the shape of the parameter.
 
         Args:
             flat: A flat tensor of `numel` elements.
@@ -262,7 +263,7 @@ def make_buckets(
 def _split_into_runs(
     parameters: list[nn.Parameter], itemsize: int, max_bytes: float
 ) -> list[list[nn.Parameter]]:
-    """Split parameters, from the last one on, into runs with gradients of at most `max_bytes`."""
+    """Split parameters, from last to first, into runs with gradients of at most `max_bytes`."""
     runs: list[list[nn.Parameter]] = []
     free_bytes = 0.0
     for p in reversed(parameters):

@@ -104,9 +104,9 @@ class GradientBuffers:
             scale_buffer(flat, factor)
 
     def collect(self, index: int, find_copies: CopyLookup) -> None:
-        """Copy a gradient into its buffer if a hook has replaced `.grad` by another tensor.
+        """Copy gradients into the buffer of a bucket if a hook has replaced `.grad`.
 
-        The view of the buffer becomes the `.grad` of the parameter and of its copies again.
+        Each view of the buffer becomes the `.grad` of its parameter and of the copies again.
 
         Args:
             index: The index of the bucket.
@@ -120,7 +120,7 @@ class GradientBuffers:
                     parameter.grad = view
 
     def zero(self) -> None:
-        """Set all gradients to zero before a step, and restore views that `zero_grad` has removed.
+        """Set all gradients to zero before an update, and restore views that `zero_grad` removed.
 
         From ZeRO level 2 on, the method only restores the views. `allocate` sets the buffers to
         zero.

@@ -33,8 +33,8 @@ def step_if_finite(finite: Tensor, optimizer: OptimizerLike) -> None:
     """Step an optimizer if all gradients are finite. Otherwise change nothing.
 
     A fused optimizer of torch reads the condition on the device. For any other optimizer, and for
-    one with hooks on its step, the host reads it. If the condition is on a GPU, the host waits for
-    it.
+    an optimizer with hooks on its step, the host reads the condition. The host then waits for the
+    GPU, if the condition is on a GPU.
 
     Args:
         finite: The condition, 0-dim bool.
@@ -53,7 +53,7 @@ def step_if_finite(finite: Tensor, optimizer: OptimizerLike) -> None:
 
 
 def are_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return True, as a 0-dim bool tensor on their device, if all elements of `tensors` are finite.
+    """Return whether all elements of tensors are finite, as a 0-dim bool tensor on their device.
 
     Args:
         tensors: The tensors. If they have no elements, the result is True on the CPU.
@@ -110,7 +110,8 @@ def has_gated_step(optimizer: object) -> bool:
 def has_known_effects(optimizer: object) -> bool:
     """Return whether a step changes only tensors that schedir can save and restore.
 
-    This is the case for an optimizer of torch, or a MainOptimizer of one, if its step has no hooks.
+    This is the case for an optimizer of torch, and for a MainOptimizer with such an optimizer, if
+    the step has no hooks.
 
     Args:
         optimizer: The optimizer.
@@ -201,7 +202,7 @@ def use_float32_gradients(module: nn.Module) -> None:
     """Accumulate the gradients of all parameters in float32.
 
     The function sets torch's `grad_dtype` of each parameter. The executor reads only `grad_dtype`,
-    so it can also be set for single parameters. In splittable layers, the matrix product adds to
+    so users can also set it for single parameters. In splittable layers, the matrix product adds to
     the float32 gradient directly (`schedir.kernels.weight_gradient`). For other parameters,
     autograd first rounds the gradient of one microbatch to the dtype of the parameter.
 
@@ -255,7 +256,7 @@ class LossScale:
     """The factor of a float16 loss, which keeps small gradients from becoming zero.
 
     The rule and the default values are those of torch.amp.GradScaler. Each rank has a loss scale.
-    The loss scales stay equal, because all ranks change them by the same global norm.
+    The loss scales stay equal, because they depend on the global norm, which all ranks share.
 
     Args:
         value: The first value.

@@ -41,7 +41,7 @@ from schedir.transports.transport import Work
 
 
 class OptimisticStep(ProgramService):
-    """The updates of a rank. All of them are validated, except for the last update.
+    """The updates of a rank. All updates before the last update are validated.
 
     Instruction handlers call `step`, `track_norm` and `wait_for_previous_norm`. `needs_rerun`
     returns the same result on all ranks.
@@ -122,7 +122,7 @@ class OptimisticStep(ProgramService):
         self.apply_update()
 
     def track_norm(self, sum_of_squares: Tensor, work: Work) -> None:
-        """Keep the sum of squares of this step, while the ranks still add their sums.
+        """Keep the global sum of squares of this step, before `work` has completed.
 
         Args:
             sum_of_squares: The sum of squares of all gradients. It is valid when `work` has
@@ -208,7 +208,7 @@ class OptimisticStep(ProgramService):
         """Mark the next steps as warm-up steps, whose updates are not validated.
 
         Args:
-            preserved: Restores the mark when it is closed.
+            preserved: Restores `is_warm_up` when it is closed.
             makes_update: See `Service.undo_steps`.
         """
         preserved.add_fields(self, "is_warm_up")

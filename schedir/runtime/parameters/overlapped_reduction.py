@@ -72,9 +72,9 @@ class GradientReduction:
     are final when the backward ends.
 
     In two cases a gradient may still change later. The first is a backward within the backward,
-    such as a checkpoint with use_reentrant=True. The second is a module with hooks. In both cases
-    all gradients are final only when the backward ends. `end` detects any other write to a bucket
-    whose reduction has started.
+    such as a checkpoint with use_reentrant=True. The second is a module with backward hooks. In
+    both cases all gradients are final only when the backward ends. `end` detects any other write to
+    a bucket whose reduction has started.
 
     Args:
         gradients: The gradient buffers of the stage.
@@ -211,8 +211,8 @@ class GradientReduction:
 def _may_add_late(module: nn.Module, roots: Sequence[BackwardRoot]) -> bool:
     """Return whether a backward may add to gradients after autograd has accumulated them.
 
-    A hook of a module may write to any gradient. A checkpoint with use_reentrant=True runs a nested
-    backward, and its weights may also be used outside of the checkpoint.
+    A backward hook of a module may write to any gradient. A checkpoint with use_reentrant=True runs
+    a nested backward, and its weights may also be used outside of the checkpoint.
     """
     if any(owner._backward_hooks or owner._backward_pre_hooks for owner in module.modules()):
         return True

@@ -23,7 +23,7 @@ def make_parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
 
 
 def share_hooks(other: nn.Parameter, parameter: nn.Parameter) -> None:
-    """Give a Parameter the gradient hooks of another one, including hooks that are added later.
+    """Give a Parameter the gradient hooks of another Parameter, also hooks that are added later.
 
     Args:
         other: The Parameter that gets the hooks.

@@ -1,4 +1,4 @@
-"""The order of tokens that tensor-parallel ranks share (sequence parallelism).
+"""The division of a sequence's tokens among tensor-parallel ranks (sequence parallelism).
 
 A sequence has s tokens. Rank r of t ranks has s / t tokens, from r * s / t on. Tokens are in the
 second last dimension.

@@ -51,8 +51,8 @@ class ShardedParameters:
     Args:
         gradients: The gradient buffers of the stage.
         shard_spec: The number of replicas, the index of this replica, and the ZeRO level.
-        aliases: Parameter of this stage -> the parameter of another stage whose memory it uses. Its
-            weights are gathered from the other stage's shard.
+        aliases: Parameter of this stage -> the parameter of another stage in the same memory. Both
+            parameters are gathered from the other stage's shard.
     """
 
     def __init__(
@@ -205,10 +205,11 @@ class ShardedParameters:
         ]
 
     def reshard(self) -> None:
-        """Free the full weights, so that only this replica's shard remains.
+        """End the use of the full weights.
 
-        A write to elements of another replica's shard would be lost. Version counters do not show a
-        write to `data`, so the first step also compares checksums.
+        At ZeRO level 3, the method frees the full weights, so that only this replica's shard
+        remains. A write to elements of another replica's shard would be lost. Version counters do
+        not show a write to `data`, so the first step also compares checksums.
 
         Raises:
             ModelError: The stage wrote to a weight.

@@ -89,7 +89,7 @@ class RankTies:
     Attributes:
         substitutes: Stage -> shared Parameter -> its substitute in this stage.
         aliases: Substitute -> the Parameter of the rank whose memory it uses.
-        has_separate_copies: True if the copies of a tied weight are in separate memory.
+        has_separate_copies: True if at least one tied weight has copies in separate memory.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ class WeightVersions:
                 this index on are dropped.
 
         Raises:
-            ModelError: A stage wrote to a copy that is dropped.
+            ModelError: The stage wrote to a copy that is dropped.
         """
         for old_version in [v for v in self.copies_by_version if self.last_uses[v] < index]:
             self.require_unwritten(old_version)
@@ -107,21 +107,21 @@ class WeightVersions:
         """Check the remaining copies at the end of a step.
 
         Raises:
-            ModelError: A stage wrote to a copy.
+            ModelError: The stage wrote to a copy.
         """
         self.require_unwritten()
         self.compares_values = False
 
     def require_unwritten(self, *versions: int) -> None:
-        """Check that no stage wrote to a copy.
+        """Check that the stage wrote to no copy.
 
-        The write would be missing in the original parameter of the module.
+        A write to a copy would be missing in the original parameter of the module.
 
         Args:
             *versions: The versions to check. By default all versions that are kept.
 
         Raises:
-            ModelError: A stage wrote to a copy.
+            ModelError: The stage wrote to a copy.
         """
         for version in versions or [*self.copies_by_version]:
             if (new_traces := self._collect_traces(version)) == self.traces[version]:

@@ -1,7 +1,7 @@
 """Count how often torch allocated or freed GPU memory.
 
 The warm-up steps allocate all memory that steps need (see `Executor.step`). A later allocation or
-free may wait for all work on the GPU. This may include a receive that waits for its peer.
+free may wait for all work on the GPU. This work may include a receive that waits for its peer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def describe_growth(processes: int, total_processes: int) -> str:
     """Return a warning about processes that allocated GPU memory after the first step.
 
     Args:
-        processes: The number of such processes.
+        processes: The number of processes that allocated GPU memory.
         total_processes: The number of processes of the run.
     """
     return (

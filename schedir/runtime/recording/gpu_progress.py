@@ -114,7 +114,8 @@ class GpuProgress:
             progress: The progress of a step.
         """
         program = self.executor.program
-        # Work on a lane waits for all compute instructions that the host issued earlier.
+        # Use blocking hosts, because work on a lane waits for all compute instructions that the
+        # host issued earlier.
         graph = Graph.from_program(
             program, self.executor.state.transport.progress_model, blocking_hosts=True
         )
@@ -160,7 +161,7 @@ class _StepEvents:
 
 
 def _find_started_work(state: State, k: int, i: Instr) -> Callable[[], Sequence[Any]]:
-    """Return a function that returns the transfers that an instruction has just started."""
+    """Return a function that lists the transfers that an instruction has just started."""
     if i.op in SEND_OPS:
         return lambda: state.service(PendingSends).works[k][:1]
     if i.op in RECV_OPS + BOUNDARY_COLLECTIVE_OPS + EP_COLLECTIVE_OPS:

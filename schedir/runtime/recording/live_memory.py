@@ -101,7 +101,7 @@ class LiveMemory(TorchDispatchMode):
 
 
 def _list_static_tensors(executor: Executor) -> Iterable[object]:
-    """Yield the tensors that a rank has in all steps. Some may have no memory at times."""
+    """Yield the tensors that a rank keeps in all steps, also while their memory is freed."""
     state = executor.state
     for stage in executor.stages.values():
         yield from stage.list_static_tensors()

@@ -33,7 +33,7 @@ def gather_timeline(executor: Executor, transport: ProcessTransport) -> Timeline
         tensor-parallel rank. On other processes None.
 
     Raises:
-        ModelError: No step was recorded, or a rank has not sent two times for each of its
+        ModelError: No step was recorded, or a rank has not sent a start and an end for each of its
             instructions.
     """
     (times,), event_error = read_step_times([executor.timestamps])

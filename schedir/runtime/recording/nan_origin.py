@@ -83,7 +83,7 @@ class NanOrigin(NamedTuple):
     """An instruction of a rank whose output, loss or gradient is not finite.
 
     Args:
-        process: The number of the process.
+        process: The index of the process, from 0.
         replica: The data-parallel replica.
         rank: The pipeline rank.
         stream_index: The index of the instruction in the stream of the rank.
@@ -103,7 +103,7 @@ class NanOrigin(NamedTuple):
 
     @property
     def sort_key(self) -> tuple[int, ...]:
-        """The order of data flow: forwards by ascending stage, backwards by descending stage."""
+        """The order of microbatches, and of data flow in each of them. Reductions come last."""
         op, stage, mb = self.instr
         if op not in COMPUTE_OPS:  # a reduction, where `mb` is the update
             return 1, 0, 0, -stage, self.process
@@ -241,7 +241,7 @@ def rerun_step(
 
     Args:
         executor: The executor.
-        process: The number of the process, for the result.
+        process: The index of this process, for the result.
         replica: The data-parallel replica, for the result.
         inputs: The inputs of the step.
         targets: The targets of the step.

@@ -197,11 +197,11 @@ class HostTimestamps(Timestamps):
         )
 
     def on_issued(self) -> None:
-        """Do nothing: `wait` records the end of the work."""
+        """Do nothing: `_ObservedWork.wait` records the end of the work."""
 
 
 class _ObservedWork:
-    """Work that records its end when a wait for it returns, the earliest possible time on a CPU."""
+    """Work that records its end when `wait` returns. A host cannot detect the end earlier."""
 
     def __init__(self, timestamps: HostTimestamps, k: int, work: Work) -> None:
         self.timestamps = timestamps
@@ -329,7 +329,7 @@ class EventTimestamps(Timestamps):
             anchor_time - np.array([event.elapsed_time(anchor) for event in events]) / 1e3
             for events in (self.start_events, self.end_events)
         )
-        # An instruction begins no earlier than its queue is free. The members of a group of
+        # Queue -> the time from which it is free for its current group. The members of a group of
         # transfers run concurrently.
         free_times: dict[int, float] = {}
         # Queue -> its last group, and the time when all members of the group have ended.

@@ -40,9 +40,9 @@ class LossGradients(ProgramService):
     def compute(self, mb: int) -> Tensor:
         """Return the initial gradient of the backward of a microbatch.
 
-        If the loss is not finite, the initial gradient is NaN. The gradients of the update are then
-        NaN, too, so all ranks detect that the loss is not finite. With `accumulate_grads` the
-        initial gradient is `grad_scale`, because gradients are not scaled later.
+        With `accumulate_grads` the initial gradient is always `grad_scale`, because gradients are
+        not scaled later. Otherwise it is NaN if the loss is not finite. The gradients of the update
+        are then NaN, too, so all ranks detect that the loss is not finite.
 
         Args:
             mb: The microbatch.

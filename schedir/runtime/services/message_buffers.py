@@ -71,7 +71,7 @@ class MessageBuffers(RankService):
 
         Args:
             kind: The kind of the value.
-            number: The number of its slot.
+            number: The index of the value's slot.
             form_changes: The opcodes that changed the form of the value.
 
         Returns:

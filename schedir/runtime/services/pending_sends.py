@@ -59,8 +59,8 @@ class PendingSends(ProgramService):
         self.works.clear()
 
 
-# Opcode of an instruction -> (opcode of the send, direction to the sending stage) for each value
-# that the instruction needs.
+# Opcode of an instruction -> (opcode of the send, direction to the sending stage) for each received
+# value that the instruction needs.
 _SENDS_BY_CONSUMER: Final = {
     row.op: [
         (send, LOCAL_HANDOVER[kind][1])

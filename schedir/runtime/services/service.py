@@ -87,7 +87,7 @@ class Service:
         return False
 
     def lift_guard(self) -> None:
-        """Allow writes to the memory that several ranks of this process share."""
+        """Allow access to weights, before a rank writes to weights that other ranks share."""
 
     def validate(self) -> None:
         """Validate the last update, and correct weights and optimizer state if needed.
@@ -96,7 +96,7 @@ class Service:
         """
 
     def preserve(self, preserved: PreservedState) -> None:
-        """Add the state that one step changes and a later step reads.
+        """Add the state that a step changes and a later step reads to `preserved`.
 
         The caller restores this state after warm-up steps, and before a step runs again. A
         checkpoint does not contain this state. So a service with such state must raise in

@@ -1,7 +1,4 @@
-"""ShardedStages: the sharded parameters of all stages of a rank, in the steps of a program (ZeRO).
-
-With ZeRO, the weights of a rank are sharded between steps.
-"""
+"""ShardedStages: the parameters of a rank's stages, which ZeRO shards between steps."""
 
 from __future__ import annotations
 

@@ -36,16 +36,16 @@ class StageWeightVersions(ProgramService):
         """Keep a copy of the weights after an optimizer step, for later compute instructions.
 
         Args:
-            step: The OptimizerStep. The `mb` of this instruction is the number of the update.
+            step: The OptimizerStep. The `mb` of this instruction is the index of the update.
         """
         for versions in self.by_stage.values():
             versions.keep_version(step.mb + 1, self.state.index_of[step])
 
     def finish_step(self) -> None:
-        """Check that the step wrote to no version.
+        """Check that the step wrote to no copy of the weights.
 
         Raises:
-            ModelError: A stage wrote to a version.
+            ModelError: A stage wrote to a copy of its weights.
         """
         for versions in self.by_stage.values():
             versions.end_step()

@@ -30,7 +30,8 @@ class OptimizerSteps(RankService):
 
     Attributes:
         can_step: False in steps that will be undone and in which the optimizer must not step.
-        read_last_result: Returns the gradient norm and the finite updates of the last step.
+        read_last_result: Returns `Executor.grad_norm` and `Executor.finite_updates` of the last
+            step.
     """
 
     def __init__(self, resources: RankResources) -> None:
@@ -79,7 +80,8 @@ class UpdateChecks(ProgramService):
         state: The state of the program.
 
     Attributes:
-        grad_norm: The global norm of the last update's gradients before clipping, 0-dim float64.
+        grad_norm: The global norm of the last update's gradients before clipping, 0-dim float64. It
+            is 0 if the program has no gradient clipping.
         finite_updates: A bool for each update of the step: True if the update was finite.
         squared_norms: Update -> sum of squares of all gradients. The clipping of an update removes
             its entry. There may be several entries, because a rank without gradients may reduce the
@@ -114,14 +116,14 @@ class UpdateChecks(ProgramService):
             self.state.service(OptimizerSteps).read_last_result = self.read_result
 
     def read_last_result(self) -> tuple[Tensor, Tensor]:
-        """Return the gradient norm and the finite updates of the rank's last training step."""
+        """Return `grad_norm` and `finite_updates` of the rank's last training step."""
         return (self.state.service(OptimizerSteps).read_last_result or self.read_result)()
 
     def check_once(self, update: int) -> Tensor:
         """Return whether an update is finite. The first call checks and clips its gradients.
 
         Args:
-            update: The number of the update.
+            update: The index of the update in the step.
 
         Raises:
             ModelError: See `check_and_clip`.
@@ -134,7 +136,7 @@ class UpdateChecks(ProgramService):
         """Record whether an update is finite, and return the result.
 
         Args:
-            update: The number of the update.
+            update: The index of the update in the step.
 
         Raises:
             ModelError: See `check_and_clip`.
@@ -150,7 +152,7 @@ class UpdateChecks(ProgramService):
         parameters to their shards.
 
         Args:
-            update: The number of the update.
+            update: The index of the update in the step.
 
         Returns:
             A 0-dim bool tensor: True if the gradients are finite. With clipping these are the
