@@ -311,7 +311,7 @@ class Program:
 
         A program of more than 2^22 instructions caches nothing.  `make` gets a twin of the program,
         which has the same Streams, the same proofs and a copy of the cache.  So the cached object
-        has no reference to the program, and there is no reference cycle that delays freeing both.
+        has no reference to the program, and no reference cycle keeps them in memory.
         Objects that `make` caches in the twin are also copied to the cache of the program.
 
         Args:

@@ -180,7 +180,7 @@ class Cluster:
         """The number of GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
-    # ------------------------------------------------------------ messages and sums
+    # ------------------------------------------------------------ messages and collectives
 
     def bandwidth(self, processes: GroupProcesses) -> float:
         """Return the bandwidth of the slowest link of a ring of processes.
@@ -552,8 +552,7 @@ class Cluster:
 
         Raises:
             UsageError: shape.ranks x tp x dp is not the number of GPUs, `mesh` has another shape,
-                or `dp` is not a multiple of `ep`. Or a size or a bandwidth that is needed is
-                missing.
+                or `dp` is not a multiple of `ep`. Or a required size or bandwidth is missing.
             CostsError: F is missing, or the backwards are neither B alone, nor both I and W.
 
         Example:

@@ -32,7 +32,7 @@ def to_per_stage(
         subject: Name of the value, as the subject of an error message.
         value: A number, a sequence of numbers, or an array or nested sequences.
         error: Type of the error to raise.
-        allow_arrays: If False, an array of (stages, microbatches) is refused.
+        allow_arrays: If False, an array of shape (stages, microbatches) is refused.
         max_value: The largest number that is allowed.
 
     Returns:
@@ -274,7 +274,7 @@ def sum_segments(each: Floats, segments: Sequence[int]) -> Floats:
 
 
 def average_stages(value: PerStage, segments: Sequence[int]) -> PerStage:
-    """Return a value per segment for which the segments of each stage have the same sum.
+    """Return a value per segment that has the same sum for each stage.
 
     This sum is the mean over all stages. The segments of a stage have equal parts of it.
 

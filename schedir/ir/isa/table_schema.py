@@ -80,8 +80,9 @@ class ValueRow(NamedTuple):
             of the two stages.
         local_source: For an input that a stage gets from another stage, the kind of value that the
             other stage makes.  If both stages are on one rank, the two values are the same tensor.
-        converted_from: For a value that an instruction makes from another value, which it frees:
-            the kind of this other value, and the field of `Sizes` with the bytes of both together.
+        converted_from: For a value that an instruction makes from another value, which this
+            instruction frees: the kind of the other value, and the field of `Sizes` with the bytes
+            of both values together.
         program_attribute: An attribute of programs.  The value exists only in programs in which the
             attribute has one of `attribute_values`.  If `attribute_values` is empty, the value
             exists in programs in which the attribute differs from its default.
@@ -171,9 +172,10 @@ class Change(NamedTuple):
 
     A state is one of TIERS, or a field of `Sizes` with the bytes of the value.  A new value is on
     the first of TIERS.  The size of a new value is the `before` of its first change of size.  An
-    instruction that only reads the value needs it on the first of TIERS, with the `after` of its
-    last change of size.  An instruction that reads the value in another state has a `Change` in
-    which `before` and `after` are this state.  Such an instruction need not give the value.
+    instruction that only reads the value needs it on the first of TIERS, with the `after` of the
+    value's last change of size.  An instruction that reads the value in another state has a
+    `Change` in which `before` and `after` are this state.  Such an instruction need not give the
+    value.
 
     Attributes:
         value: The value.
