@@ -104,7 +104,7 @@ def _has_sharded_weights(program: Program) -> bool:
 
 
 def _count_unsharded_stages(program: Program, uses: StageRuns, stage_limit: int | None) -> int:
-    """Return the number of stages of a rank that are unsharded at the same time."""
+    """Return the largest number of stages of a rank that are unsharded at the same time."""
     max_sharded = max(
         len({*stages} - {*range(program.frozen_stages)}) for stages in program.shape.stages_on_rank
     )

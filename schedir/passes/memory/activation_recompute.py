@@ -106,7 +106,8 @@ RECOMPUTE_TYPE: Final = make_selection_type("must select the forwards that are r
 RECOMPUTE_AT_TYPE: Final = FieldType(
     "must be early or late", _parse_recompute_time, str, metavar="WHEN"
 )
-_MAX_ROUNDS: Final = 4  # rounds that move R earlier.  Each moved R can leave a wait for another R.
+# Rounds that move R earlier.  After a move, another R can fit into an idle time.
+_MAX_ROUNDS: Final = 4
 
 # ---------------------------------------------------------------- placement
 
@@ -221,8 +222,8 @@ def _place_with_offload(program: Program, candidates: Words, options: Options) -
     The function searches for the choice of R that keeps the memory limit with the shortest
     simulated step. It first tries no R, then a quarter, a half and all of the R that are needed
     without offload. It then changes the best choice stage by stage: it removes all R of the stage,
-    or adds all its candidates if the stage has no R. It stops when a choice keeps the limit and the
-    step takes no longer than without recomputation and offload.
+    or adds all candidates of the stage if the stage has no R. It stops when a choice keeps the
+    limit and the step takes no longer than without recomputation and offload.
     """
     without_offload = replace(
         options,

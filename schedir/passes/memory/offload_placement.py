@@ -192,7 +192,8 @@ def _insert_round_trip(
     """Insert a move after each producer, and a move back before each user.
 
     If the users are reloads from the host, `reloads` lists these reloads with the users of their
-    values. A move back must then end before the latest time at which its reload can start.
+    values. A move back must then end before the latest time at which the reload of the value can
+    start.
     """
     order = np.argsort(users, kind="stable")
     producers, users = producers[order], users[order]

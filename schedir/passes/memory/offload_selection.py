@@ -88,7 +88,7 @@ def insert_offloads(program: Program, options: Options) -> Program:
     "fit" applies to the ranks that exceed the limit. As in the paper, it selects the values with
     the longest time until their use. If several values have the same time, it selects some of them
     at even distances, such as every second one. "fit" selects the smallest number of values that
-    keeps the limit. It selects more values if that makes the step shorter. For the disk, it selects
+    keeps the limit. It selects more values if the step is then shorter. For the disk, it selects
     the values that are on the host for the longest time.
 
     Args:
@@ -277,7 +277,7 @@ def _choose_fewest_to_fit(
     tier: Tier,
     options: Options,
 ) -> Words:
-    """Return the candidates to move from a tier, so that no rank exceeds the limit on it."""
+    """Return the candidates to move from a tier, so that no rank exceeds the limit of the tier."""
     name, option = (
         ("memory_limit", "offload")
         if tier == "device"

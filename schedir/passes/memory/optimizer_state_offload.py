@@ -202,7 +202,7 @@ def _lower(program: Program, options: Options) -> Program:
 
 
 def _should_run(program: Program, options: Options) -> bool:
-    """Return whether the program lacks the instructions, or `_lower` must refuse an option."""
+    """Return whether the moves of states are missing, or `_lower` must refuse an option."""
     if _find_useless_option(program, options) is not None:
         return True
     is_offloaded = program.optimizer_placement in _OFFLOAD_PLACEMENTS

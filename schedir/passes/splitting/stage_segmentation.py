@@ -3,7 +3,7 @@
 A segment is the compute of a stage between two collectives of the tensor-parallel or the
 expert-parallel group. Segments are stages of the program. So checks, costs, recomputation, offload
 and charts work for segments as for stages. The collectives between segments are instructions, and
-other compute can run during a collective. T3 (arXiv 2401.16677) does this in hardware.
+other compute can run during a collective. T3 (arXiv 2401.16677) overlaps them in hardware.
 
 The chunks of a microbatch pass through each segment one after the other. The samples of a
 microbatch are independent, so the next chunk can run during the collective of the previous chunk. A
@@ -502,8 +502,8 @@ def _list_collectives(program: Program) -> Iterator[tuple[Opcode, NDArray[np.boo
 
     The mask has the shape (stages,). A collective belongs to the stage that uses its result. The
     number of this stage is that of the producer plus the offset. With sequence parallelism, a
-    reduction leaves each rank its part of the sequence. So the values that cross this boundary in
-    the other direction are gathered.
+    reduction leaves each rank its part of the sequence. So the values that cross the boundary of the
+    reduction in the other direction are gathered.
     """
     stages = program.shape.stages
     # The first trained stage computes no gradient of its input.
