@@ -151,7 +151,7 @@ class _ProgramSequence:
         In a correct program, the numbers of sends and receives of a channel are equal. So it is
         enough that the steps that use a channel are in the same order on both of its ranks.
         Collectives need no check here. Only programs that train have collectives, and two such
-        programs in different orders do not finish, which `require_finish` finds.
+        programs in different orders do not finish. `require_finish` refuses them.
         """
         violations: list[
             tuple[int, int, int, int, _SequenceStep | None, int, _SequenceStep | None]

@@ -502,8 +502,8 @@ def _list_collectives(program: Program) -> Iterator[tuple[Opcode, NDArray[np.boo
 
     The mask has the shape (stages,). A collective belongs to the stage that uses its result. The
     number of this stage is that of the producer plus the offset. With sequence parallelism, a
-    reduction leaves each rank its part of the sequence. So the values that cross the boundary of the
-    reduction in the other direction are gathered.
+    reduction at a boundary leaves each rank its part of the sequence. So the values that cross this
+    boundary in the other direction are gathered.
     """
     stages = program.shape.stages
     # The first trained stage computes no gradient of its input.
