@@ -25,8 +25,8 @@ from schedir.ir.isa.instructions import (
 _NON_MICROBATCH_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS if row.scope is not Scope.MICROBATCH
 )
-# Each lane without messages has a separate queue under every model. All lanes with messages have
-# the last number here. `assign_queues` then divides them into queues.
+# In a model with lane queues, each lane without messages has a separate queue. All lanes with
+# messages have the last number of `LINE_BY_LANE`, and `assign_queues` divides them into queues.
 _SEPARATE_LANES: Final = [row.lane for row in LANES if not row.has_messages]
 LINE_BY_LANE: Final = {
     row.lane: len(_SEPARATE_LANES) if row.has_messages else _SEPARATE_LANES.index(row.lane)
