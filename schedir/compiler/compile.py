@@ -506,7 +506,7 @@ def lower(
 
 
 def _suggest_placement(draft: Program) -> str:
-    """Return a hint if a built-in schedule has its stages in another order than its ranks."""
+    """Return a hint if the stages of a built-in schedule are not in the order of the ranks."""
     in_order = all(stages == (rank,) for rank, stages in enumerate(draft.shape.stages_on_rank))
     if in_order or draft.shape.stages_per_rank > 1 or draft.name not in get_built_in_schedules():
         return ""
