@@ -494,7 +494,7 @@ class Cluster:
           tensor-parallel ranks, and gathering these parts. `activation` in `sizes` has the bytes of
           the full tensor. For a sharded boundary, give tp times the bytes of one rank's part.
         - `reduce_grads`: an all-reduce over the replicas, as a ring. Executors start it during the
-          last backward, so the time that remains after this backward is shorter.
+          last backward, so the time that remains after this backward is shorter than the cost.
         - `reduce_replicated_stages`: an all-reduce over the ranks that have a replica of the stage.
         - With `zero` from 1 on, instead of `reduce_grads`: `reduce_scatter`, a reduce-scatter of
           the stage's `grads`, and `unshard`, an all-gather of its `params`. Both collectives are

@@ -38,7 +38,7 @@ class ProducerRule(Enum):
 
 
 class PeerRule(Enum):
-    """The stage on the other side of a message: a neighbour, or the other end of a skip.
+    """The rule that leads to the other stage of a message: a neighbour, or the end of a skip.
 
     `Program.neighbor_stages` returns the numbers of these stages.
     """
@@ -259,7 +259,7 @@ class Row(NamedTuple):
             have the stage ("stage_replicas"), or the ranks that share a tied weight
             ("tied_weights").  An instruction of the group "tied_weights" needs and gives the values
             of all stages with a tied weight together.
-        host_sync: "always" if a blocking host waits for all earlier instructions of the lane;
+        host_sync: "always" if a blocking host first waits for all earlier instructions of the lane;
             "replicas" if the host waits only in programs with dp > 1.
         changes: The changes of the states of values that the instruction needs.
         ring: For a collective, the bytes that it moves.  A collective of the processes of one
