@@ -3,6 +3,8 @@
 If possible, a Recompute runs while its rank would otherwise wait, for example for the gradient of
 its microbatch.
 
+An address is a (stage, microbatch) pair, as a packed word.
+
 References:
     Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 """
@@ -83,7 +85,7 @@ def _find_backwards(program: Program) -> Positions:
 
 
 def _find_candidates(program: Program) -> Words:
-    """Return the addresses (stage and microbatch) whose forward can be recomputed.
+    """Return the addresses whose forward can be recomputed.
 
     Such an address has another instruction between its F and its backward, and no R yet.
     """
@@ -181,7 +183,7 @@ def _find_earlier_positions(
 
 
 def _move_earlier(program: Program, targets: dict[int, int]) -> Program:
-    """Move the instruction at each key of `targets` before the position that is its value."""
+    """Move the instruction at each position p in `targets` before position `targets[p]`."""
     key = np.arange(len(program), dtype=float)
     for position, target in targets.items():
         key[position] = target - 0.5

@@ -360,7 +360,7 @@ class SlotRange(NamedTuple):
     def find_sufficient_slots(
         self, program: Program, options: Options, max_slots: Counts
     ) -> Counts:
-        """Return the smallest numbers of slots that do not increase the predicted time.
+        """Search for the smallest numbers of slots that do not increase the predicted time.
 
         The time is compared with the predicted time for `max_slots`.
 

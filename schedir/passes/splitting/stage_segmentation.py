@@ -197,9 +197,9 @@ def divide_over_stages(segments: SegmentSpec, ranks: int, stages: int) -> tuple[
 def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -> Program:
     """Split each stage of a draft into segments, and each microbatch into chunks.
 
-    Forwards run the first segment first, and backwards the last segment first. Two joined computes
-    alternate their segments. With tp=1, there are no tensor-parallel collectives between segments.
-    With ep=1, there are no expert-parallel collectives.
+    Forwards run the first segment first, and backwards the last segment first. The segments
+    of two joined computes alternate. With tp=1, there are no tensor-parallel collectives between
+    segments. With ep=1, there are no expert-parallel collectives.
 
     Attributes of stages become attributes of segments: frozen stages, tied weights, skips and the
     weight delay. A skip leads from the last segment of its source stage to the first segment of its
