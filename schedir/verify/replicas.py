@@ -196,7 +196,7 @@ class _ReplicaGraph(Graph):
         joint = np.arange(group_starts[-1], dtype=np.int32)
         for members in _match_collectives(programs, self.starts):
             joint[members] = members[0]
-        # For each replica, the joint node of each node of its graph.
+        # For each replica, the node in this graph of each node of the replica's graph.
         self.joint_nodes = [
             np.concatenate([joint[a:b], joint[c:d]])
             for (a, b), (c, d) in zip(pairwise(self.starts), pairwise(group_starts), strict=True)
