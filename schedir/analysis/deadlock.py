@@ -245,7 +245,7 @@ def _make_mismatch_error(graph: Graph) -> ChannelMismatchError:
 
 
 def _is_finished(graph: Graph, earliest_times: EarliestTimes) -> NDArray[np.bool_]:
-    """Return a mask of the instructions of groups whose members all end."""
+    """Return a mask: True for an instruction if all members of its group end."""
     is_done = earliest_times.is_done
     if not graph.index.has_joined:
         return is_done

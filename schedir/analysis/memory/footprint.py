@@ -563,7 +563,7 @@ def _get_memory_name(kind: Value) -> str:
 
 
 def _compute_value_sizes(program: Program, kind: Value, sizes: Sizes) -> NDArray[np.float64]:
-    """Return the full bytes of each value of a kind, in the order of the lifetimes."""
+    """Return the bytes of each value of a kind before changes of form, in lifetime order."""
     return compute_full_sizes(
         program, kind, sizes, Dataflow.from_program(program).find_lifetimes(kind).filled_at
     )
