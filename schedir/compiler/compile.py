@@ -115,7 +115,7 @@ def compile(
         overlap: If True, opposite transfers of two ranks form one group, and other receives and
             gathers start early.
         buffer_sharing: The way in which values share static buffers. "minimal" uses the fewest
-            buffers. "latency_preserving" uses the fewest buffers that do not lengthen the step with
+            buffers. "latency_preserving" searches for the fewest that do not lengthen the step with
             `costs`. If messages have cost 0, this value assumes that a message takes half a
             forward. By default each value has a separate buffer.
         sizes: Bytes of values. `memory_limit` needs them.
