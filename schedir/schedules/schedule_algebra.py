@@ -83,7 +83,7 @@ class RankSchedule:
 
     letters: Words
     __array_ufunc__ = None  # With numpy numbers n, n * F then calls __rmul__ of this class.
-    # Without this line, reversed(n * B) would return stages: it would call __getitem__.
+    # Without this line, reversed(n * B) would call __getitem__ with local stages.
     __reversed__ = None
 
     def __add__(self, other: RankSchedule | int) -> RankSchedule:
