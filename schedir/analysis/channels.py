@@ -25,8 +25,8 @@ from schedir.ir.isa.instructions import (
 _NON_MICROBATCH_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS if row.scope is not Scope.MICROBATCH
 )
-# Each lane without messages has a separate queue under every model. All lanes with messages have
-# the last number here. `assign_queues` then divides them into queues.
+# In a model with lane queues, each lane without messages has a separate queue. All lanes with
+# messages have the last number of `LINE_BY_LANE`, and `assign_queues` divides them into queues.
 _SEPARATE_LANES: Final = [row.lane for row in LANES if not row.has_messages]
 LINE_BY_LANE: Final = {
     row.lane: len(_SEPARATE_LANES) if row.has_messages else _SEPARATE_LANES.index(row.lane)
@@ -75,8 +75,8 @@ def assign_queues(
     if not rules.has_lane_queues:
         return index.rank.astype(np.uint16)
     # The table has the queue of every possible instruction, by opcode, replica row and stage. A
-    # queue number encodes the rank, the lane (`LINE_BY_LANE`), the peer (1 + its rank), and the
-    # kind or direction.
+    # queue number encodes the rank, the lane (`LINE_BY_LANE`), the peer (1 + its rank), the kind
+    # and the direction.
     line_count = len(_SEPARATE_LANES) + 1
     queue_table = shape.replica_ranks * line_count + _LINE_BY_CELL[:, None, None]
     for op in TRANSFER_OPS:
@@ -177,9 +177,9 @@ def find_communicators(
 ) -> tuple[Positions, NDArray[np.int64]]:
     """Return the transfers that have a partner, and the communicator of each.
 
-    If a rank has a queue for each peer, a communicator has two ranks. Otherwise a communicator has
-    all ranks, and a negative number. If kinds of messages or directions have separate queues, they
-    also have separate communicators.
+    If a rank has a queue for each peer, a communicator has two ranks, except for batched transfers.
+    Otherwise a communicator has all ranks, and a negative number. If kinds of messages or
+    directions have separate queues, they also have separate communicators.
 
     Args:
         index: The index of the program.

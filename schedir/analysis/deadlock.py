@@ -245,7 +245,7 @@ def _make_mismatch_error(graph: Graph) -> ChannelMismatchError:
 
 
 def _is_finished(graph: Graph, earliest_times: EarliestTimes) -> NDArray[np.bool_]:
-    """Return a mask of the instructions of groups whose members all end."""
+    """Return a mask: True for an instruction if all members of its group end."""
     is_done = earliest_times.is_done
     if not graph.index.has_joined:
         return is_done
@@ -262,7 +262,7 @@ def _find_queue_heads(graph: Graph, is_finished: NDArray[np.bool_]) -> dict[int,
 
 
 def _find_group_members(graph: Graph, head: int) -> NDArray[np.intp]:
-    """Return the positions that a rank issues together with an instruction, itself included."""
+    """Return the positions of an instruction and of those that its rank issues together with it."""
     entry_node, rank = graph.entry_exit_nodes[0], graph.index.rank
     return np.flatnonzero((entry_node == entry_node[head]) & (rank == rank[head]))
 

@@ -4,12 +4,13 @@ A program finishes under a progress model if and only if this graph has no cycle
 longest path is the predicted time, and any topological order is a legal execution. `check`,
 `simulate`, the lowering and the in-process executor all use this graph.
 
-An instruction waits for four kinds of predecessors:
+An instruction waits for these kinds of predecessors:
 
 - `needs`: the instructions that produce its values (`ir/dataflow.py`).
 - `slot_reuses`: the instruction that frees the slot that this instruction fills, if slots are
   shared.
-- `queue_predecessor`: the instruction before it in its queue.
+- `queue_predecessor`: the previous instruction in its queue.
+- `host_waits`: the instructions that a blocking host has waited for.
 - `partner`: the other end of a message.
 
 `edges` yields the edges between nodes. A send and its receive are one node, and all members of a

@@ -30,10 +30,10 @@ def find_host_waits(
     - The host runs the instructions of some lanes itself. The row contains, for each instruction,
       the last instruction of the lane before it.
     - On other lanes, the host waits for the inputs of an instruction and then starts it. An example
-      is the gather of a received activation. When the host starts it, the message and the earlier
-      instructions of the lane have ended. Nothing else can delay the gather, so the row contains
-      the last instruction that the host started. Collectives between segments are left out, because
-      the host computes their inputs itself.
+      is the gather of a received activation. When the host starts the gather, the message and the
+      earlier instructions of the lane have ended. Nothing else can delay the gather, so the row
+      contains the last instruction that the host started. Collectives between segments are left
+      out, because the host computes their inputs itself.
     - Before some instructions, the host waits until their lane is empty (`Row.host_sync`). Then all
       earlier instructions of the lane have ended.
     - Some instructions wait for another lane (`Row.host_sync_lanes`). After such an instruction,

@@ -2,10 +2,10 @@
 
 numba is optional (`schedir[fast]`). The import of numba and its compiled loops takes some tenths of
 a second. A small command needs less time for its computation. So a process starts without numba,
-and adds up the time of its longest-path walks. If the next walk would bring this sum to the time of
-the import, the process imports numba before this walk. So a process takes at most about twice the
-shortest possible time, and a command with one small walk never imports numba. Results with and
-without numba are bitwise equal. `enable_numba` imports numba immediately.
+and adds up the time of its longest-path computations. If the next one would bring this sum to the
+time of the import, the process imports numba first. So a process takes at most about twice the
+shortest possible time, and a command with one small computation never imports numba. Results with
+and without numba are bitwise equal. `enable_numba` imports numba immediately.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _uncompiled_seconds = [0.0]  # seconds that this process spent in loops without 
 
 
 def add_uncompiled_time(seconds: float) -> None:
-    """Add the time of a longest-path walk without compiled loops to the sum of this process.
+    """Add the time of a longest-path computation without compiled loops to the sum of this process.
 
     Args:
-        seconds: The time of the walk, in seconds.
+        seconds: The time of the computation, in seconds.
     """
     _uncompiled_seconds[0] += seconds
 
@@ -49,7 +49,7 @@ def compile_if_worthwhile(loops: tuple[Loop, ...], seconds: float = 0.0) -> tupl
 
     Args:
         loops: Python functions that numba can compile.
-        seconds: Estimated seconds of the caller's next walk without machine code.
+        seconds: Estimated seconds of the caller's next computation without machine code.
     """
     return _compile(loops) if _uncompiled_seconds[0] + seconds >= IMPORT_SECONDS else None
 

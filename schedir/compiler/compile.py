@@ -115,7 +115,7 @@ def compile(
         overlap: If True, opposite transfers of two ranks form one group, and other receives and
             gathers start early.
         buffer_sharing: The way in which values share static buffers. "minimal" uses the fewest
-            buffers. "latency_preserving" uses the fewest buffers that do not lengthen the step with
+            buffers. "latency_preserving" searches for the fewest that do not lengthen the step with
             `costs`. If messages have cost 0, this value assumes that a message takes half a
             forward. By default each value has a separate buffer.
         sizes: Bytes of values. `memory_limit` needs them.
@@ -506,7 +506,7 @@ def lower(
 
 
 def _suggest_placement(draft: Program) -> str:
-    """Return a hint if a built-in schedule has its stages in another order than its ranks."""
+    """Return a hint if the stages of a built-in schedule are not in the order of the ranks."""
     in_order = all(stages == (rank,) for rank, stages in enumerate(draft.shape.stages_on_rank))
     if in_order or draft.shape.stages_per_rank > 1 or draft.name not in get_built_in_schedules():
         return ""

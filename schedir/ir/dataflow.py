@@ -49,9 +49,9 @@ require_tables()
 Keys = NDArray[np.int64]
 
 # Kind of value -> the instructions that free it, each with a rule or None.  The rule leads from the
-# stage that made the value to the stage that frees it.  The rule is None if both are the same
-# stage.  If a stage passes a value to the next stage on the same rank, the next stage frees the
-# value.
+# stage that made the value to the stage that frees it.  The rule is None if the stage that made the
+# value also frees it.  If a stage passes a value to the next stage on the same rank, the next stage
+# frees the value.
 FREEING_OPS: Final[dict[Value, list[tuple[Opcode, PeerRule | None]]]] = {
     kind: [(row.op, None) for row in INSTRUCTIONS if kind in row.frees]
     + [
@@ -221,7 +221,7 @@ class Dataflow:
         some of their values are optional.
 
         Returns:
-            The position of the first such instruction and the kind of value, or None.
+            The position of the instruction and the kind of value, or None.
         """
         for row, needer in self.index.iterate_rows():
             if row.is_compute:
@@ -283,8 +283,8 @@ class Dataflow:
     def _find_single_givers(self, row: Row, value: Value, needer: Positions) -> Positions:
         """Return the givers of values that are made once.
 
-        `find_possible_givers` lists the opcodes of possible givers. The giver is the instruction
-        with the first of these opcodes that the program has for the value.
+        `find_possible_givers` lists the opcodes of possible givers. The giver has the first
+        of these opcodes for which the program has an instruction on the value.
         """
         giver = self._find_first_present(
             find_possible_givers(row.op, value), self.index.key[needer]
@@ -369,8 +369,8 @@ class Dataflow:
     def _find_last_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
         """Yield the last giver on each lane, for values that several instructions add to.
 
-        The givers belong to the needer's stage. The givers belong to all stages of the rank in two
-        cases: the needer or a giver is per rank, or the needer needs the values of all stages.
+        The givers belong to all stages of the rank if the needer or a giver is per rank, or if the
+        needer needs the values of all stages. Otherwise they belong to the needer's stage.
         """
         index = self.index
         ops = find_possible_givers(row.op, value)
@@ -430,7 +430,7 @@ class Dataflow:
         return np.where(np.isin(index.stage[needer], tied_stages), last_sums, np.int32(NO_POSITION))
 
     def _find_prior_frees(self, value: Value, needer: Positions) -> Positions:
-        """Return the last instruction that freed each value before it is made again, or else -1."""
+        """Return the last instruction that freed each value before `needer` makes it, or -1."""
         freers = self.index.find_all_positions(op for op, _ in FREEING_OPS[value])
         key = self._compute_keys(value, freers)
         return self._find_latest_before(key, freers, self._compute_keys(value, needer), needer)
@@ -444,7 +444,7 @@ class Dataflow:
         sort_keys = giver_keys * span + givers
         order = np.argsort(sort_keys)
         event = np.searchsorted(sort_keys[order], needer_keys * span + needers) - 1
-        nearest = np.append(order, 0)[event]  # without an event, index -1 reads the appended 0
+        nearest = np.append(order, 0)[event]  # without an earlier giver, index -1 reads the 0
         if not len(givers):
             return np.full(len(needers), NO_POSITION, np.int32)
         is_match = (event >= 0) & (giver_keys[nearest] == needer_keys)
@@ -481,7 +481,7 @@ class Dataflow:
     def _needs_chains(self, value: Value) -> bool:
         if VALUES[value].producer_rule in (ProducerRule.LATEST, ProducerRule.ALL):
             return True
-        # Changes of form need no chains: they are always in the order of the rows of the table.
+        # Changes of form need no chains: they always run in the order of `find_modifiers`.
         form_ops = find_form_changes(value)
         changing_ops = [
             op

@@ -142,7 +142,7 @@ class InstructionIndex:
         return program.cached("index", cls)
 
     def iterate_rows(self) -> Iterator[tuple[Row, Positions]]:
-        """Yield each row that has valid instructions, with their positions in ascending order."""
+        """Yield each row of the table with valid instructions, and their positions, ascending."""
         return ((INSTRUCTIONS[op], positions) for op, positions in self.positions.items())
 
     def find_all_positions(self, ops: Iterable[Opcode]) -> Positions:

@@ -119,8 +119,7 @@ class Program:
             "each_backward": after each sequence of consecutive backwards of a stage, so that
             unsharded gradients use no memory between these sequences.
         checkpoint_snapshots: True if the program can copy the weights and the optimizer state for
-            a checkpoint during the forwards of the next step, before its OptimizerStep changes
-            them.
+            a checkpoint during the next step, before the OptimizerStep of that step changes them.
         optimizer_placement: Memory tier of the optimizer's state between steps.  With "host", each
             update ends with ReloadState, StageOptimizerStep and OffloadState for each trained
             stage.  With "disk", ReadStateFromDisk comes before ReloadState, and WriteStateToDisk
@@ -311,7 +310,7 @@ class Program:
 
         A program of more than 2^22 instructions caches nothing.  `make` gets a twin of the program,
         which has the same Streams, the same proofs and a copy of the cache.  So the cached object
-        has no reference to the program, and there is no reference cycle that delays freeing both.
+        has no reference to the program, and no reference cycle keeps them in memory.
         Objects that `make` caches in the twin are also copied to the cache of the program.
 
         Args:
@@ -378,9 +377,9 @@ class Program:
     def uses_value(self, value: Value) -> bool:
         """Return whether the program can have values of a kind.
 
-        A value that passes between stages needs a stage on its other side.  A value with a
-        `ValueRow.program_attribute` needs a program in which this attribute is set.  An optional
-        value needs an instruction that uses it.
+        A value that passes between stages exists only if there are such stages.  A value with a
+        `ValueRow.program_attribute` exists only if this attribute is set.  An optional value exists
+        only if an instruction uses it.
 
         Args:
             value: The kind of value.

@@ -24,6 +24,7 @@ JOINED_BIT: Final = 1 << 56
 OP_SHIFT, STAGE_SHIFT = 48, 32
 _WORD_FIELDS = [("mb", "u4"), ("stage", "u2"), ("op", "u1"), ("joined", "u1")]
 WORD_DTYPE: Final = np.dtype(_WORD_FIELDS if sys.byteorder == "little" else _WORD_FIELDS[::-1])
+# The bits of the stage and the microbatch, which identify an instruction of one opcode.
 ADDRESS_MASK: Final = (1 << OP_SHIFT) - 1
 OPCODES: Final = tuple(Opcode)
 
@@ -209,8 +210,8 @@ class StreamSlices(tuple[Stream, ...]):
         """Join Streams in one array.
 
         Args:
-            streams: The Streams.  A StreamSlices is returned unchanged, and other Streams are
-                copied.
+            streams: The Streams.  A StreamSlices is returned unchanged.  The words of several other
+                Streams are copied to one array.
         """
         if isinstance(streams, cls):
             return streams

@@ -129,7 +129,7 @@ class ValueChains(NamedTuple):
             start_states, end_states = np.full((2, len(begins)), initial_state)
             set_events = np.flatnonzero(is_set)
             end_states[life_index[set_events]] = after[set_events]
-            if names is not TIERS:  # a value is made in the first form of its changes
+            if names is not TIERS:  # a new value has the form that its first change needs
                 start_states[life_index[set_events[::-1]]] = before[set_events[::-1]]
             known_states = np.where(is_set, after, _UNCHANGED)
             known_states[begins] = np.where(is_set[begins], after[begins], start_states)
@@ -162,7 +162,8 @@ class ValueChains(NamedTuple):
 
         The giver is the nearest earlier event, if it leaves the value in the required state.
         Otherwise the giver is the next later event that leaves the value in this state.  If there
-        is neither such a later event nor any earlier event, the giver is the first maker.
+        is neither such a later event nor any earlier event, the giver is the first event that makes
+        the value.
 
         Args:
             key: Key of the value that each instruction needs, shape (needers,).
@@ -172,8 +173,8 @@ class ValueChains(NamedTuple):
         Returns:
             The positions of the givers, shape (needers,), and a list of pairs of positions: an
             instruction, and the event that left its value in a wrong state.  The position is -1 in
-            these cases: no event makes or changes the value, its initial state is the required
-            state, or the list has a pair for the instruction.
+            these cases: the value has no event, its initial state is the required state and no
+            earlier event changes it, or the list has a pair for the instruction.
         """
         giver = np.full(len(needer), NO_POSITION, np.int32)
         stale: list[tuple[int, int]] = []
@@ -218,10 +219,10 @@ class ValueChains(NamedTuple):
         return [int(position) for position in self.positions[is_last & self.is_giver]]
 
     def _find_intervals(self, events: Ints) -> tuple[Ints, Ints]:
-        """Return the events that make or change a value, and the next event of each such value.
+        """Return the first and the second event of each pair of consecutive events of one value.
 
-        Events that are not in `events` are ignored. A pair is left out if its second event makes
-        the value again.
+        The first event makes or changes the value. Events that are not in `events` are ignored. A
+        pair is left out if its second event makes the value again.
         """
         begin, end = events[:-1], events[1:]
         is_same_life = (

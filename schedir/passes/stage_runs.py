@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 class StageRuns(NamedTuple):
     """The stages of each run, over all ranks.
 
-    If a run consists of groups of joined instructions, the run has all stages of such a group.
+    A run of groups of joined instructions has all stages of one such group.
 
     Attributes:
         rank: The rank of each entry, shape (entries,).
@@ -69,7 +69,7 @@ def find_stage_runs(program: Program, ops: Sequence[Opcode]) -> StageRuns:
         distance = np.repeat(previous_start - group_starts, group_size)
         previous_entry = np.minimum(distance + np.arange(len(positions)), len(positions) - 1)
         is_same_run &= np.logical_and.reduceat(stage == stage[previous_entry], group_starts)
-    # An entry has True if it is in the last group of its run.
+    # True for the entries of the last group of each run.
     is_last = np.repeat(np.append(~is_same_run[1:], True)[: len(is_same_run)], group_size)
     run = np.repeat(np.cumsum(~is_same_run) - 1, group_size)
     return StageRuns(rank[is_last], run[is_last], stage[is_last], end[is_last])

@@ -1,7 +1,7 @@
 """The built-in schedules.
 
 A schedule is a function of the rank r, the number of ranks P and the number of microbatches m.
-Schedules with several stages per rank also have the parameter `v`, the number of stages per rank.
+Schedules for any number of stages per rank also have the parameter `v`, which is this number.
 The docstrings use these terms:
 
 - F, I, W and B = I + W are the costs of one stage for one microbatch. So the compute of a rank with

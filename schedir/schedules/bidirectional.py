@@ -1,8 +1,9 @@
 """Bidirectional schedules: Chimera, DualPipe and BitPipe.
 
 Each stage has two replicas. One half of the microbatches enters at rank 0, and the other half
-enters at the last rank. A rank has an early stage, `F[0]`, and a late stage, `F[1]`. Microbatches
-that enter at the end that is nearer to the rank use its early stage. The others use its late stage.
+enters at the last rank. A rank has an early stage, `F[0]`, and a late stage, `F[1]`. The
+rank uses its early stage for the microbatches that enter at the nearer one of these two ranks, and
+its late stage for the others.
 With "mirror-vee", microbatches return through two more stages of the rank.
 """
 
@@ -18,8 +19,8 @@ from schedir.schedules.v_shape import dualpipe_v
 def dualpipe(r: int, P: int, m: int) -> RankSchedule:
     """Run DualPipe: forwards of one direction together with backwards of the other direction.
 
-    The order is that of github.com/deepseek-ai/DualPipe. A rank and its mirror image have the same
-    order, which is that of `dualpipe_v` on half as many ranks.
+    The order is that of github.com/deepseek-ai/DualPipe. Ranks r and P-1-r have the same order,
+    which is that of `dualpipe_v` on half as many ranks.
 
     Let FB be the cost of a pair. If F = I >= W, the rank with the most idle time idles for
     (P/2-1)(FB + B - 3W). If W <= F < I, it idles for at most this time. If each result of a pair

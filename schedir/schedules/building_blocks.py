@@ -169,8 +169,9 @@ def _repeat_block(
 
     Instructions that run before their slots shorten the warmup and the end. Between the warmup and
     the end, an instruction starts at most `max_lead` slots before its slot in the block. So the
-    distances of the block, which tolerate unequal costs, change little there. This middle part
-    begins at slot 3P of the block. It ends 2P slots after the first slot of the last microbatch.
+    distances of the block, which tolerate unequal costs, change little in this middle part. The
+    part begins at slot 3P of the block, and ends 2P slots after the first slot of the last
+    microbatch.
     """
     cooldown_start = 6 * (m - 1) + 2 * P
     start_slots = [block(r, P) for r in range(P)]

@@ -45,8 +45,8 @@ def number_letters(words: list[Words], first_rank: int, shape: PipelineShape) ->
         The words of all these ranks, one rank after the other.
 
     Raises:
-        ScheduleError: A rank does not have a local stage, uses both W and W[j], has more W than I,
-            or has an R without a backward.
+        ScheduleError: A rank does not have a local stage, uses both W and W[j], has more W
+            without `[j]` than I, or has an R without a backward.
     """
     letters = np.concatenate(words)
     fields = letters.view(WORD_DTYPE)

@@ -83,7 +83,7 @@ class RankSchedule:
 
     letters: Words
     __array_ufunc__ = None  # With numpy numbers n, n * F then calls __rmul__ of this class.
-    # Without this line, reversed(n * B) would return stages: it would call __getitem__.
+    # Without this line, reversed(n * B) would call __getitem__ with local stages.
     __reversed__ = None
 
     def __add__(self, other: RankSchedule | int) -> RankSchedule:
@@ -221,7 +221,7 @@ def weave(
     weights: RankSchedule = EMPTY,
     defer_weights: int = 0,
 ) -> RankSchedule:
-    """Return a warmup of forwards, then alternate forwards and backwards, then all other letters.
+    """Return a warmup of forwards, then forwards and backwards in turn, then all other letters.
 
     With split backwards, each round of a forward and a backward ends with one letter of `weights`.
     The first `defer_weights` rounds have no such letter. The remaining letters of `weights` come
@@ -297,8 +297,8 @@ def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S],
     """Return a decorator that restricts a schedule to a placement.
 
     A schedule function receives numbers only, and cannot test the placement. The decorator sets the
-    attribute `placed` of the function. `expand_schedule` reads this mark, and raises ScheduleError
-    for shapes with another placement.
+    attribute `placed` of the function. `expand_schedule` reads it, and raises ScheduleError for
+    shapes with another placement.
 
     Args:
         placement: The placement.
@@ -340,8 +340,8 @@ def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S],
 def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
     """Return a decorator that restricts a schedule to a weight delay.
 
-    The decorator sets the attribute `weight_delay` of the function. `expand_schedule` reads this
-    mark for shapes with several optimizer steps. If a shape has another weight delay,
+    The decorator sets the attribute `weight_delay` of the function. `expand_schedule` reads it
+    for shapes with several optimizer steps. If a shape has another weight delay,
     `expand_schedule` raises ScheduleError.
 
     Args:

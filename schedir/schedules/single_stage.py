@@ -64,8 +64,8 @@ def one_f_one_b(r: int, P: int, m: int) -> RankSchedule:
 def eager_1f1b(r: int, P: int, m: int) -> RankSchedule:
     """Run 1F1B with twice the warmup, so that messages overlap with compute.
 
-    If messages take no time, the bubble is that of 1F1B. If a message takes t, 1F1B loses 2(P-1)t
-    more for every P microbatches. This schedule has no such loss up to t = (F+B)/2. There are
+    If messages take no time, the bubble is that of 1F1B. If a message takes t, 1F1B takes 2(P-1)t
+    longer for every P microbatches. This schedule avoids this loss up to t = (F+B)/2. There are
     min(2(P-1-r) + 1, m) activations in flight.
 
     Args:

@@ -129,11 +129,11 @@ def check(
 ) -> Program:
     """Verify that a program is complete, in order and free of deadlocks, and return it.
 
-    A correct program is complete: every stage runs every microbatch forward and backward once, and
-    every message has a send and a receive. Each update reduces the gradients and has one optimizer
-    step per rank. Each rank produces a value before it uses the value, and has a free slot for the
-    value. Ranks do not wait for each other in a cycle under the progress model. Messages arrive in
-    the order in which they are sent.
+    A correct program is complete: every stage runs every microbatch forward once, every trained
+    stage runs it backward once, and every message has a send and a receive. Each update reduces the
+    gradients and has one optimizer step per rank. Each rank produces a value before it uses the
+    value, and has a free slot for the value. Ranks do not wait for each other in a cycle under the
+    progress model. Messages arrive in the order in which they are sent.
 
     The program stores each proof in `Program.proofs`, so a second check with the same arguments
     returns immediately.
@@ -151,7 +151,7 @@ def check(
         eager_limit: Largest size in bytes of a message that does not wait for its receive, such as
             small messages of NCCL and MPI. The number of such messages in flight is not limited.
             None means that every message waits.
-        sizes: The sizes of messages, which `eager_limit` needs. Without `eager_limit`, a
+        sizes: The sizes of messages, which `eager_limit` needs. With `sizes`, a
             DeadlockError reports the smallest limit with which the program would finish.
 
     Returns:

@@ -182,7 +182,7 @@ def require_group_members(inspector: Inspector) -> None:
 
 
 def require_form_pairs(inspector: Inspector) -> None:
-    """Check that each value that is sent in a form is converted back after its receive.
+    """Check that each value that is sent in another form is converted back after its receive.
 
     No other value may be converted back. With sequence parallelism, values between stages are
     shards already, so no instruction may shard them before a send.
@@ -215,7 +215,7 @@ def require_form_pairs(inspector: Inspector) -> None:
         is_converted = inspector.is_present(converter)
         is_reverted = inspector.is_present(reverter)
         is_sent = inspector.is_present(send)
-        # By key at the receiver: is the value sent in this form?
+        # A mask over the keys at the receiver: True if the value is sent in this form.
         is_received = np.zeros_like(is_converted)
         is_received[inspector.find_peer_keys(hop)[is_converted & is_sent]] = True
         if (is_converted & ~is_sent).any():

@@ -50,7 +50,7 @@ _COMPUTE_NAMES = " and ".join(
         INSTRUCTIONS[COMPUTE_OPS[-1]].text,
     ]
 )
-_SMALL_PROGRAM_SIZE = 2**16  # instructions; the tables of such a program need little memory
+_SMALL_PROGRAM_SIZE = 2**16  # number of instructions; tables of this size need little memory
 
 
 def require_complete(program: Program, *, is_draft: bool) -> InstructionIndex:

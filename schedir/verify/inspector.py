@@ -128,7 +128,7 @@ class Inspector:
             key: Its key, `stage * microbatches + mb`.
             reason: Text at the end of the message, with its punctuation.
             *sites: Other instructions that the error shows.
-            hint: The correct state of the program.
+            hint: The remedy that the error suggests.
 
         Raises:
             CompletenessError: Always.

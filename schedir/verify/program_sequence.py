@@ -44,7 +44,7 @@ class _SequenceStep(NamedTuple):
     """A step of one rank, and the first use of a channel in this step."""
 
     run: _ProgramRun
-    step_number: int  # in the sequence of the rank, from 1
+    step_number: int  # number of the step on the rank, from 1
     first_position: int  # position of the first instruction that uses the channel
 
 
@@ -150,8 +150,8 @@ class _ProgramSequence:
 
         In a correct program, the numbers of sends and receives of a channel are equal. So it is
         enough that the steps that use a channel are in the same order on both of its ranks.
-        Collectives need no check here. Only programs that train have collectives, and two such
-        programs in different orders do not finish, which `require_finish` finds.
+        Collectives need no check here. Only programs that train have collectives of ranks, and two
+        such programs in different orders do not finish. `require_finish` refuses them.
         """
         violations: list[
             tuple[int, int, int, int, _SequenceStep | None, int, _SequenceStep | None]
@@ -189,7 +189,7 @@ class _ProgramSequence:
             ]
 
     def _find_channel_uses(self, graph: Graph) -> Iterator[tuple[int, dict[int, int]]]:
-        """Yield each channel of a program, and its first position on each of its ranks."""
+        """Yield each channel of a program, and rank -> first position that uses the channel."""
         index = graph.index
         receives, channel = find_channels(index, graph.partner, graph.rules)
         sends = graph.partner[receives]

@@ -72,8 +72,8 @@ def check_replicas(
             only in their names, Streams and slots.
         progress_model: The progress model of the transport.
         blocking_hosts: True if the host waits for the inputs of each compute, as on CPUs, and at
-            each dispatch for the numbers of tokens of the group. Set it for torch over NCCL, too:
-            its messages and collectives wait for all earlier compute of the rank.
+            each dispatch for the numbers of tokens of the group. Set it also for torch over
+            NCCL, where messages and collectives wait for all earlier compute of the rank.
 
     Raises:
         SchedirError: `check` refuses one of the programs. A note of the error names the replica.
@@ -196,7 +196,7 @@ class _ReplicaGraph(Graph):
         joint = np.arange(group_starts[-1], dtype=np.int32)
         for members in _match_collectives(programs, self.starts):
             joint[members] = members[0]
-        # For each replica, the joint node of each node of its graph.
+        # For each replica, the node in this graph of each node of the replica's graph.
         self.joint_nodes = [
             np.concatenate([joint[a:b], joint[c:d]])
             for (a, b), (c, d) in zip(pairwise(self.starts), pairwise(group_starts), strict=True)
@@ -233,8 +233,9 @@ class _ReplicaGraph(Graph):
     def dispatch_waits(self) -> Positions:
         """The last dispatch before each instruction on its rank, shape (n,); -1 if there is none.
 
-        A blocking host waits there until the other members have issued the dispatch. In one program
-        this wait has no effect, because the host has already waited for the inputs of the dispatch.
+        A blocking host waits at a dispatch until all members of the group have issued it. Within
+        one program, this wait has no effect, because the host has already waited for the inputs of
+        the dispatch.
         """
         positions = np.arange(len(self.index), dtype=np.int32)
         is_dispatch = self.index.is_op((Opcode.Dispatch,))

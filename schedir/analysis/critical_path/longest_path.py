@@ -148,8 +148,8 @@ def build_problem(
 def _compute_node_costs(graph: Graph, costs: Costs, instruction_costs: Times) -> Times:
     """Return the cost of each node.
 
-    A collective costs the largest cost of its members. A pair of joined computes costs their sum,
-    or the cost that `Costs` gives to the pair.
+    A collective costs the largest cost of its members. A pair of joined computes costs the sum of
+    both, or the cost that `Costs` gives to the pair.
     """
     index, node = graph.index, graph.node
     cost = np.zeros(graph.node_id_limit)

@@ -82,13 +82,13 @@ def number_groups(index: InstructionIndex) -> Positions:
 
 
 def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions]]:
-    """Return the instructions that fill a device slot again, and those that free the slot before.
+    """Return the instructions that fill a device slot again, and those that freed the slot.
 
     Args:
         program: The program.
 
     Returns:
-        Kind of value -> (positions that fill a slot, positions that free the slot before). There is
+        Kind of value -> (positions that fill a slot again, positions that freed the slot). There is
         no entry for a kind whose slots are not reused.
     """
     flow, reuses = Dataflow.from_program(program), {}
@@ -99,9 +99,9 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
             continue
         lives = flow.find_lifetimes(kind)
         previous_free = _find_previous_users(lives, count)
-        if (
-            VALUES[kind].scope is Scope.STAGE
-        ):  # One lane frees all these values in order. So it is enough to wait for the later free.
+        if VALUES[kind].scope is Scope.STAGE:
+            # One lane frees all these values in order. So it is enough to wait for the later one of
+            # both instructions.
             previous_free = np.maximum(previous_free, _find_previous_frees(program, lives))
         if (is_reuse := previous_free != NO_POSITION).any():
             reuses[kind] = lives.filled_at[is_reuse], previous_free[is_reuse]
@@ -109,7 +109,7 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
 
 
 def find_host_slot_reuses(program: Program) -> dict[str, tuple[Positions, Positions]]:
-    """Return the instructions that fill a host slot again, and those that free the slot before.
+    """Return the instructions that fill a host slot again, and those that freed the slot.
 
     A value uses a host slot from the start of its move to the host until the end of its move from
     the host.
@@ -118,7 +118,7 @@ def find_host_slot_reuses(program: Program) -> dict[str, tuple[Positions, Positi
         program: The program.
 
     Returns:
-        Name of the slots -> (positions that fill a slot, positions that free the slot before).
+        Name of the slots -> (positions that fill a slot again, positions that freed the slot).
         There is no entry for slots that are not reused.
     """
     reuses = {}
@@ -146,7 +146,7 @@ def find_host_values(program: Program, slot_name: str = "host") -> ValueLives:
 
 
 def _find_previous_users(lives: ValueLives, slot_counts: NDArray[np.int64]) -> Positions:
-    """Return, for each value, the instruction that freed its slot; -1 for the first in a slot."""
+    """Return, for each value, the instruction that freed its slot; -1 if the slot is new."""
     value_counts = np.diff(lives.rank_offsets)
     slot_count = np.repeat(
         np.where(slot_counts == UNSHARED_SLOTS, value_counts, slot_counts), value_counts

@@ -13,8 +13,8 @@ With sizes, memory is in bytes, and has two parts:
 - Values that compute keeps for later compute use memory from the start of the instruction that
   produces them until the end of the instruction that frees or changes them. These values are saved
   activations, deferred weight gradients, outputs for another stage of the same rank, and outputs
-  that change form before they are sent. A rank runs its compute in order, so the order of these
-  changes is exact.
+  that change form before they are sent. A rank runs its compute in order, so the order of
+  these starts and ends is exact.
 
 A BackwardInput converts saved activations to deferred weight gradients. While it runs, the two
 together use `Sizes.saved_and_deferred` bytes. The saved activations count with their full size,
@@ -563,7 +563,7 @@ def _get_memory_name(kind: Value) -> str:
 
 
 def _compute_value_sizes(program: Program, kind: Value, sizes: Sizes) -> NDArray[np.float64]:
-    """Return the full bytes of each value of a kind, in the order of the lifetimes."""
+    """Return the bytes of each value of a kind before changes of form, in lifetime order."""
     return compute_full_sizes(
         program, kind, sizes, Dataflow.from_program(program).find_lifetimes(kind).filled_at
     )

@@ -159,7 +159,7 @@ def _find_longest_stays(
 ) -> tuple[NDArray[np.bool_], Positions]:
     """Return a mask of the states in which a value may be on a tier, and the end of each state.
 
-    A value may be on the tier from its first state there to its last. It has certainly left the
+    A value may be on the tier from its first to its last state on it. It has certainly left the
     tier when an instruction has used it on the device again.
     """
     index = InstructionIndex.from_program(program)
@@ -221,8 +221,8 @@ def _find_earliest_starts(
     slot, or the first instruction of the Stream if a slot is always free.
 
     A value with an initial tier cannot use memory before the instruction that moves it can start.
-    That instruction waits for the producers of its inputs, and these wait for the producers of
-    their own inputs. The position is not before the last of the latter producers.
+    This move waits for the last producer of its inputs, which waits for the last producer of its
+    own inputs. The position is not before the latter producer.
     """
     index = InstructionIndex.from_program(program)
     has_initial_tier = bool(VALUES[kind].initial_tier)
@@ -268,7 +268,7 @@ def _has_neighbors(
     begin: NDArray[np.int32], end: NDArray[np.int32], is_on_tier: NDArray[np.bool_],
     is_created: NDArray[np.bool_], is_freed: NDArray[np.bool_],
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:  # fmt: skip
-    """Return masks of the states whose previous state, and whose next state, is on the tier.
+    """Return two masks: states whose previous state, and states whose next state is on the tier.
 
     `is_on_tier` is the mask of the states that are on the tier.
     """

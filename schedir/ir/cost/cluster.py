@@ -200,7 +200,7 @@ class Cluster:
         """The number of GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
-    # ------------------------------------------------------------ messages and sums
+    # ------------------------------------------------------------ messages and collectives
 
     def bandwidth(self, processes: GroupProcesses) -> float:
         """Return the bandwidth of the slowest link of a ring of processes.
@@ -513,7 +513,7 @@ class Cluster:
           tensor-parallel ranks, and gathering these parts. `activation` in `sizes` has the bytes of
           the full tensor. For a sharded boundary, give tp times the bytes of one rank's part.
         - `reduce_grads`: an all-reduce over the replicas, as a ring. Executors start it during the
-          last backward, so the time that remains after this backward is shorter.
+          last backward, so the time that remains after this backward is shorter than the cost.
         - `reduce_replicated_stages`: an all-reduce over the ranks that have a replica of the stage.
         - With `zero` from 1 on, instead of `reduce_grads`: `reduce_scatter`, a reduce-scatter of
           the stage's `grads`, and `unshard`, an all-gather of its `params`. Both collectives are
@@ -571,8 +571,7 @@ class Cluster:
 
         Raises:
             UsageError: shape.ranks x tp x dp is not the number of GPUs, `mesh` has another shape,
-                or `dp` is not a multiple of `ep`. Or a size or a bandwidth that is needed is
-                missing.
+                or `dp` is not a multiple of `ep`. Or a required size or bandwidth is missing.
             CostsError: F is missing, or the backwards are neither B alone, nor both I and W.
 
         Example:

@@ -42,8 +42,8 @@ _ALL_TO_ALL_COSTS: Final = dict.fromkeys(INSTRUCTIONS[op].cost for op in EP_COLL
 _ZERO_COLLECTIVES: Final = {"reduce_scatter", "unshard"}
 # Costs of collectives that only programs without ZeRO have.
 _NON_ZERO_COLLECTIVES: Final = {"reduce_grads"}
-# Name of a cost -> names of the sizes of the messages that have this cost and pass between
-# neighbouring stages.  A cluster computes no costs of messages along skip connections.
+# Name of a cost, except `send` -> names of the sizes of the messages that have this cost and pass
+# between neighbouring stages.  A cluster computes no costs of messages along skip connections.
 _SIZES_BY_MESSAGE: Final = {
     row.cost: {
         VALUES[kind].size
@@ -330,7 +330,7 @@ class _CostFiller:
         return np.maximum(act, _shift_to_next_stage(grad))
 
     def compute_message(self, cost: str) -> Floats:
-        """Return the time of the longest message whose instruction has this cost.
+        """Return, for each stage, the time of the longest message whose instruction has this cost.
 
         Args:
             cost: Name of the cost.

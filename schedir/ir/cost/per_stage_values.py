@@ -30,9 +30,9 @@ def to_per_stage(
 
     Args:
         subject: Name of the value, as the subject of an error message.
-        value: A number, a sequence of numbers, or an array or nested sequences.
+        value: A number, a sequence of numbers, nested sequences of numbers, or an array.
         error: Type of the error to raise.
-        allow_arrays: If False, an array of (stages, microbatches) is refused.
+        allow_arrays: If False, an array of shape (stages, microbatches) is refused.
         max_value: The largest number that is allowed.
 
     Returns:
@@ -107,7 +107,7 @@ def to_grid(value: PerStage) -> Floats:
         value: A number, one per stage, or an array.
 
     Returns:
-        An array of two dimensions. An axis has length 1 if the numbers do not differ along it.
+        An array of two dimensions. An axis has length 1 if `value` has no numbers along it.
     """
     grid = np.array(value, float)
     return grid[:, None] if grid.ndim == 1 else np.atleast_2d(grid)
@@ -235,7 +235,7 @@ _Class = TypeVar("_Class")
 def add_fields(
     names: Iterable[str], default: float | None = 0.0
 ) -> Callable[[type[_Class]], type[_Class]]:
-    """Return a decorator that adds missing fields of values per stage to a dataclass.
+    """Return a decorator that adds fields with values per stage to a dataclass.
 
     Apply the decorator before `dataclass`, on the line below it.
 
@@ -274,7 +274,7 @@ def sum_segments(each: Floats, segments: Sequence[int]) -> Floats:
 
 
 def average_stages(value: PerStage, segments: Sequence[int]) -> PerStage:
-    """Return a value per segment for which the segments of each stage have the same sum.
+    """Return a value per segment that has the same sum for each stage.
 
     This sum is the mean over all stages. The segments of a stage have equal parts of it.
 

@@ -248,7 +248,7 @@ class Sizes:
             self.per_microbatch(f.name, shape)
 
     def add_expert_rows(self, shape: PipelineShape, segment_boundaries: str) -> Sizes:
-        """Add the bytes of the rows for experts to the activations at all-to-alls of experts.
+        """Return sizes whose activations at all-to-alls include `routed` and `expert_buffer`.
 
         Args:
             shape: Shape of the pipeline.
@@ -317,7 +317,7 @@ class EagerMessages(NamedTuple):
     """The limit of eager messages, which do not wait for their receive.
 
     Args:
-        max_bytes: Bytes of the largest eager message.
+        max_bytes: Largest number of bytes of an eager message.
         sizes: Bytes of values. They determine the bytes of each message.
     """
 
@@ -326,7 +326,7 @@ class EagerMessages(NamedTuple):
 
 
 def _refuse_text(name: str, text: str) -> NoReturn:
-    """Raise the error for a size that is a text. If the text has a number, the hint shows it."""
+    """Raise the error for a size that is a text. The hint has a valid number."""
     try:
         hint = f"Sizes({name}={parse_bytes(text):g})"
     except ValueError:

@@ -17,8 +17,8 @@ from schedir.ir.cost.per_stage_values import to_per_stage
 # levels 1 to 3 P_os, P_os+g and P_os+g+p.
 SHARDED_FROM_LEVEL: Final = {"optimizer": 1, "grads": 2, "params": 3}
 ZERO_LEVEL_COUNT: Final = 1 + max(SHARDED_FROM_LEVEL.values())
-# Model state -> label of its shards in a list of memory. The second table has the labels of the
-# unsharded copies.
+# Model state -> label of its shards in a list of memory use. `UNSHARDED_LABELS` has the labels of
+# the unsharded copies.
 SHARDED_LABELS: Final = {
     "params": "sharded weights", "grads": "sharded gradients",
     "optimizer": "sharded optimizer state",
@@ -101,7 +101,7 @@ def zero_model_states(
         >>> gigabytes = [zero_model_states(15, 15, 90, zero=zero, dp=64).total for zero in range(4)]
         >>> [round(each, 2) for each in gigabytes]  # a model with 7.5 billion parameters
         [120.0, 31.41, 16.64, 1.88]
-        >>> zero_model_states(20, 20, 120, zero=3, dp=4, parameter_counts=10)  # 3 in each part
+        >>> zero_model_states(20, 20, 120, zero=3, dp=4, parameter_counts=10)  # 3 per shard
         ModelStates(params=6.0, grads=6.0, optimizer=36.0)
     """
     if _as_integer(zero, 0) is None or zero >= ZERO_LEVEL_COUNT:

@@ -38,7 +38,7 @@ class ProducerRule(Enum):
 
 
 class PeerRule(Enum):
-    """The stage on the other side of a message: a neighbour, or the other end of a skip.
+    """The rule that leads to the other stage of a message: a neighbour, or the end of a skip.
 
     `Program.neighbor_stages` returns the numbers of these stages.
     """
@@ -80,8 +80,9 @@ class ValueRow(NamedTuple):
             of the two stages.
         local_source: For an input that a stage gets from another stage, the kind of value that the
             other stage makes.  If both stages are on one rank, the two values are the same tensor.
-        converted_from: For a value that an instruction makes from another value, which it frees:
-            the kind of this other value, and the field of `Sizes` with the bytes of both together.
+        converted_from: For a value that an instruction makes from another value, which this
+            instruction frees: the kind of the other value, and the field of `Sizes` with the bytes
+            of both values together.
         program_attribute: An attribute of programs.  The value exists only in programs in which the
             attribute has one of `attribute_values`.  If `attribute_values` is empty, the value
             exists in programs in which the attribute differs from its default.
@@ -171,9 +172,10 @@ class Change(NamedTuple):
 
     A state is one of TIERS, or a field of `Sizes` with the bytes of the value.  A new value is on
     the first of TIERS.  The size of a new value is the `before` of its first change of size.  An
-    instruction that only reads the value needs it on the first of TIERS, with the `after` of its
-    last change of size.  An instruction that reads the value in another state has a `Change` in
-    which `before` and `after` are this state.  Such an instruction need not give the value.
+    instruction that only reads the value needs it on the first of TIERS, with the `after` of the
+    value's last change of size.  An instruction that reads the value in another state has a
+    `Change` in which `before` and `after` are this state.  Such an instruction need not give the
+    value.
 
     Attributes:
         value: The value.
@@ -257,7 +259,7 @@ class Row(NamedTuple):
             have the stage ("stage_replicas"), or the ranks that share a tied weight
             ("tied_weights").  An instruction of the group "tied_weights" needs and gives the values
             of all stages with a tied weight together.
-        host_sync: "always" if a blocking host waits for all earlier instructions of the lane;
+        host_sync: "always" if a blocking host first waits for all earlier instructions of the lane;
             "replicas" if the host waits only in programs with dp > 1.
         changes: The changes of the states of values that the instruction needs.
         ring: For a collective, the bytes that it moves.  A collective of the processes of one

@@ -207,7 +207,7 @@ class Field:
             program: A Program.
 
         Returns:
-            The value of the program's or its shape's attribute.
+            The value of the attribute of the shape or the program.
         """
         return getattr(program.shape if self.is_shape_field else program, self.name)
 

@@ -132,7 +132,7 @@ class PipelineShape:
             - "mirror", for DualPipe and Chimera: each stage has two replicas. The first replicas
               are placed as in "loop", with half as many stages per rank. If the first replica of a
               stage is on rank r, the second replica is on rank ranks - 1 - r.
-            - "mirror-vee", for BitPipe: the same two replicas, with the first placed as in "vee".
+            - "mirror-vee", for BitPipe: two replicas as in "mirror", but the first as in "vee".
               The default is four stages per rank.
             - Several tuples: one row for each replica of the stages. The microbatches are divided
               into one part per row, larger parts first. Each part passes through the replicas of

@@ -42,8 +42,8 @@ class SlotCounts(_Slots):
     """The number of static slots of a rank, for each kind of value.
 
     `schedir/analysis/memory/buffer_slots.py` defines which values use which slots. With the number
-    `UNSHARED_SLOTS`, each value has a separate slot. This is the default of all fields except the
-    first four, which are required.
+    `UNSHARED_SLOTS`, each value has a separate slot. `UNSHARED_SLOTS` is the default of all
+    fields except the first four, which are required.
 
     Args:
         act_in: Received activations.

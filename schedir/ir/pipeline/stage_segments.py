@@ -7,10 +7,10 @@ In the program, each segment is a separate stage. All segments of a model's stag
 
 - `f`: a tensor-parallel region begins. An all-reduce sums the gradient of the boundary.
 - `g`: a tensor-parallel region ends. An all-reduce sums the activation of the boundary.
-- `d`: experts begin. An all-to-all dispatches tokens in the forward. In the backward, another
-  all-to-all returns the gradients of the tokens.
-- `c`: experts end. An all-to-all returns (combines) the outputs in the forward. In the backward,
-  another all-to-all sends the gradients of the outputs to the experts.
+- `d`: a region of experts begins. An all-to-all dispatches tokens in the forward. In the backward,
+  another all-to-all returns the gradients of the tokens.
+- `c`: a region of experts ends. An all-to-all returns (combines) the outputs in the forward. In the
+  backward, another all-to-all sends the gradients of the outputs to the experts.
 - `.`: a boundary between two segments without a collective.
 - `-`: the end of a stage.
 """

@@ -237,7 +237,7 @@ def _find_shared_weights(
     return [*locations_by_id.values()]
 
 
-# ------------------------------------------------------------ of a program
+# ------------------------------------------------------------ tied weights of a program
 
 
 def normalize_tied_stages(tied: object, shape: PipelineShape) -> TiedStages:

@@ -23,8 +23,8 @@ _WGRAD_SLOTS: Final = Value.WGRAD.name.lower()
 def reduce_grads(program: Program) -> Program:
     """Insert the gradient reduction of each stage after its last backward of each update.
 
-    The reduction runs while the rank computes other stages. Every program that trains has this
-    reduction. With one replica, the reduction only scales the gradient.
+    The reduction runs while the rank computes other stages. Every program that trains
+    without ZeRO has this reduction. With one replica, the reduction only scales the gradient.
 
     Args:
         program: A program with messages and without reductions.
@@ -127,7 +127,7 @@ def reduce_replicated_stages(program: Program) -> Program:
     ready_positions = np.zeros(shape.replica_ranks.size, np.intp)
     first_occurrence = np.zeros(len(grad_positions), np.int64)
     keys = index.compute_keys(Scope.STAGE, grad_positions, first_occurrence)
-    np.maximum.at(ready_positions, keys, grad_positions)  # maximum.at keeps the last occurrence
+    np.maximum.at(ready_positions, keys, grad_positions)  # maximum.at keeps the last position
     ready_positions = ready_positions.reshape(shape.replica_ranks.shape)[:, trained_stages]
     # The number of the message that precedes the sum of each stage.
     preceding_message = last_message[ready_positions].max(0)
@@ -280,7 +280,7 @@ def _list_stage_reductions(
         else "the program has 'zero 0', so reduce_grads reduces the gradient",
         "place it after the last B or W of its stage",
     )
-    # The error for a forbidden instruction comes first.
+    # `check` reports a forbidden instruction before a missing one.
     if is_sharded:
         yield from (full_reductions, shard_reductions)
     else:
@@ -300,7 +300,7 @@ def _list_tied_reductions(
     program: Program, present: PresenceQuery
 ) -> Iterator[ExpectedInstructions]:
     rank_of_key = program.shape.replica_ranks.reshape(-1)  # the rank of each key
-    first_key_by_rank: dict[int, int] = {}  # rank -> key of its first stage with a copy
+    first_key_by_rank: dict[int, int] = {}  # rank -> key of its first tied stage
     for stage in sorted({s for stages in program.trained_ties for s in stages}):
         for key in range(stage, len(rank_of_key), program.shape.stages):
             first_key_by_rank.setdefault(int(rank_of_key[key]), key)

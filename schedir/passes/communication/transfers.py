@@ -186,7 +186,7 @@ def _compute_ordering_costs(costs: Costs, program: Program) -> Costs:
         return costs
     costs_by_op = [costs.for_opcode(op, shape) for op in Opcode]
     min_cost = min(float(cost.min(initial=1.0, where=cost > 0)) for cost in costs_by_op)
-    tiny_cost = min_cost * 2.0**-30  # so small that a sum of them stays below the smallest cost
+    tiny_cost = min_cost * 2.0**-30  # fewer than 2^30 messages together cost less than `min_cost`
     return replace(costs, send=from_grid(np.maximum(costs_by_op[Opcode.SendAct], tiny_cost)))
 
 

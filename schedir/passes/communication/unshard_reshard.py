@@ -58,7 +58,8 @@ def insert_unshards(program: Program, options: Options) -> Program:
     Raises:
         UsageError: One of these options is given, and weights are not sharded.
         ShapeError: The value of an option has a wrong type or range. `unsharded_stages` is larger
-            than the number of stages of a rank, or smaller than the number of stages of a run.
+            than the number of trained stages of each rank, or smaller than the number of stages of
+            a run.
     """
     given_options = {
         name: option_type.resolve(name, options.extra_options[name], program.shape)
@@ -104,7 +105,7 @@ def _has_sharded_weights(program: Program) -> bool:
 
 
 def _count_unsharded_stages(program: Program, uses: StageRuns, stage_limit: int | None) -> int:
-    """Return the number of stages of a rank that are unsharded at the same time."""
+    """Return the largest number of stages of a rank that are unsharded at the same time."""
     max_sharded = max(
         len({*stages} - {*range(program.frozen_stages)}) for stages in program.shape.stages_on_rank
     )

@@ -3,6 +3,8 @@
 If possible, a Recompute runs while its rank would otherwise wait, for example for the gradient of
 its microbatch.
 
+An address is a (stage, microbatch) pair, as a packed word.
+
 References:
     Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 """
@@ -83,7 +85,7 @@ def _find_backwards(program: Program) -> Positions:
 
 
 def _find_candidates(program: Program) -> Words:
-    """Return the addresses (stage and microbatch) whose forward can be recomputed.
+    """Return the addresses whose forward can be recomputed.
 
     Such an address has another instruction between its F and its backward, and no R yet.
     """
@@ -106,7 +108,8 @@ RECOMPUTE_TYPE: Final = make_selection_type("must select the forwards that are r
 RECOMPUTE_AT_TYPE: Final = FieldType(
     "must be early or late", _parse_recompute_time, str, metavar="WHEN"
 )
-_MAX_ROUNDS: Final = 4  # rounds that move R earlier.  Each moved R can leave a wait for another R.
+# Rounds that move R earlier.  After a move, another R can fit into an idle time.
+_MAX_ROUNDS: Final = 4
 
 # ---------------------------------------------------------------- placement
 
@@ -180,7 +183,7 @@ def _find_earlier_positions(
 
 
 def _move_earlier(program: Program, targets: dict[int, int]) -> Program:
-    """Move the instruction at each key of `targets` before the position that is its value."""
+    """Move the instruction at each position p in `targets` before position `targets[p]`."""
     key = np.arange(len(program), dtype=float)
     for position, target in targets.items():
         key[position] = target - 0.5
@@ -221,8 +224,8 @@ def _place_with_offload(program: Program, candidates: Words, options: Options) -
     The function searches for the choice of R that keeps the memory limit with the shortest
     simulated step. It first tries no R, then a quarter, a half and all of the R that are needed
     without offload. It then changes the best choice stage by stage: it removes all R of the stage,
-    or adds all its candidates if the stage has no R. It stops when a choice keeps the limit and the
-    step takes no longer than without recomputation and offload.
+    or adds all candidates of the stage if the stage has no R. It stops when a choice keeps the
+    limit and the step takes no longer than without recomputation and offload.
     """
     without_offload = replace(
         options,

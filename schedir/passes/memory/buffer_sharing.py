@@ -54,17 +54,17 @@ def share_slots(
     earlier instruction of the same Stream. Under `blocking_serial`, the later instruction waits for
     the earlier instruction in any case. All other programs must be checked again.
 
-    "latency_preserving" uses the smallest numbers with which the predicted time stays as short as
-    with a separate slot for each value. The function computes a lower bound for each rank and kind
-    of value. If the lower bounds keep the predicted time, they are the result. Otherwise, a search
-    starts from larger numbers, and reduces them.
+    "latency_preserving" searches for the smallest numbers with which the predicted time stays as
+    short as with a separate slot for each value. The function computes a lower bound for each rank
+    and kind of value. If the lower bounds keep the predicted time, they are the result. Otherwise,
+    a search starts from larger numbers, and reduces them.
 
     Specified numbers of slots for values that do not pass between stages, such as unsharded
     weights, stay unchanged.
 
     If messages have cost 0, as with unit costs, a send frees its slot immediately in the
     prediction. In a real run, the next value must wait until the message has ended. So the numbers
-    must then also keep the time that is predicted for messages of half a forward.
+    must then also keep the time that is predicted for messages that take half a forward.
 
     Args:
         program: A lowered program.
@@ -99,7 +99,7 @@ def share_slots(
 def _find_sufficient_slots(
     program: Program, graph: Graph, costs: Costs, min_slots: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return the smallest numbers of slots, at least `min_slots`, that keep the predicted time.
+    """Search for the smallest numbers of slots, at least `min_slots`, that keep the time.
 
     The given program must not share slots.
     """

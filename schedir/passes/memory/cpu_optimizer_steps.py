@@ -39,8 +39,8 @@ _RANK_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.scope is Scope.RA
 def insert_host_steps(program: Program) -> Program:
     """Insert the copies of gradients, the steps on the host, and the copies of weights.
 
-    Each trained stage has one instruction of each kind in every update. If the reduction of a
-    gradient is only a sum on the rank, the gradient is copied right after the reduction, during
+    Each trained stage has one instruction of each kind in every update. If a gradient is
+    not summed over processes or tied stages, it is copied right after its ReduceGrads, during
     backwards of other stages. Otherwise the gradient is copied at the end of the update, where the
     host waits for the reduction in any case. The steps are in the order in which the gradients are
     ready. With several updates, a CheckGradsFinite comes before the steps. After this check, the

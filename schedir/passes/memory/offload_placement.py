@@ -192,7 +192,8 @@ def _insert_round_trip(
     """Insert a move after each producer, and a move back before each user.
 
     If the users are reloads from the host, `reloads` lists these reloads with the users of their
-    values. A move back must then end before the latest time at which its reload can start.
+    values. A move back must then end before the latest time at which the reload of the value can
+    start.
     """
     order = np.argsort(users, kind="stable")
     producers, users = producers[order], users[order]
@@ -359,7 +360,7 @@ class SlotRange(NamedTuple):
     def find_sufficient_slots(
         self, program: Program, options: Options, max_slots: Counts
     ) -> Counts:
-        """Return the smallest numbers of slots that do not increase the predicted time.
+        """Search for the smallest numbers of slots that do not increase the predicted time.
 
         The time is compared with the predicted time for `max_slots`.
 

@@ -1,7 +1,8 @@
 """Offload saved activations to the host or its disk, and reload them before their use.
 
 The activations of a microbatch are copied to the other tier and back. The copies run during compute
-if a copy takes no longer than the compute.
+if a copy takes no longer than the compute. An address is a (stage, microbatch) pair, as a packed
+word.
 
 References:
     PipeOffload, arXiv 2503.01328.
@@ -73,11 +74,11 @@ def insert_offloads(program: Program, options: Options) -> Program:
     An Offload comes right after its forward, so the copy starts as soon as its lane is free. A
     Reload comes as late as possible: it is predicted to end just before its value is used. Reloads
     are in the order of these uses. A Reload and a forward wait for a slot of saved activations, so
-    the number of slots limits how early a Reload can start. The pass chooses the smallest number of
-    slots that does not increase the predicted time. If the cost of a move is 0, the pass assumes
-    half a forward instead. With a memory limit, the pass chooses only as many slots as fit into the
-    limit, whatever the durations of the instructions are. With OffloadToDisk and ReloadFromDisk, or
-    a limit on the host, it chooses the slots of the host in the same way.
+    the number of slots limits how early a Reload can start. The pass searches for the smallest
+    number of slots that does not increase the predicted time. If the cost of a move is 0, the pass
+    assumes half a forward instead. With a memory limit, the pass chooses only as many slots as fit
+    into the limit, whatever the durations of the instructions are. With OffloadToDisk and
+    ReloadFromDisk, or a limit on the host, it chooses the slots of the host in the same way.
 
     A value is not offloaded if no compute runs between its forward and its use. A selection by a
     keyword or a function also skips a value if both moves together take longer than the time until
@@ -88,7 +89,7 @@ def insert_offloads(program: Program, options: Options) -> Program:
     "fit" applies to the ranks that exceed the limit. As in the paper, it selects the values with
     the longest time until their use. If several values have the same time, it selects some of them
     at even distances, such as every second one. "fit" selects the smallest number of values that
-    keeps the limit. It selects more values if that makes the step shorter. For the disk, it selects
+    keeps the limit. It selects more values if the step is then shorter. For the disk, it selects
     the values that are on the host for the longest time.
 
     Args:
@@ -277,7 +278,7 @@ def _choose_fewest_to_fit(
     tier: Tier,
     options: Options,
 ) -> Words:
-    """Return the candidates to move from a tier, so that no rank exceeds the limit on it."""
+    """Return the candidates to move from a tier, so that no rank exceeds the limit of the tier."""
     name, option = (
         ("memory_limit", "offload")
         if tier == "device"

@@ -42,7 +42,7 @@ _BUFFER_COUNT_TYPE: Final = make_integer_type(1, MAX_STAGES)
 # Number of buffers on each tier. On the device, the step of one stage overlaps with the reload of
 # the next stage. On the host, the read of one stage overlaps with the write of the previous stage.
 DEFAULT_BUFFERS: Final = 2
-# Placements of states that come to the device stage by stage.
+# Placements with which the states come to the device stage by stage.
 _OFFLOAD_PLACEMENTS: Final = ("host", "disk")
 # Option -> values of `optimizer_placement` with which the option has an effect.
 _PLACEMENTS_BY_OPTION: Final = {
@@ -202,7 +202,7 @@ def _lower(program: Program, options: Options) -> Program:
 
 
 def _should_run(program: Program, options: Options) -> bool:
-    """Return whether the program lacks the instructions, or `_lower` must refuse an option."""
+    """Return whether the moves of states are missing, or `_lower` must refuse an option."""
     if _find_useless_option(program, options) is not None:
         return True
     is_offloaded = program.optimizer_placement in _OFFLOAD_PLACEMENTS

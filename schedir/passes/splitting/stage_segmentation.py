@@ -3,7 +3,7 @@
 A segment is the compute of a stage between two collectives of the tensor-parallel or the
 expert-parallel group. Segments are stages of the program. So checks, costs, recomputation, offload
 and charts work for segments as for stages. The collectives between segments are instructions, and
-other compute can run during a collective. T3 (arXiv 2401.16677) does this in hardware.
+other compute can run during a collective. T3 (arXiv 2401.16677) overlaps them in hardware.
 
 The chunks of a microbatch pass through each segment one after the other. The samples of a
 microbatch are independent, so the next chunk can run during the collective of the previous chunk. A
@@ -197,9 +197,9 @@ def divide_over_stages(segments: SegmentSpec, ranks: int, stages: int) -> tuple[
 def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -> Program:
     """Split each stage of a draft into segments, and each microbatch into chunks.
 
-    Forwards run the first segment first, and backwards the last segment first. Two joined computes
-    alternate their segments. With tp=1, there are no tensor-parallel collectives between segments.
-    With ep=1, there are no expert-parallel collectives.
+    Forwards run the first segment first, and backwards the last segment first. The segments
+    of two joined computes alternate. With tp=1, there are no tensor-parallel collectives between
+    segments. With ep=1, there are no expert-parallel collectives.
 
     Attributes of stages become attributes of segments: frozen stages, tied weights, skips and the
     weight delay. A skip leads from the last segment of its source stage to the first segment of its
@@ -502,8 +502,8 @@ def _list_collectives(program: Program) -> Iterator[tuple[Opcode, NDArray[np.boo
 
     The mask has the shape (stages,). A collective belongs to the stage that uses its result. The
     number of this stage is that of the producer plus the offset. With sequence parallelism, a
-    reduction leaves each rank its part of the sequence. So the values that cross this boundary in
-    the other direction are gathered.
+    reduction at a boundary leaves each rank its part of the sequence. So the values that cross this
+    boundary in the other direction are gathered.
     """
     stages = program.shape.stages
     # The first trained stage computes no gradient of its input.
