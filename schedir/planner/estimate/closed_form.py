@@ -302,8 +302,9 @@ def _estimate_data_parallel(
       section 7).
     - The share `reduction_overlap_share` of the reduction of a stage overlaps with the last
       backward of the stage. On a rank with several stages, all reductions except the last reduction
-      also overlap with later backwards. If the backward is not split, the backwards of all other
-      ranks end before those of the first rank. Reductions during this time are not exposed.
+      also overlap with later backwards. If the backward is not split, the last backward of rank r
+      ends r stage backwards before the last backward of rank 0. Reductions between these two ends
+      are not exposed.
     - Weights: with ZeRO, the replicas gather the weights at the start of the step, while ranks wait
       for their first microbatch. With sharded weights, the replicas gather them several times, in
       parallel with compute.
