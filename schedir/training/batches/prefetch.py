@@ -104,7 +104,7 @@ class Prefetch:
         self.thread.join(JOIN_TIMEOUT)
 
     def count_samples(self, steps: int) -> int:
-        """Return the number of samples that the first steps of the run use.
+        """Return the number of samples that the first `steps` steps of the run use.
 
         Args:
             steps: The number of steps.

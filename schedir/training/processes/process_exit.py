@@ -1,13 +1,13 @@
 """End a process of a run, and report once why the run ended.
 
 A process that fails writes the reason into its black box. If another process is the cause, the
-black boxes of all processes show which process it is (`hang_diagnosis/stall_cause.py`). Only one
-process prints the reason. Under `launch`, the launcher prints the reason. Otherwise the first
-process that fails prints it, and the rendezvous store decides which process is the first.
+black boxes of all processes show which process it is (`hang_diagnosis/stall_cause.py`). Under
+`launch`, only the launcher prints the reason. Otherwise, on each machine, only the first process
+that fails prints the reason. The rendezvous store decides which process is the first.
 
-A process that is stopped, or that never arrives, blocks all other processes. The process that
-reports the blocking process also kills it. So the launcher or torchrun receives the exit of the
-blocking process first.
+A process that is stopped or busy can block all other processes. The process that reports the
+blocking process also kills it, if both are on one machine. So the launcher or torchrun receives the
+exit of the blocking process first.
 """
 
 from __future__ import annotations
