@@ -256,7 +256,7 @@ def _average_ranks(measured: Timeline, durations: Floats, mask: NDArray[np.bool_
     If there are fewer stages than ranks, the last number is for all remaining ranks.
     """
     shape = measured.program.shape
-    # The index of the number in `Costs`.
+    # For each instruction, the index of the number that `Costs` has for its rank.
     column_of_span = np.minimum(measured.spans["rank"], shape.stages - 1)
     columns = range(min(shape.ranks, shape.stages)) if mask.any() else ()
     means = [_bounded_mean(durations[:, mask & (column_of_span == k)]) for k in columns]
@@ -286,7 +286,8 @@ def _bound_durations(measured: Timeline) -> Floats:
     np.maximum.at(longest_wait, graph.node[idle["awaited_span"]], idle["end"] - idle["start"])
     gaps = find_ready_gaps(measured)
     usual_gap = float(np.quantile(gaps, HOST_GAP_QUANTILE)) if len(gaps) else 0.0
-    # A recorded start may be too early: an instruction begins after the previous one in its queue.
+    # A recorded start may be too early: an instruction begins only when the previous instruction in
+    # its queue has ended.
     has_predecessor = (graph.queue_predecessor != NO_POSITION) & (
         graph.entry_exit_nodes[0][graph.queue_predecessor] != graph.entry_exit_nodes[0]
     )
