@@ -53,7 +53,7 @@ def build_stage(
 
     Args:
         config: The configuration of the model.
-        stage: The number of the stage.
+        stage: The stage to build, from 0.
         stages: The number of stages.
         ep: The number of ranks among which the experts are divided. With more than one rank, only
             the segments of the stage can run (`split_stage`).
@@ -155,7 +155,7 @@ class MoELayer(gpt.AttentionLayer):
 
     Args:
         config: The configuration of the model.
-        index: The number of the layer in the model.
+        index: The index of the layer in the model, from 0.
         weights: The factory of the layer's parameters.
         experts: The experts of this rank.
     """
@@ -266,7 +266,7 @@ class MoELayer(gpt.AttentionLayer):
         total = (outputs * gates.unsqueeze(-1)).sum(1).to(x.dtype).view_as(x)
         with self.use_dropout_stream():
             # The context begins the layer's random stream again. Draw the masks of `route` once
-            # more, so that the next mask is the same as without expert parallelism.
+            # more, so that the next mask is a new one.
             for _ in range(1 + self.has_shared_experts if self.dropout_rate else 0):
                 F.dropout(x.detach(), self.dropout_rate)
             return self.add_feed_forward(total, x)
