@@ -42,7 +42,7 @@ class TokenWindows(Protocol):
         """Return the positions and the targets of windows.
 
         Args:
-            indices: The numbers of the windows. Shape (n,).
+            indices: The indices of the windows. Shape (n,).
         """
         ...
 
@@ -170,7 +170,7 @@ def _split_documents(
 
 
 def _pack_best_fit(lengths: list[int], size: int) -> list[int]:
-    """Return the number of the window of each document part.
+    """Return the index of the window of each document part.
 
     `lengths` has the lengths of the parts in descending order. A window has `size` tokens.
     """
