@@ -62,7 +62,7 @@ def write(
 
     Args:
         directory: The directory of the checkpoint.
-        process: The number of the process, which is part of the file name.
+        process: The index of the process, which is part of the file name.
         tensors: The slices to write.
 
     Returns:

@@ -111,7 +111,7 @@ class Stage(nn.Module):
 
     Args:
         config: The configuration of the model.
-        layers: The numbers of the stage's layers in the full model, from 0.
+        layers: The indices of the stage's layers in the full model, from 0.
         is_first: True if the stage has the embedding.
         is_last: True if the stage has the head.
         tp: The tensor-parallel group. None is a group of one rank.

@@ -199,7 +199,7 @@ def _enumerate_degrees(
             if remainder or p > model.layers or (field_filter.dp and d not in field_filter.dp):
                 continue
             if 0 in divide_layers(model, p, field_filter.division)[:-1]:
-                continue  # A rank without layers would be idle. Only the last rank has the head.
+                continue  # A stage without layers would be idle. Only the last stage has the head.
             for e in field_filter.ep:
                 if d % e == 0 and model.experts % e == 0 and model.sequence % c == 0:
                     yield ParallelDegrees(p, t, d, c, e)

@@ -271,8 +271,9 @@ def _attach_bottlenecks(
 def _sort_key(estimate: PlanEstimate) -> tuple[float, bool, int, int]:
     """Return the key that sorts plans by step time.
 
-    If step times are equal in six digits, the simpler plan comes first, because a prediction does
-    not include the cost of issuing more instructions.
+    If step times are equal in six digits, a plan without offload comes first, then the simpler
+    schedule, then less recomputation. A prediction does not include the cost of issuing more
+    instructions.
     """
     schedule_index = [*SCHEDULE_FORMULAS].index(estimate.schedule)
     recompute_index = get_args(Recompute).index(estimate.recompute)

@@ -130,7 +130,7 @@ def activation_bytes_per_layer(
     - with t tensor-parallel ranks: sbh (10 + 24/t + 5as/(ht)) (equation 2);
     - with sequence parallelism: sbh/t (34 + 5as/h) (equation 4).
 
-    The formulas are for the layer of the paper. A layer of `schedir.training` saves other tensors:
+    The formulas are for the layer of the paper. A layer of `schedir.models` saves other tensors:
 
     - Its attention is one fused operation. This operation saves 4abs bytes instead of the terms
       with as^2b.

@@ -77,8 +77,8 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     - MESSAGE: The rank waits for a transfer or a gather that is in progress.
     - SUM: The rank waits for a collective between the segments of a stage (TPReduceAct,
       TPReduceGrad). With sequence parallelism, these collectives include gathers.
-    - ALL_TO_ALL: The rank waits for tokens, outputs of experts, or gradients of these (Dispatch,
-      Combine, DispatchGrad, CombineGrad).
+    - ALL_TO_ALL: The rank waits for tokens, for outputs of experts, or for their gradients
+      (Dispatch, Combine, DispatchGrad, CombineGrad).
     - REDUCTION: The rank waits for a reduction in progress that all members have joined.
     - WEIGHTS: The rank waits for the gather of a stage's weights (Unshard).
     - SNAPSHOT: The optimizer step waits for the copy of a stage to the host (Snapshot).

@@ -75,9 +75,9 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     - So there is an interval of possible durations for each instruction. The cost is the time with
       the smallest sum of distances to all intervals. If several times have this smallest sum, the
       cost is the smallest of them.
-    - A wait counts if it is longer than usual gaps of the host and than the clock error. A gap of
-      the host is the time between two computes in which the rank waits for nothing. A gap is usual
-      if it is not above the quantile `HOST_GAP_QUANTILE` of all gaps.
+    - A wait counts only if it is longer than the usual gaps of the host and longer than the clock
+      error. A gap of the host is the time between two computes in which the rank waits for nothing.
+      A gap is usual if it is not above the quantile `HOST_GAP_QUANTILE` of all gaps.
 
     Costs of all other instructions are mean times:
 

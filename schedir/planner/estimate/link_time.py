@@ -187,8 +187,8 @@ def compute_expected_maximum(replicas: int) -> float:
         replicas: The number of replicas.
 
     References:
-        Blom, "Statistical estimates and transformed beta-variables" (1958): the quantile of
-        (n - 0.375) / (n + 0.25).
+        Blom, "Statistical estimates and transformed beta-variables" (1958): for n replicas, the
+        normal quantile of (n - 0.375) / (n + 0.25).
 
     Example:
         >>> [round(compute_expected_maximum(n), 2) for n in (1, 2, 8, 128)]

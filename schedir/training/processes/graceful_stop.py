@@ -49,8 +49,8 @@ class GracefulStop:
     """Ends one process of a run after SIGTERM, after the same step as all other processes.
 
     Args:
-        process: The number of this process.
-        processes: The number of all processes.
+        process: The global rank of this process.
+        processes: The number of processes.
 
     Attributes:
         last_begun_step: The last step that this process has begun, from 1.

@@ -51,13 +51,13 @@ class RunMember:
     Args:
         output_dir: The output directory of the run.
         layout: The numbers of ranks, tensor-parallel ranks and replicas.
-        process: The number of this process.
+        process: The global rank of this process.
 
     Attributes:
         black_box: The black box of this process.
         program: The program of the run. None during the set-up.
-        has_lost_peers: True if this process failed because other processes did not arrive. The
-            position in the black box of this process is then out of date.
+        has_lost_peers: True if this process failed because other processes exited or did not
+            arrive. The position in the black box of this process is then out of date.
         known_processes: The processes whose black boxes were read.
         is_single_machine: True if all processes run on this machine.
     """
