@@ -5,8 +5,8 @@ section 2.1.2). After an update, the bias of an expert with more tokens than the
 fixed rate. The bias of an expert with fewer tokens increases by this rate.
 
 The gradient of the bias is the excess of tokens times a small factor. So a program sums the excess
-over microbatches and replicas like all other gradients, and the optimizer moves the bias by the
-sign of the sum.
+over microbatches and replicas like all other gradients, and the optimizer changes the bias by the
+fixed rate, against the sign of the sum.
 """
 
 from __future__ import annotations

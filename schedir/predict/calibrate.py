@@ -195,8 +195,8 @@ def compute_prediction_error(predicted: Timeline, run: Timeline) -> float:
 def compute_unexplained_share(predicted: Timeline, run: Timeline) -> float:
     """Return the busy time of the prediction minus that of the run, as a share of ranks x span.
 
-    The difference is time of the host, late messages and noise. `calibrate` adds this time to the
-    costs of computes.
+    The difference consists of time of the host, delays of late messages, and noise. `calibrate`
+    adds this time to the costs of computes.
 
     Args:
         predicted: The prediction at the calibrated costs of the run.

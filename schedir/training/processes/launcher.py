@@ -180,7 +180,7 @@ def _start_process(
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "schedir", *arguments],
-        stdin=subprocess.PIPE,  # It closes when this process ends. See `end_with_parent`.
+        stdin=subprocess.PIPE,  # The pipe closes when this process ends. See `end_with_parent`.
         stdout=subprocess.PIPE if number else None,
         stderr=subprocess.PIPE,
         env=environment | {"RANK": str(number), "LOCAL_RANK": str(number)},
