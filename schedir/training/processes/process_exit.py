@@ -2,8 +2,9 @@
 
 A process that fails writes the reason into its black box. If another process is the cause, the
 black boxes of all processes show which process it is (`hang_diagnosis/stall_cause.py`). Under
-`launch`, only the launcher prints the reason. Otherwise, on each machine, only the first process
-that fails prints the reason. The rendezvous store decides which process is the first.
+`launch`, only the launcher prints the reason. Otherwise, of the processes of each torchrun agent,
+only the first process that fails prints the reason. The rendezvous store decides which process is
+the first.
 
 A process that is stopped or busy can block all other processes. The process that reports the
 blocking process also kills it, if both are on one machine. So the launcher or torchrun receives the
@@ -39,7 +40,7 @@ from schedir.ir.program import Program
 from schedir.training.processes.rendezvous_store import connect_store
 
 EXIT_TIMEOUT: Final = 1.0  # Seconds within which a process exits after its connections close.
-# Seconds within which the first process that fails ends the other processes.
+# Seconds that other processes that fail wait before they exit, so that the first one exits first.
 EXIT_GRACE: Final = 5.0
 LAUNCHER_PID_VARIABLE: Final = "SCHEDIR_LAUNCHED"  # Its value is the process id of `launch`.
 _PR_SET_PDEATHSIG: Final = 1  # From linux/prctl.h.
