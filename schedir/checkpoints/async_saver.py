@@ -63,7 +63,7 @@ class Saver:
     Args:
         executor: The executor to save.
         directory: The directory of the checkpoints. The directory is created if it does not exist.
-        name_map: A function of the number of a stage and the name of a parameter or buffer in this
+        name_map: A function of the index of a stage and the name of a parameter or buffer in this
             stage. It returns the name of the parameter or buffer in the full model.
         keep: The number of newest checkpoints to keep. By default all are kept.
 

@@ -7,7 +7,7 @@
 
 A process or a machine may stop between any two system calls. Even then, a directory without a
 suffix contains all files of its checkpoint. The next process that writes removes the leftovers.
-Other names are never touched. This module does not need torch.
+Files and directories with other names stay unchanged. This module does not need torch.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def write(
 
     Args:
         directory: The directory of the checkpoint.
-        process: The number of the process, which is part of the file name.
+        process: The index of the process, which is part of the file name.
         tensors: The slices to write.
 
     Returns:
@@ -183,9 +183,10 @@ def read(
 
 
 def _narrow(tensor: Tensor, offset: Sequence[int], begin: Sequence[int], size: list[int]) -> Tensor:
-    """Return the view of a slice in `tensor`, which is a part of a larger tensor.
+    """Return the view of a slice within `tensor`.
 
-    `offset` and `begin` are the offsets of `tensor` and of the slice in the larger tensor.
+    `tensor` itself is a slice of a larger tensor. `offset` and `begin` are the offsets of `tensor`
+    and of the returned slice in the larger tensor. `size` is the size of the returned slice.
     """
     for dim, (low, first, length) in enumerate(zip(offset, begin, size, strict=True)):
         tensor = tensor.narrow(dim, first - low, length)

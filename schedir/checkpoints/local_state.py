@@ -241,7 +241,7 @@ def list_generator_shards(rank: RankCheckpointState, process: int) -> list[Tenso
 
     Args:
         rank: The state of a rank in this process.
-        process: The number of the process, which is part of the names.
+        process: The index of the process, which is part of the names.
     """
     shards = []
     for k, generator in enumerate(rank.random_streams.generators):

@@ -130,7 +130,7 @@ class Manifest:
         Each process gets about the same number of bytes.
 
         Args:
-            process: The number of the process.
+            process: The index of the process, from 0.
             processes: The number of processes.
         """
         largest = sorted(self.files, key=lambda name: (-self.files[name].size, name))

@@ -354,7 +354,7 @@ _DECODER = json.JSONDecoder(
 
 
 def _require_fields(value: Mapping[str, Any], *keys: str) -> list[Any]:
-    """Return the values of these keys. Raise _InvalidManifest if the object has other keys."""
+    """Return the values of these keys. Raise _InvalidManifest if keys are missing or unknown."""
     if {*value} != {*keys}:
         raise _InvalidManifest(
             f"it has the keys {', '.join(map(describe, [*value][:9]))}, not {', '.join(keys)}"

@@ -66,7 +66,7 @@ def save(
         optimizer: For a Schedule, the optimizer of this process's stages: one, several in a list,
             or None to save weights and buffers only. By default, this is the optimizer of the
             executor.
-        name_map: A function of the number of a stage and the name of a parameter or buffer in this
+        name_map: A function of the index of a stage and the name of a parameter or buffer in this
             stage. It returns the name of the parameter or buffer in the full model. A run with
             other stages finds the tensor by this name. By default the name is `stages.STAGE.NAME`.
         extra_state: More values to save, which must be JSON values.

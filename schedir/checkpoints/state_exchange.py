@@ -31,8 +31,8 @@ class RankManifest(NamedTuple):
         optimizers: Class name of an optimizer -> the names of the weights that it steps.
         unoptimized: The names of the trained weights that no optimizer steps, if code outside of
             schedir reduces the gradients.
-        experts: Name of a weight of experts -> the slice of the experts to which the weight
-            belongs.
+        experts: Name of a weight of experts -> a text with the slice of the experts that the weight
+            has.
         written_buffers: The names of the buffers that the process writes.
         checksums: When saving, the checksums of each buffer. If code outside of schedir reduces the
             gradients, also the checksums of each weight, its float32 copy and its optimizer state.
@@ -205,7 +205,7 @@ def _require_consistent(manifests: Sequence[RankManifest]) -> None:
 
 
 def _require_complete_experts(manifests: Sequence[RankManifest]) -> None:
-    """Raise CheckpointError if two experts have one name, or no process writes a buffer."""
+    """Raise CheckpointError if two experts have one name, or if no process writes some buffer."""
     slices: dict[str, str] = {}
     for process, manifest in enumerate(manifests):
         for name, expert_slice in manifest.experts.items():
@@ -240,7 +240,7 @@ def _find_differing_tensors(
 
 
 def warn_of_differing_buffers(peers: CheckpointGroup, manifests: Sequence[RankManifest]) -> None:
-    """Warn if a buffer differs between processes, because replicas use different microbatches.
+    """Warn if a buffer differs between processes. Replicas process different microbatches.
 
     Args:
         peers: The processes that save together.

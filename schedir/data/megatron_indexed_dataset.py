@@ -7,7 +7,7 @@ The format is that of Megatron-LM's IndexedDataset (megatron/core/datasets/index
 - the number of sequences and the number of document indices (uint64 each);
 - the length in tokens of each sequence (int32);
 - the first byte of each sequence in the `.bin` (int64);
-- the document indices: the first sequence of each document, and last the number of sequences
+- the document indices: the first sequence of each document, and then the number of sequences
   (int64).
 
 A mode for each sequence may follow. The reader ignores these modes.

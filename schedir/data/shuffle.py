@@ -1,9 +1,9 @@
 """Shuffle the windows of an epoch without a list of them.
 
 The shuffle is a keyed permutation of the integers below `size` in O(1) memory. The permutation is a
-balanced Feistel network over the next even number of bits. Results that are not below `size` pass
-through the network again (cycle walking). All arithmetic is on integers, so every version of every
-library gives the same result.
+balanced Feistel network over an even number of bits, enough for all integers below `size`. Results
+that are not below `size` pass through the network again (cycle walking). All arithmetic is on
+integers, so every version of every library gives the same result.
 
 References:
     Luby and Rackoff, SIAM J. Comput. 17, 1988. Black and Rogaway, Ciphers with Arbitrary Finite
@@ -19,22 +19,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ROUNDS: Final = 8  # rounds of the network, one for each 64-bit key of a blake2b digest
-_MIN_HALF_BITS: Final = 3  # bits of half an index: with fewer bits there are few permutations
+_MIN_HALF_BITS: Final = 3  # Bits of half an index. With fewer bits there are few permutations.
 
 Numbers = NDArray[np.uint64]
 
 
 def shuffle_indices(indices: Numbers, size: int, seed: int, epoch: int) -> Numbers:
-    """Return the numbers of the windows at some positions of an epoch's random order.
+    """Return the indices of the windows at some positions of an epoch's random order.
 
     Args:
         indices: Positions in the epoch, below `size`. Shape (n,).
         size: The number of windows.
         seed: The random seed.
-        epoch: The number of the epoch.
+        epoch: The epoch, from 0.
 
     Returns:
-        The window numbers, below `size`. Shape (n,).
+        The indices of the windows, below `size`. Shape (n,).
 
     Example:
         >>> shuffle_indices(np.arange(6, dtype=np.uint64), 6, seed=0, epoch=0).tolist()

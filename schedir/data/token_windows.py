@@ -42,7 +42,7 @@ class TokenWindows(Protocol):
         """Return the positions and the targets of windows.
 
         Args:
-            indices: The numbers of the windows. Shape (n,).
+            indices: The indices of the windows. Shape (n,).
         """
         ...
 
@@ -50,8 +50,8 @@ class TokenWindows(Protocol):
 class ConcatenatedWindows:
     """Windows at equal distances in a stream, across documents.
 
-    Each token except the first is a target once. The tokens at the end that do not fill a window
-    are left out.
+    The tokens at the end of the stream that do not fill a window are left out. Each other token
+    except the first is a target once.
 
     Args:
         tokens: The number of tokens in the stream.
@@ -170,7 +170,7 @@ def _split_documents(
 
 
 def _pack_best_fit(lengths: list[int], size: int) -> list[int]:
-    """Return the number of the window of each document part.
+    """Return the index of the window of each document part.
 
     `lengths` has the lengths of the parts in descending order. A window has `size` tokens.
     """

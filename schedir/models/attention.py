@@ -4,12 +4,13 @@ The windows are those of Generalized Neighborhood Attention (Hassani et al., arX
 its causal form with one dimension. Query i attends to keys j with leader - window < j <= i. Each
 group of `stride` queries has one leader, its last query: i // stride * stride + stride - 1. The
 keys of a query do not depend on the number of later tokens. `schedir.predict.window_tiles` computes
-the tiles that have pairs of a query and its key.
+the tiles with pairs of a query and a key that the query attends to.
 
 Tiles without such pairs are skipped. On CPUs, torch's flash attention operation runs for one tile
-of queries at a time, with its keys. On GPUs, FlexAttention skips the tiles. Neither of these two
-implementations supports dropout. With dropout, attention is computed for all pairs and then masked.
-The same happens on GPUs without Triton, and for heads that are too narrow for FlexAttention.
+of queries at a time, with the keys of this tile. On GPUs, FlexAttention skips the tiles. Neither of
+these two implementations supports dropout. With dropout, the attention computes the scores of all
+pairs and masks them. The same happens on GPUs without Triton, and for heads that are too narrow for
+FlexAttention.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def attention(
     2305.13245).
 
     Args:
-        q: Queries, of shape (b, heads, T, width).
+        q: Queries of b sequences of T tokens, of shape (b, heads, T, width).
         k: Keys, of shape (b, groups, T, width). `groups` divides `heads`.
         v: Values, with the shape of `k`.
         window: (window, stride) in tokens. None attends to all earlier tokens.

@@ -68,7 +68,7 @@ def build_stage(
 
     Args:
         config: The configuration of the model.
-        stage: The number of the stage.
+        stage: The stage to build, from 0.
         stages: The number of stages.
         tp: The tensor-parallel group. None is a group of one rank.
         sequence_parallel: True if tensor-parallel ranks also divide the tokens. The program must
@@ -111,7 +111,7 @@ class Stage(nn.Module):
 
     Args:
         config: The configuration of the model.
-        layers: The numbers of the stage's layers in the full model, from 0.
+        layers: The indices of the stage's layers in the full model, from 0.
         is_first: True if the stage has the embedding.
         is_last: True if the stage has the head.
         tp: The tensor-parallel group. None is a group of one rank.
@@ -220,7 +220,7 @@ class AttentionLayer(nn.Module):
 
     Args:
         config: The configuration of the model.
-        index: The number of the layer in the model.
+        index: The index of the layer in the model, from 0.
         weights: The factory of the layer's parameters.
     """
 
@@ -237,8 +237,8 @@ class AttentionLayer(nn.Module):
         self.window = get_windows(config)[index]
         self.sequence_parallel = sequence_parallel
         self.attention_norm = weights.make_norm()
-        # The rows are ordered by head. A head has the rows of its query, its key and its value, in
-        # this order. So a slice has complete heads.
+        # The rows of `qkv` are ordered by head. A head has the rows of its query, its key and its
+        # value, in this order. So the slice of a tensor-parallel rank has complete heads.
         self.qkv = weights.make_column_linear("qkv", 3 * hidden)
         self.proj = weights.make_row_linear("proj", hidden)
         self.mlp_norm = weights.make_norm()

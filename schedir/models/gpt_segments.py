@@ -161,7 +161,7 @@ def build_boundaries(
             parallelism.
 
     Returns:
-        The boundary after each segment except the last, by the number of the segment.
+        The boundary after each segment except the last, by the index of the segment.
 
     Example:
         >>> from schedir.models.gpt_segments import build_boundaries

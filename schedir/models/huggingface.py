@@ -59,7 +59,7 @@ class Stage(nn.Module):
     Args:
         model: The causal language model.
         family: The names of the decoder's submodules.
-        layers: The number of the stage's first layer, and its last layer's number plus 1.
+        layers: The index of the stage's first layer, and the index of its last layer plus 1.
     """
 
     def __init__(self, model: Any, family: _Family, layers: tuple[int, int]) -> None:

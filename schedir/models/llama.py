@@ -54,7 +54,7 @@ def build_stage(
 
     Args:
         config: The configuration of the model.
-        stage: The number of the stage.
+        stage: The stage to build, from 0.
         stages: The number of stages.
         tp: The tensor-parallel group. None is a group of one rank.
         sequence_parallel: True if tensor-parallel ranks also divide the tokens. The program must
@@ -97,7 +97,7 @@ class Stage(nn.Module):
 
     Args:
         config: The configuration of the model.
-        layers: The numbers of the stage's layers in the full model, from 0.
+        layers: The indices of the stage's layers in the full model, from 0.
         is_first: True if the stage has the embedding.
         is_last: True if the stage has the head.
         tp: The tensor-parallel group. None is a group of one rank.
@@ -174,7 +174,7 @@ class Layer(nn.Module):
 
     Args:
         config: The configuration of the model.
-        index: The number of the layer in the model.
+        index: The index of the layer in the model, from 0.
         weights: The factory of the layer's parameters.
     """
 
@@ -193,15 +193,16 @@ class Layer(nn.Module):
             )
 
         self.attention_norm = make_norm()
-        # The rows are ordered by group. A group has the rows of its query heads, its key head and
-        # its value head, in this order. So a slice has complete groups.
+        # The rows of `qkv` are ordered by group. A group has the rows of its query heads, its key
+        # head and its value head, in this order. So the slice of a tensor-parallel rank has
+        # complete groups.
         self.qkv = weights.make_column_linear(
             "qkv", config.kv_groups * (self.queries_per_group + 2) * self.head_width, bias=False
         )
         self.proj = weights.make_row_linear("proj", hidden, bias=False)
         self.mlp_norm = make_norm()
-        # The rows are ordered by unit. A unit has a gate row and an up row, so a slice has complete
-        # units.
+        # The rows of `gate_up` are ordered by hidden unit. A unit has a gate row and an up row. So
+        # the slice of a tensor-parallel rank has complete units.
         self.gate_up = weights.make_column_linear("gate_up", 2 * width, bias=False)
         self.down = weights.make_row_linear("down", width, bias=False)
 

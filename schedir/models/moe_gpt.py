@@ -53,11 +53,11 @@ def build_stage(
 
     Args:
         config: The configuration of the model.
-        stage: The number of the stage.
+        stage: The stage to build, from 0.
         stages: The number of stages.
         ep: The number of ranks among which the experts are divided. With more than one rank, only
             the segments of the stage can run (`split_stage`).
-        ep_rank: The number of this rank in its group: the replica modulo `ep`.
+        ep_rank: The index of this rank in its group: the replica modulo `ep`.
         layers_per_stage: The number of layers of each stage (`split_layers`). None divides the
             layers evenly.
         device: The device of the parameters.
@@ -108,10 +108,10 @@ class MoEStage(gpt.Stage):
 
     Args:
         config: The configuration of the model.
-        layers: The numbers of the stage's layers in the full model, from 0.
+        layers: The indices of the stage's layers in the full model, from 0.
         is_first: True if the stage has the embedding.
         is_last: True if the stage has the head.
-        experts: The experts of this rank.
+        experts: The indices of the experts of this rank.
         placement: The device and the type of the parameters.
     """
 
@@ -155,9 +155,9 @@ class MoELayer(gpt.AttentionLayer):
 
     Args:
         config: The configuration of the model.
-        index: The number of the layer in the model.
+        index: The index of the layer in the model, from 0.
         weights: The factory of the layer's parameters.
-        experts: The experts of this rank.
+        experts: The indices of the experts of this rank.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class MoELayer(gpt.AttentionLayer):
 
             - the tokens sorted by expert, of shape (b*T*active, hidden)
             - the number of tokens of each expert, of shape (experts,)
-            - for each token, the weights of its experts, of shape (b*T, active)
+            - for each token, the factors of its experts' outputs, of shape (b*T, active)
             - the permutation that sorted the tokens, of shape (b*T*active,)
             - the residual stream, of shape (b, T, hidden)
             - the auxiliary loss, of shape (1,)
@@ -258,7 +258,7 @@ class MoELayer(gpt.AttentionLayer):
 
         Args:
             rows: The outputs, sorted by expert.
-            gates: The weights of the experts of each token.
+            gates: The factors of the experts' outputs, for each token.
             order: The permutation that sorted the tokens.
             x: The residual stream.
         """
@@ -266,7 +266,7 @@ class MoELayer(gpt.AttentionLayer):
         total = (outputs * gates.unsqueeze(-1)).sum(1).to(x.dtype).view_as(x)
         with self.use_dropout_stream():
             # The context begins the layer's random stream again. Draw the masks of `route` once
-            # more, so that the next mask is the same as without expert parallelism.
+            # more, so that the next mask is a new one.
             for _ in range(1 + self.has_shared_experts if self.dropout_rate else 0):
                 F.dropout(x.detach(), self.dropout_rate)
             return self.add_feed_forward(total, x)
@@ -339,7 +339,7 @@ def build_boundaries(
         ep: The number of ranks among which the experts are divided.
 
     Returns:
-        The boundary after each segment except the last, by the number of the segment.
+        The boundary after each segment except the last, by the index of the segment.
 
     Example:
         >>> from schedir.models.moe_gpt import MoEConfig, build_boundaries

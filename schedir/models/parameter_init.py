@@ -53,7 +53,7 @@ class LayerParameters(NamedTuple):
 
         Args:
             config: The configuration of the model.
-            index: The number of the layer in the model.
+            index: The index of the layer in the model, from 0.
             tp: See `LayerParameters`.
             placement: See `LayerParameters`.
             sequence_parallel: See `LayerParameters`.

@@ -19,8 +19,8 @@ def select_submodules(module: M, names: Iterable[str]) -> M:
 
     The copy shares these submodules and parameters with the module, under the same names. Other
     parameters and submodules are None in the copy, or missing in a ModuleDict. The copy has the
-    methods of the module. So one segment of a stage can have only `proj.weight`, and another
-    segment only `proj.bias`.
+    methods of the module. For example, one segment of a stage can have only `proj.weight`, and
+    another segment only `proj.bias`.
 
     Args:
         module: The module.

@@ -4,9 +4,9 @@ The router adds the bias to the probabilities only to choose experts (DeepSeek-V
 section 2.1.2). After an update, the bias of an expert with more tokens than the mean decreases by a
 fixed rate. The bias of an expert with fewer tokens increases by this rate.
 
-The excess of tokens is used as the gradient of the bias. So a program sums the excess over
-microbatches and replicas like all other gradients, and the optimizer moves the bias by the sign of
-the sum.
+The gradient of the bias is the excess of tokens times a small factor. So a program sums the excess
+over microbatches and replicas like all other gradients, and the optimizer changes the bias by the
+fixed rate, against the sign of the sum.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make_routing_bias(experts: int, rate: float, placement: ParameterPlacement) 
 
 
 def make_load_term(bias: Tensor, counts: Tensor) -> Tensor:
-    """Return a loss term of 0, whose gradient is the excess of tokens of each expert.
+    """Return a loss term of 0, whose gradient is proportional to the excess of tokens per expert.
 
     Args:
         bias: The bias.

@@ -15,7 +15,7 @@ from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate, StepBreakd
 from schedir.planner.plan_table import PlanTable
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
-# A difference between two plans is a bottleneck if it is at least this share of the step time.
+# Differences between two plans that are smaller than this share of the step time are ignored.
 _MIN_DIFFERENCE = 0.01
 
 
@@ -25,7 +25,7 @@ def describe_plan(plan: ParallelPlan) -> str:
     Args:
         plan: The plan. The description always has the recomputation. It has `cp`, `ep` and the
             other memory options only if they differ from the default. It has `stages_per_rank` only
-            if the schedule allows several values.
+            if this number is more than 1 and the schedule allows several values.
 
     Example:
         >>> from schedir.planner import ParallelPlan
@@ -121,11 +121,11 @@ def attach_relative_bottleneck(
     The first rule that applies sets `bottleneck`:
 
     - If another plan that fits is faster, each part of the step is compared with the same part of
-      the fastest plan. The bottleneck is the part with the largest excess in seconds.
+      the fastest plan that fits. The bottleneck is the part with the largest excess in seconds.
     - If faster plans exist but none of them fits, the bottleneck is "memory". `explanation` names
       the faster plan that uses the least memory.
-    - Otherwise the bottleneck is the largest part that another plan reduces, or "compute" if no
-      plan reduces a part.
+    - Otherwise the bottleneck is the largest part, other than compute, that is shorter in another
+      plan that fits. If there is no such part, the bottleneck is "compute".
 
     Args:
         model: The model of the plans.

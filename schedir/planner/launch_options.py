@@ -11,7 +11,7 @@ from schedir.planner.parallel_plan import ParallelPlan
 from schedir.planner.transformer.layer_division import get_layers_per_stage
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
-# The layout folds this many or more consecutive equal stages into "(...)*n".
+# `_format_layout` writes this many or more consecutive equal stages as "(...)*n".
 _MIN_FOLDED_STAGES: Final = 3
 _TORCHTITAN_LAYERS_FIELD: Final = "pipeline_parallel_module_fqns_per_model_part"
 

@@ -126,7 +126,7 @@ class PlanColumns:
             index: The index of the plan in the columns.
 
         Returns:
-            The plan. It has explicit `layers_per_stage` if the rule does not give every stage
+            The plan. It has explicit `layers_per_stage`, unless the rule "even" gives every stage
             the same number of layers.
         """
         values: dict[str, Any] = {name: int(getattr(self, name)[index]) for name in COLUMN_NAMES}

@@ -112,9 +112,10 @@ def enumerate_plans(
     the batch. For fields that the filter does not restrict, these rules apply:
 
     - `tp` divides the heads and is at most the number of GPUs of a node.
-    - There are at most as many stages as layers, and every stage except the last has a layer. A
-      rank has more than two stages only if the total number of stages divides L or L + 2. Here L is
-      the number of layers, and 2 counts the embedding and the head.
+    - There are at most as many stages as layers. If the layers are divided among `pp` stages, each
+      stage except the last gets a layer. A rank has more than two stages only if the total number
+      of stages divides L or L + 2. Here L is the number of layers, and 2 counts the embedding and
+      the head.
     - From ZeRO level 2 on, ranks have more than two stages, and backwards are not split. With two
       stages per rank, both stages would stay unsharded. With split backwards, gradients would be
       reduced after every microbatch.
@@ -198,7 +199,7 @@ def _enumerate_degrees(
             if remainder or p > model.layers or (field_filter.dp and d not in field_filter.dp):
                 continue
             if 0 in divide_layers(model, p, field_filter.division)[:-1]:
-                continue  # A rank without layers would be idle. Only the last rank has the head.
+                continue  # A stage without layers would be idle. Only the last stage has the head.
             for e in field_filter.ep:
                 if d % e == 0 and model.experts % e == 0 and model.sequence % c == 0:
                     yield ParallelDegrees(p, t, d, c, e)

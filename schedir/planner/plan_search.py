@@ -239,7 +239,7 @@ def plan(
 def _simulate_best(
     rows: list[int], simulate: Callable[[int], PlanEstimate], top: int
 ) -> list[tuple[PlanEstimate, int]]:
-    """Return simulated plans with their rows, in the order of `rows`.
+    """Return simulated plans with their columns of the plan table, in the order of `rows`.
 
     A plan may need more memory in the simulation than in the closed form, and then not fit. So the
     function simulates `MAX_SIMULATED_PLANS` plans, and then more until `top` of them fit.
@@ -261,7 +261,7 @@ def _attach_bottlenecks(
     estimates: list[tuple[PlanEstimate, int]],
     plan_table: PlanTable,
 ) -> list[PlanEstimate]:
-    """Return estimates with their bottlenecks. Each estimate comes with its row of the table."""
+    """Return estimates with their bottlenecks. Each estimate comes with its column of the table."""
     return [
         attach_relative_bottleneck(model, cluster, estimate, row, plan_table)
         for estimate, row in estimates
@@ -271,8 +271,9 @@ def _attach_bottlenecks(
 def _sort_key(estimate: PlanEstimate) -> tuple[float, bool, int, int]:
     """Return the key that sorts plans by step time.
 
-    If step times are equal in six digits, the simpler plan comes first, because a prediction does
-    not include the cost of issuing more instructions.
+    If step times are equal in six digits, a plan without offload comes first, then the simpler
+    schedule, then less recomputation. A prediction does not include the cost of issuing more
+    instructions.
     """
     schedule_index = [*SCHEDULE_FORMULAS].index(estimate.schedule)
     recompute_index = get_args(Recompute).index(estimate.recompute)

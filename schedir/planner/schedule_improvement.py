@@ -67,7 +67,8 @@ def improve_schedule(
     `schedir.search_schedule` searches with the times of the plan's stages and messages. The search
     uses half of `time_limit` for schedules with full backwards, and half for split backwards. The
     result is estimated as in `simulate_plan`. If the search finds no shorter schedule that fits,
-    the plan is returned unchanged.
+    the plan is returned unchanged. If the plan itself does not fit, the result can be a longer
+    schedule that fits.
 
     To train the result, write `schedir.to_text(program)` to a FILE.sched. Then call
     `train_config(model, replace(plan, schedule="FILE.sched"))`.

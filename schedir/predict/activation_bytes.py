@@ -17,8 +17,8 @@ Recompute = Literal["none", "selective", "full"]
 class Term(NamedTuple):
     """One tensor that a layer saves for its backward (arXiv 2205.05198, section 4.1).
 
-    With sequence length s, microbatch size b, hidden size h and a heads, a tensor has s b h
-    elements. A quadratic tensor has a s^2 b elements.
+    With sequence length s, microbatch size b, hidden size h and number of heads a, a tensor has
+    s*b*h elements. A quadratic tensor has a*s^2*b elements.
 
     Attributes:
         name: The tensor, in words.
@@ -63,7 +63,7 @@ def compute_layer_terms(
     recompute: Recompute = "none",
     sequence_parallel: bool = False,
 ) -> dict[str, float]:
-    """Return the bytes of each tensor in the sum of `activation_bytes_per_layer`.
+    """Return the bytes of each tensor that `activation_bytes_per_layer` adds up.
 
     Args:
         sequence: Number of tokens in a sequence.
@@ -130,7 +130,7 @@ def activation_bytes_per_layer(
     - with t tensor-parallel ranks: sbh (10 + 24/t + 5as/(ht)) (equation 2);
     - with sequence parallelism: sbh/t (34 + 5as/h) (equation 4).
 
-    The formulas are for the layer of the paper. A layer of `schedir.training` saves other tensors:
+    The formulas are for the layer of the paper. A layer of `schedir.models` saves other tensors:
 
     - Its attention is one fused operation. This operation saves 4abs bytes instead of the terms
       with as^2b.

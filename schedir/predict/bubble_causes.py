@@ -77,8 +77,8 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     - MESSAGE: The rank waits for a transfer or a gather that is in progress.
     - SUM: The rank waits for a collective between the segments of a stage (TPReduceAct,
       TPReduceGrad). With sequence parallelism, these collectives include gathers.
-    - ALL_TO_ALL: The rank waits for tokens, outputs of experts, or gradients of these (Dispatch,
-      Combine, DispatchGrad, CombineGrad).
+    - ALL_TO_ALL: The rank waits for tokens, for outputs of experts, or for their gradients
+      (Dispatch, Combine, DispatchGrad, CombineGrad).
     - REDUCTION: The rank waits for a reduction in progress that all members have joined.
     - WEIGHTS: The rank waits for the gather of a stage's weights (Unshard).
     - SNAPSHOT: The optimizer step waits for the copy of a stage to the host (Snapshot).
@@ -150,7 +150,7 @@ def find_ready_gaps(timeline: Timeline) -> Floats:
     The idle time is from this end to the start of the compute.
 
     Args:
-        timeline: A run of a program with its transfers.
+        timeline: A run of a program that contains its transfers.
 
     Returns:
         Times of shape (n,). In a prediction all are 0.
@@ -235,8 +235,8 @@ def _find_waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
 
     The loop walks through all gaps in parallel, from their ends to their beginnings. At each step,
     `waiting` is the instruction that waits, and the time before `time` has no cause yet. A step
-    gives causes to two intervals: from the end of the predecessor to `time`, and before that the
-    time in which the predecessor ran.
+    gives causes to two intervals: the time in which the predecessor ran, and the time from its end
+    to `time`.
     """
     spans, latest = timeline.spans, _find_latest(timeline)
     nothing_follows = gaps["after"] == NO_POSITION
@@ -288,8 +288,8 @@ def _make_waits(
 def _explain_late_start(timeline: Timeline, waiting: Ints, awaited: Ints) -> tuple[Ints, Ints]:
     """Return the cause and the awaited instruction of the time after the predecessor has ended.
 
-    If both instructions are computes of different ranks, as in a draft, the cause is the message
-    between them. Otherwise it is the host.
+    If the waiting instruction and its predecessor are computes of different ranks, as in a draft,
+    the cause is the message between these ranks. Otherwise the cause is the host.
     """
     lane, rank = timeline.spans["lane"], timeline.spans["rank"]
     computes = (lane[waiting] == Lane.COMPUTE) & (lane[awaited] == Lane.COMPUTE)
@@ -309,7 +309,8 @@ def _explain_running(timeline: Timeline, awaited: Ints) -> Ints:
 def _find_latest(timeline: Timeline) -> Ints:
     """Return, for each instruction, the predecessor that ends last.
 
-    If several predecessors end at the same time, the result is a compute.
+    If several predecessors end at the same time, the result is a compute if one of them is a
+    compute.
     """
     spans = timeline.spans
     order = np.lexsort((spans["lane"] == Lane.COMPUTE, spans["end"]))
@@ -332,8 +333,8 @@ def _find_phase_causes(timeline: Timeline, gaps: NDArray[Any]) -> Ints:
 def _mark_imbalance(timeline: Timeline, gaps: NDArray[Any], idle: NDArray[Any]) -> NDArray[Any]:
     """Change the cause of some waits for other ranks to IMBALANCE.
 
-    For each rank, the total time of the changed waits is the busy time of the busiest rank minus
-    the busy time of this rank.
+    For each rank, the total time of the changed waits is at most the busy time of the busiest rank
+    minus the busy time of this rank.
     """
     rank = idle["rank"]
     first_start = np.full(timeline.ranks, -np.inf)  # start of the first instruction

@@ -75,9 +75,9 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     - So there is an interval of possible durations for each instruction. The cost is the time with
       the smallest sum of distances to all intervals. If several times have this smallest sum, the
       cost is the smallest of them.
-    - A wait counts if it is longer than usual gaps of the host and than the clock error. A gap of
-      the host is the time between two computes in which the rank waits for nothing. A gap is usual
-      if it is not above the quantile `HOST_GAP_QUANTILE` of all gaps.
+    - A wait counts only if it is longer than the usual gaps of the host and longer than the clock
+      error. A gap of the host is the time between two computes in which the rank waits for nothing.
+      A gap is usual if it is not above the quantile `HOST_GAP_QUANTILE` of all gaps.
 
     Costs of all other instructions are mean times:
 
@@ -195,8 +195,8 @@ def compute_prediction_error(predicted: Timeline, run: Timeline) -> float:
 def compute_unexplained_share(predicted: Timeline, run: Timeline) -> float:
     """Return the busy time of the prediction minus that of the run, as a share of ranks x span.
 
-    The difference is time of the host, late messages and noise. `calibrate` adds this time to the
-    costs of computes.
+    The difference consists of time of the host, delays of late messages, and noise. `calibrate`
+    adds this time to the costs of computes.
 
     Args:
         predicted: The prediction at the calibrated costs of the run.
@@ -256,7 +256,7 @@ def _average_ranks(measured: Timeline, durations: Floats, mask: NDArray[np.bool_
     If there are fewer stages than ranks, the last number is for all remaining ranks.
     """
     shape = measured.program.shape
-    # The index of the number in `Costs`.
+    # For each instruction, the index of the number that `Costs` has for its rank.
     column_of_span = np.minimum(measured.spans["rank"], shape.stages - 1)
     columns = range(min(shape.ranks, shape.stages)) if mask.any() else ()
     means = [_bounded_mean(durations[:, mask & (column_of_span == k)]) for k in columns]
@@ -286,7 +286,8 @@ def _bound_durations(measured: Timeline) -> Floats:
     np.maximum.at(longest_wait, graph.node[idle["awaited_span"]], idle["end"] - idle["start"])
     gaps = find_ready_gaps(measured)
     usual_gap = float(np.quantile(gaps, HOST_GAP_QUANTILE)) if len(gaps) else 0.0
-    # A recorded start may be too early: an instruction begins after the previous one in its queue.
+    # A recorded start may be too early: an instruction begins only when the previous instruction in
+    # its queue has ended.
     has_predecessor = (graph.queue_predecessor != NO_POSITION) & (
         graph.entry_exit_nodes[0][graph.queue_predecessor] != graph.entry_exit_nodes[0]
     )

@@ -42,7 +42,7 @@ def simulate(
             schedule is compiled first, for this progress model and these costs. The messages of a
             program keep their order. For the best order, pass the same costs to `compile`.
         costs: The cost of each instruction. The default is `Costs()`.
-        ranks: Number of pipeline ranks. A schedule needs this and `microbatches`.
+        ranks: Number of pipeline ranks. A schedule needs `ranks` and `microbatches`.
         microbatches: Number of microbatches.
         stages_per_rank: Number of stages on each rank. See `compile`.
         placement: The rank of each stage. See `compile`.

@@ -31,7 +31,7 @@ class TimeDifference(NamedTuple):
 
     @property
     def increase(self) -> float:
-        """The increase of the time. The increases of a rank add up to that of the span."""
+        """The increase of the time. The increases of a rank add up to the increase of the span."""
         return self.second_time - self.first_time
 
 

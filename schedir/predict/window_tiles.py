@@ -52,8 +52,8 @@ class Axis:
         causal: True if a query attends only to itself and earlier keys.
 
     Raises:
-        UsageError: A number is not an integer of at least 1, or `stride` is longer than `window`,
-            so that no query would attend to some keys.
+        UsageError: A number is not an integer of at least 1, or `stride` is longer than `window`.
+            With such a stride, no query would attend to the keys between two windows.
 
     Example:
         >>> Axis(8, window=4, stride=2, causal=True).visible_keys[0].tolist()
@@ -349,9 +349,10 @@ def compute_tiles(
 def count_layer_flops(attention_tiles: Tiles, hidden: int, microbatch_size: int = 1) -> float:
     """Return the floating-point operations of the forward of a layer with windowed attention.
 
-    The products with weights take 24 b s h^2 operations, and the attention takes 4 b h V, where V
-    is `computed_pairs`. With V = s^2, this is the formula in the appendix of arXiv 2104.04473. A
-    backward takes twice as many operations.
+    For b sequences of s tokens and hidden size h, the products with weights take 24 b s h^2
+    operations. The attention takes 4 b h V operations, where V is `computed_pairs`. With V = s^2,
+    this is the formula in the appendix of arXiv 2104.04473. A backward takes twice as many
+    operations.
 
     Args:
         attention_tiles: The tiles of the attention.

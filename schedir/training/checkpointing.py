@@ -42,7 +42,8 @@ class TrainingCheckpoints:
         start_step: The number of steps that were complete when this process began.
         start_samples: The number of samples that these steps used, summed over all replicas.
         saved_step: The step of the newest complete checkpoint, or 0 if there is none.
-        pending_step: The step whose state is copied but not yet written, or 0 if there is none.
+        pending_step: The step whose copy was requested and is not being written yet, or 0 if there
+            is none.
         extra_state: The name and the settings of the run, which each checkpoint stores.
     """
 

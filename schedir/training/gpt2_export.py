@@ -1,9 +1,9 @@
 """Export a trained GPT as a GPT-2 model of Hugging Face's `transformers`.
 
 Both models compute the same function: pre-LayerNorm, learned positions, exact GELU (with erf), and
-a head without bias. The names differ, and `transformers` stores linear weights transposed (Conv1D).
-In schedir, the rows of the weight `qkv` have the order (head, qkv, width). In `transformers`, its
-columns have the order (qkv, head, width).
+a head without bias. The parameters have other names, and `transformers` stores linear weights
+transposed (Conv1D). In schedir, the rows of the weight `qkv` have the order (head, qkv, width). In
+`transformers`, its columns have the order (qkv, head, width).
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ ALL_REDUCES_PER_LAYER: Final = 4
 # difference, which noise can make negative.
 _MIN_SECONDS: Final = 1e-6
 # The benchmark warns if other programs use more than this share of the processors. It also warns if
-# the rounds of a measurement differ by more than this share.
+# the rounds of the median measurement differ by more than this share.
 BUSY_THRESHOLD: Final = 0.1
 
 

@@ -27,13 +27,13 @@ from schedir.training.config.run_config import Config
 RUN_FILE: Final = "run.json"
 # The settings of a run contain the size and the digest of its data under this name.
 DATA_FACT: Final = "the data"
-# Prefixes of settings. A run cannot resume if one of these settings has changed.
+# Prefixes of settings. A run cannot resume if a setting with one of these prefixes has changed.
 _FIXED_SETTINGS: Final = ("model.", "data.", DATA_FACT, "train.precision")
 _TOKENIZER_SETTING: Final = "data.tokenizer"  # A path, or "bytes".
 # These settings may change, although `_FIXED_SETTINGS` has their prefix. The data itself may not
 # change: DATA_FACT has its digest.
 _CHANGEABLE_SETTINGS: Final = ("data.source", "data.validation", "data.microbatch_size")
-# Prefixes of settings. A resumed run does not print their changes.
+# Prefixes of settings. A resumed run does not print changes of settings with these prefixes.
 _UNREPORTED_SETTINGS: Final = ("output.", "data.source", "data.validation", "train.checkpoint_dir",
                   "train.checkpoint_every",
                   "train.checkpoint_keep", "train.resume", "train.shutdown_grace",

@@ -1,8 +1,8 @@
 """Write the output files of a run.
 
 All results in an output directory are from the run that wrote the `loss.csv` there. A new run
-removes the results of an earlier run before it writes its own results. Each file has a temporary
-name until it is complete.
+removes the results of an earlier run before it writes its own results. A new file has a temporary
+name until its first content is written.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class ProgramStages:
         program: The program that trains.
 
     Attributes:
-        model: The kind of model.
+        model: The functions that build the model.
         microbatch_size: The number of samples in a microbatch of the program.
         dtype: The type of the weights and of the boundary.
         boundary: The boundary between two stages. If stages are segmented, the boundaries by

@@ -150,7 +150,7 @@ def build_program(config: Config) -> Program:
 def check_memory(config: Config, processes: int) -> None:
     """Check that this machine has enough memory for a number of processes.
 
-    The check uses a lower limit of the memory that a process needs. On CPUs, this limit is the
+    The check uses a lower bound of the memory that a process needs. On CPUs, this bound is the
     process's share of the model and of the activations of one microbatch, plus the tokens of a
     step. The model includes gradients and AdamW's two moments, sharded as `pipeline.zero` requires.
     A process needs at least the memory of its unsharded weights, because the modules are built

@@ -416,8 +416,8 @@ class _Trainer:
     def _read_steps(self, remaining: int) -> None:
         """Read the losses of all pending steps except the last `remaining` ones.
 
-        If a step has a loss or gradient that ends the run, this reports the steps before it and
-        raises NonFiniteError.
+        If a step has a loss or gradient that ends the run, this method reports the earlier steps
+        and raises NonFiniteError.
         """
         while len(self.step_queue.pending_steps) > remaining:
             step = self.step_queue.read_oldest_step()

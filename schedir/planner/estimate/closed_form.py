@@ -159,7 +159,7 @@ def estimate_breakdowns(
 
 
 def _compute_idle_share(cluster: Cluster, plans: PlanColumns) -> Floats:
-    """Return the share of the waiting time of ranks in which their CPU cores are idle.
+    """Return the share of the ranks' waiting time for which their CPU cores are idle.
 
     While the pipeline fills, only k of p ranks compute, so only the share k/p of all processes
     needs cores. If there are fewer cores than processes, the cores of waiting processes run the
@@ -259,9 +259,9 @@ def _apply_formulas(
 ) -> tuple[Floats, Floats, Floats]:
     """Return waiting times, and numbers of messages that do not overlap with compute.
 
-    The first result is the number of seconds that another rank waits for one rank of each rank
-    group. Its shape is (plans, groups). The second result is the number of exposed messages of a
-    step. The third result is the number of exposed messages per microbatch. The second and the
+    The first result has, for each rank group, the seconds that another rank waits for one rank of
+    the group. Its shape is (plans, groups). The second result is the number of exposed messages of
+    a step. The third result is the number of exposed messages per microbatch. The second and the
     third result have the shape (plans,). Recomputation that may run before the gradient arrives
     (`recompute_ahead`) adds no waiting time.
     """
@@ -302,8 +302,9 @@ def _estimate_data_parallel(
       section 7).
     - The share `reduction_overlap_share` of the reduction of a stage overlaps with the last
       backward of the stage. On a rank with several stages, all reductions except the last reduction
-      also overlap with later backwards. If the backward is not split, the backwards of all other
-      ranks end before those of the first rank. Reductions during this time are not exposed.
+      also overlap with later backwards. If the backward is not split, the last backward of rank r
+      ends r stage backwards before the last backward of rank 0. Reductions between these two ends
+      are not exposed.
     - Weights: with ZeRO, the replicas gather the weights at the start of the step, while ranks wait
       for their first microbatch. With sharded weights, the replicas gather them several times, in
       parallel with compute.
@@ -337,7 +338,7 @@ def _estimate_data_parallel(
         memory_table.common_params + memory_table.expert_params, 1
     )
     overlap_share = constants.reduction_overlap_share
-    last_reduction = outer_share * reductions  # The reduction of the first stage ends last.
+    last_reduction = outer_share * reductions  # The reduction of a rank's first stage ends last.
     exposed = last_reduction - np.minimum(overlap_share * last_reduction, stage_backward)
     exposed = exposed + np.maximum(
         reductions - last_reduction - (v - 1) * np.minimum(p, m) * stage_backward, 0

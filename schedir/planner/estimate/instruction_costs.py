@@ -148,7 +148,7 @@ def compute_costs(
 
 
 def time_joined_pair(times: StageTimes, layers: int, alone: float) -> float:
-    """Return the time of a forward that is joined with the backward of another microbatch.
+    """Return the time of a joined pair: a forward, and the backward of another microbatch.
 
     The segments of the two instructions alternate. Compute of one instruction hides all-to-alls of
     the other instruction (arXiv 2412.19437, section 3.2.1). The estimate assumes that all segments
@@ -219,8 +219,8 @@ def _compute_sequence_sums(
 ) -> tuple[float, ...]:
     """Return, for each stage, the seconds to sum gradients over sequence-parallel ranks.
 
-    These are the gradients of weights that each of these ranks has in full (arXiv 2205.05198,
-    section 4.2.2). With ZeRO each replica sums only its shard.
+    Only the gradients of weights that every tensor-parallel rank has in full are summed (arXiv
+    2205.05198, section 4.2.2). With ZeRO each replica sums only its shard.
     """
     replicas = plan.dp * plan.cp if plan.zero else 1
     group = find_slowest_group(cluster, 1, plan.tp)

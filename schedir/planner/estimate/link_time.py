@@ -19,8 +19,8 @@ class LinkTimes(NamedTuple):
 
     Attributes:
         neighbors: The sum of the times of a message between each pair of neighboring ranks.
-        wraparound: The time of a message from the last rank to the first, which a placement in a
-            loop needs.
+        wraparound: The time of a message from the last rank to the first rank. Only the placement
+            `loop` has such messages.
     """
 
     neighbors: Floats
@@ -126,8 +126,8 @@ def place_on_nodes(cluster: Cluster, plan: ParallelPlan) -> NodePlacement:
     nodes = mesh // cluster.gpus_per_node
     crossed = (nodes[:, 1:] != nodes[:, :-1]).any(axis=(0, 2))
     groups = mesh.reshape(len(mesh), -1)
-    # Groups whose ranks have the same distances in nodes have the same links. So one group for each
-    # set of distances is enough.
+    # Groups of replicas whose ranks are the same numbers of nodes apart have the same links. So one
+    # group for each set of distances is enough.
     node_offsets = (nodes - nodes[:1]).reshape(len(mesh), -1)
     distinct_groups = groups[:, np.unique(node_offsets, axis=1, return_index=True)[1]].T
     slowest, experts = (
@@ -187,8 +187,8 @@ def compute_expected_maximum(replicas: int) -> float:
         replicas: The number of replicas.
 
     References:
-        Blom, "Statistical estimates and transformed beta-variables" (1958): the quantile of
-        (n - 0.375) / (n + 0.25).
+        Blom, "Statistical estimates and transformed beta-variables" (1958): for n replicas, the
+        normal quantile of (n - 0.375) / (n + 0.25).
 
     Example:
         >>> [round(compute_expected_maximum(n), 2) for n in (1, 2, 8, 128)]

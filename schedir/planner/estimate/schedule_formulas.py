@@ -86,7 +86,7 @@ def _zb_h2_wait(F: Any, I: Any, W: Any) -> Any:
 def _zb_v_wait(F: Any, I: Any, W: Any) -> Any:
     """Return the wait time of ZB-V for F <= I, as `schedules.zb_v` builds it for F = I.
 
-    For a shorter I the error is at most F - I.
+    If I < F, the error is at most F - I.
     """
     return np.maximum.reduce([W, F, I, 2 * F - I, 2 * (F - W), 2 * (I - W)])
 

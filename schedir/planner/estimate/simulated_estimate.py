@@ -361,7 +361,7 @@ def _split_compute_time(
 
     The shape is (3, opcodes, stages). The parts are compute, recomputation and collectives.
     """
-    # Both have the shape (phases, stages).
+    # `compute` and `tensor` have the shape (phases, stages).
     compute, tensor, _ = (np.array(column).T for column in zip(*stage_times, strict=True))
     result = np.zeros((3, len(Opcode), len(stage_times)))
     recompute_phase = len(PhaseTimes._fields) - 1

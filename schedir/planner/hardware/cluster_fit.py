@@ -118,8 +118,8 @@ def fit_cluster(measurements: MachineMeasurements) -> Cluster:
     """Fit a cluster of one node to measurements.
 
     - `flops` is the median over matrix products.
-    - `kernel_us` is the median over tiny layers of the time per kernel: the time of the layer
-      divided by the number of kernels that the planner counts.
+    - `kernel_us` is the median over tiny layers of the time per kernel that the planner counts. On
+      CPUs, the predicted time of compute is subtracted first.
     - `hbm_bandwidth` is the bandwidth at which the mean error of the other layers is 0. This
       bandwidth is at most `copy_bandwidth`, and at least `copy_bandwidth` / 100.
     - `latency` and `nvlink_bandwidth` are fitted to the all-reduces, by least squares of relative

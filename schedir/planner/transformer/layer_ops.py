@@ -182,7 +182,7 @@ def count_local_tokens(model: TransformerSpec, plan: ParallelPlan) -> int:
 
 
 def _count_activations(model: TransformerSpec, plan: ParallelPlan) -> float:
-    """Return the number of elements of an activation on one GPU, with sequence parallelism."""
+    """Return the number of elements of an activation on one GPU, after sequence parallelism."""
     cut = plan.tp if plan.sequence_parallel else 1
     return count_local_tokens(model, plan) * model.hidden / cut
 
@@ -371,11 +371,11 @@ def list_embedding_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
 def list_head_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     """Return the operations of the head: norm, vocabulary-parallel logits and loss.
 
-    The loss is that of Megatron-LM (core/tensor_parallel/cross_entropy.py), with a kernel for each
-    line. In the forward, these kernels read or write all logits: the conversion to 32 bits, the
-    maximum, its subtraction, the exponential, the sum and the division. In the backward, the
-    product with the gradient of the loss and the conversion to 16 bits read and write all logits.
-    The other kernels and the three all-reduces process one number per token.
+    The loss is that of Megatron-LM (core/tensor_parallel/cross_entropy.py). Each line of this code
+    starts a kernel. In the forward, these kernels read or write all logits: the conversion to 32
+    bits, the maximum, its subtraction, the exponential, the sum and the division. In the backward,
+    the product with the gradient of the loss and the conversion to 16 bits read and write all
+    logits. The other kernels and the three all-reduces process one number per token.
 
     Args:
         model: The model.

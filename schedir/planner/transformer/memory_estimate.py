@@ -39,9 +39,9 @@ class StateBytes(NamedTuple):
 # Mixed-precision Adam has 16-bit weights and gradients, and 32-bit main parameters and moments
 # (arXiv 1910.02054, section 3.1). The sum is 16 bytes per parameter.
 ADAM: Final = StateBytes(2, 2, 12)
-# Megatron-LM accumulates gradients of bfloat16 models in 32 bits: 18 bytes.
+# Megatron-LM accumulates gradients of bfloat16 models in 32 bits: 18 bytes per parameter.
 ADAM_MAIN_GRADS: Final = StateBytes(2, 4, 12)
-# A model in 32 bits needs no main parameters: 16 bytes.
+# A model in 32 bits needs no main parameters: 16 bytes per parameter.
 ADAM_32: Final = StateBytes(4, 4, 8)
 
 
@@ -129,8 +129,8 @@ def compute_saved_bytes(
     The terms are those of `compute_layer_terms` with these changes:
 
     - Keys and values have `kv_heads` heads, and a head has `head_dim` elements.
-    - Terms of the feed-forward network have the width `ffn`. The input of a gate counts twice. Each
-      of the `active` experts of a token counts.
+    - Terms of the feed-forward network have the width `ffn`. With a gate, the input of the
+      activation function counts twice. Each of the `active` experts of a token counts.
     - Flash attention saves no scores, but 4 bytes per token and head.
     - A context-parallel rank has 1/cp of the tokens, and the attention scores between its tokens
       and all tokens.

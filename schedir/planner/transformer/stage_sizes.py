@@ -87,7 +87,7 @@ def compute_sizes(
     constants: SoftwareConstants | None = None,
     state_bytes: StateBytes = ADAM,
 ) -> Sizes:
-    """Return the sizes of each stage of a plan, in bytes of one GPU and one microbatch.
+    """Return the sizes of each stage of a plan on one GPU. Activations are those of one microbatch.
 
     - A layer saves the bytes of `compute_saved_bytes`. The first stage also saves the mask of its
       dropout.
@@ -127,9 +127,9 @@ def compute_sizes(
     buffers[-1] += (constants.logit_bytes - 4) * logits
     buffers += constants.unsharded_bytes * (plan.zero == 1) * numbers.total
     state_sizes = {name: size * numbers.total for name, size in state_bytes._asdict().items()}
-    # ZeRO shards experts over fewer replicas than `Sizes` assumes, so each replica has more bytes
-    # of experts. The optimizer state is never gathered, so the size `optimizer` includes these
-    # bytes. For weights and gradients, the size `buffers` includes these bytes.
+    # ZeRO shards experts over fewer replicas than `Sizes` assumes, so each replica has additional
+    # bytes of experts. The optimizer state is never gathered, so the size `optimizer` includes its
+    # additional bytes. The size `buffers` includes those of weights and gradients.
     replicas = plan.dp * plan.cp
     extra = numbers.experts * (1 / max(replicas // plan.ep, 1) - 1 / replicas)
     for name, size in state_bytes._asdict().items():

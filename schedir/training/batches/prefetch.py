@@ -48,7 +48,7 @@ class TrainingBatch(NamedTuple):
 class Prefetch:
     """Context manager: a thread reads the batches of a run, one step ahead.
 
-    A batch remains valid until the batch `BATCH_SLOTS` steps later is taken.
+    The batch of step n remains valid until the batch of step n + `BATCH_SLOTS` is taken.
 
     Args:
         batches: The training samples.
@@ -104,7 +104,7 @@ class Prefetch:
         self.thread.join(JOIN_TIMEOUT)
 
     def count_samples(self, steps: int) -> int:
-        """Return the number of samples that the first steps of the run use.
+        """Return the number of samples that the first `steps` steps of the run use.
 
         Args:
             steps: The number of steps.

@@ -92,7 +92,7 @@ class Batches:
         """Return the inputs and the targets of consecutive samples.
 
         Args:
-            first_sample: The number of the first sample in the run, from 0.
+            first_sample: The index of the first sample in the run, from 0.
             sample_count: The number of samples.
 
         Returns:
@@ -123,7 +123,7 @@ class Batches:
     def _order_windows(
         self, first_sample: int, sample_count: int
     ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return the numbers of the windows of consecutive samples."""
+        """Return the indices of the windows of consecutive samples."""
         size, parts = len(self), []
         for epoch in range(first_sample // size, (first_sample + sample_count - 1) // size + 1):
             begin = max(first_sample - epoch * size, 0)
@@ -150,7 +150,7 @@ class Batches:
         return {"samples": samples, "of": self.description, "seed": self.seed}
 
     def read_cursor(self, cursor: Mapping[str, Any]) -> int:
-        """Return the number of used samples in a cursor. The next sample has this number.
+        """Return the number of used samples in a cursor. It is the index of the next sample.
 
         Args:
             cursor: The result of `make_cursor`.

@@ -52,7 +52,7 @@ class _SettingValue(NamedTuple):
 # (section, name) -> the value of the setting.
 _Settings = dict[tuple[str, str], _SettingValue]
 _Values = dict[tuple[str, str], Any]
-# The settings that take "all", or numbers of stages or microbatches as text.
+# The settings that select stages and microbatches by a text such as "all" or "0,1.3".
 _SELECTIONS: Final = ("recompute", "offload", "offload_to_disk")
 _MODEL_KIND_KEY: Final = ("model", "kind")  # Its value decides which settings [model] has.
 

@@ -36,8 +36,8 @@ class ModelKind(NamedTuple):
 
     Args:
         config_class: The class of the section [model] for this kind.
-        check_tp_split: Raises an error if this number of tensor-parallel ranks cannot share the
-            model.
+        check_tp_split: A function of (section [model], `tp`). It raises an error if `tp`
+            tensor-parallel ranks cannot share the model.
         layer_boundaries: The collectives between the segments of a layer, as the letters of
             `Program.segment_boundaries`. Empty if stages of this kind cannot be segmented.
     """

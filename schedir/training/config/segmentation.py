@@ -37,7 +37,7 @@ class StageSegmentation:
 
     @property
     def first_segments(self) -> list[int]:
-        """Return the first program stage of each stage, and then the total number of segments.
+        """Return the index of the first segment of each stage, and then the number of all segments.
 
         Example:
             >>> StageSegmentation((1, 2), (5, 9), 1).first_segments

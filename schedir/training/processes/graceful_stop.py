@@ -5,8 +5,8 @@ state and raises `TerminationNotice`.
 
 The agreement costs no time within a step. Each process has a thread that waits at the rendezvous
 store for a stop request. After a request, each process writes to the store the last step that it
-has begun. It begins no other step until all processes have written their last steps. All processes
-then finish the largest of these steps, because a process within that step needs all other
+has begun. The process begins no other step until all processes have written their last steps. All
+processes then finish the largest of these steps, because a process within that step needs all other
 processes.
 """
 
@@ -49,8 +49,8 @@ class GracefulStop:
     """Ends one process of a run after SIGTERM, after the same step as all other processes.
 
     Args:
-        process: The number of this process.
-        processes: The number of all processes.
+        process: The global rank of this process.
+        processes: The number of processes.
 
     Attributes:
         last_begun_step: The last step that this process has begun, from 1.

@@ -51,7 +51,7 @@ class FailedExit(NamedTuple):
     """The exit of the first process that failed.
 
     Args:
-        process: The number of the process, or -1 if no process failed.
+        process: The global rank of the process, or -1 if no process failed.
         code: The exit code of the process. A negative code is the number of a signal.
         black_boxes: The black boxes of all processes when the failed process exited.
     """
@@ -68,7 +68,7 @@ def launch(
 
     The environment of each process has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
     The standard output of process 0 is forwarded unchanged. All other output is forwarded line by
-    line, with the number of the process in front, up to `MAX_OUTPUT_BYTES` per process.
+    line, with the global rank of the process in front, up to `MAX_OUTPUT_BYTES` per process.
 
     When a process fails, the launcher prints the reason that the process reported. If the process
     reported no reason, the launcher prints the exit code or signal of the process, and its
@@ -180,7 +180,7 @@ def _start_process(
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "schedir", *arguments],
-        stdin=subprocess.PIPE,  # It closes when this process ends. See `end_with_parent`.
+        stdin=subprocess.PIPE,  # The pipe closes when this process ends. See `end_with_parent`.
         stdout=subprocess.PIPE if number else None,
         stderr=subprocess.PIPE,
         env=environment | {"RANK": str(number), "LOCAL_RANK": str(number)},
@@ -264,7 +264,7 @@ def _wait_for_failure(
 ) -> FailedExit:
     """Wait until a process fails, or exits with 0 too early, and return its exit.
 
-    If all processes end normally, the process number of the result is -1.
+    If all processes end normally, the `process` of the result is -1.
     """
     ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
 

@@ -1,13 +1,14 @@
 """End a process of a run, and report once why the run ended.
 
 A process that fails writes the reason into its black box. If another process is the cause, the
-black boxes of all processes show which process it is (`hang_diagnosis/stall_cause.py`). Only one
-process prints the reason. Under `launch`, the launcher prints the reason. Otherwise the first
-process that fails prints it, and the rendezvous store decides which process is the first.
+black boxes of all processes show which process it is (`hang_diagnosis/stall_cause.py`). Under
+`launch`, only the launcher prints the reason. Otherwise, of the processes of each torchrun agent,
+only the first process that fails prints the reason. The rendezvous store decides which process is
+the first.
 
-A process that is stopped, or that never arrives, blocks all other processes. The process that
-reports the blocking process also kills it. So the launcher or torchrun receives the exit of the
-blocking process first.
+A process that is stopped or busy can block all other processes. The process that reports the
+blocking process also kills it, if both are on one machine. So the launcher or torchrun receives the
+exit of the blocking process first.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from schedir.ir.program import Program
 from schedir.training.processes.rendezvous_store import connect_store
 
 EXIT_TIMEOUT: Final = 1.0  # Seconds within which a process exits after its connections close.
-# Seconds within which the first process that fails ends the other processes.
+# Seconds that other processes that fail wait before they exit, so that the first one exits first.
 EXIT_GRACE: Final = 5.0
 LAUNCHER_PID_VARIABLE: Final = "SCHEDIR_LAUNCHED"  # Its value is the process id of `launch`.
 _PR_SET_PDEATHSIG: Final = 1  # From linux/prctl.h.
@@ -51,13 +52,13 @@ class RunMember:
     Args:
         output_dir: The output directory of the run.
         layout: The numbers of ranks, tensor-parallel ranks and replicas.
-        process: The number of this process.
+        process: The global rank of this process.
 
     Attributes:
         black_box: The black box of this process.
         program: The program of the run. None during the set-up.
-        has_lost_peers: True if this process failed because other processes did not arrive. The
-            position in the black box of this process is then out of date.
+        has_lost_peers: True if this process failed because other processes exited or did not
+            arrive. The position in the black box of this process is then out of date.
         known_processes: The processes whose black boxes were read.
         is_single_machine: True if all processes run on this machine.
     """

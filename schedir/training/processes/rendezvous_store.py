@@ -13,8 +13,8 @@ from schedir.errors import ExecutionError
 def connect_store(timeout: float, *, is_master: bool = False) -> Any:
     """Connect to the store at MASTER_ADDR and MASTER_PORT, or create this store.
 
-    torch's own timeout is longer. If another server listens at the port and does not answer, torch
-    waits without a time limit.
+    The time limit of torch is not enough: if another server listens at the port and does not
+    answer, torch waits without a time limit.
 
     Args:
         timeout: The time limit, in seconds.

@@ -123,7 +123,7 @@ def compare_facts(
 
     Args:
         store: The store.
-        rank: The number of this process.
+        rank: The global rank of this process.
         world: The number of processes.
         facts: The settings, versions and digests of this process, by name.
         timeout: The seconds that the processes wait for each other.

@@ -395,9 +395,9 @@ def make_stall_error(
 ) -> ExecutionError:
     """Return the error of a run without progress in a step.
 
-    With a GPU, the first site of the error is the first instruction that has not ended although its
-    local inputs are ready. The other sites are instructions that run on other lanes. Without a GPU,
-    the site is the position of the host.
+    With a GPU, the first site of the error is the first instruction that has not ended although all
+    its inputs from this rank are ready. The other sites are instructions that run on other lanes.
+    Without a GPU, the site is the position of the host.
 
     Args:
         fact: The reason, for the message.
