@@ -190,7 +190,13 @@ def _describe_cluster_costs(requests: Iterable[Request]) -> str:
         }
         if missing := sorted(priced - request.stage_costs.specified.keys() - {""}):
             text += f"; without a cost, and so free: {', '.join(missing)}"
-        lines[f"costs from the cluster, in seconds: {text}\n"] = None
+        shape = request.program.shape
+        of_stage = (
+            f", for one of the {shape.stages_per_rank} stages of a rank"
+            if shape.stages_per_rank > 1
+            else ""
+        )
+        lines[f"costs from the cluster, in seconds{of_stage}: {text}\n"] = None
     return "".join(lines)
 
 
