@@ -173,7 +173,7 @@ def test_compare_marks_schedules_over_limit(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_missing_model_states_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "--sizes has no grads and no optimizer, which count as 0 bytes"
+    line = "--sizes has no grads and no optimizer, and a missing size counts as 0 bytes"
     for command in (["recommend"], ["compare", "gpipe"], ["simulate", "gpipe"]):
         assert line in run_command(capsys, *command, "--ranks=2", "--sizes=saved=1GB,params=2GB")
         for sizes in ("params=1GB,grads=1GB,optimizer=6GB", "model_states=8GB", "saved=1GB"):

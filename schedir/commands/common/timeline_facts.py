@@ -133,8 +133,8 @@ def _describe_missing_sizes(requests: Sequence[Request]) -> Iterator[str]:
     missing = [name for name in ("grads", "optimizer") if not np.any(getattr(sizes, name))]
     if missing:
         yield (
-            f"--sizes has no {' and no '.join(missing)}, which count as 0 bytes; give them, or "
-            "model_states, the sum of params, grads and optimizer"
+            f"--sizes has no {' and no '.join(missing)}, and a missing size counts as 0 bytes; "
+            "give the missing sizes, or model_states, the sum of params, grads and optimizer"
         )
 
 
