@@ -69,7 +69,8 @@ class _WorkType(NamedTuple):
 def _max_time_in_memory(work_types: Sequence[_WorkType], capacity: float) -> float:
     """Return the largest total time of tasks that fit into a memory capacity.
 
-    This is a fractional knapsack: the last task may be divided.
+    This is a fractional knapsack: the last task may be divided. If all tasks need the same memory,
+    only undivided tasks count.
     """
     if (
         len({kind.memory for kind in work_types}) == 1
@@ -113,10 +114,10 @@ class _RankIdleBounds:
 
     @cached_property
     def max_other_work(self) -> float:
-        """The largest time of I's and W's that the rank can run while a microbatch is away.
+        """The largest time of I's and W's between the last F and the first I of a microbatch.
 
-        A microbatch is away between its last F and its first I on the rank. The tasks belong to
-        other microbatches, which must fit into memory together with this microbatch.
+        These I's and W's belong to other microbatches, which must fit into the rank's memory
+        together with this microbatch.
         """
         problem, stages, other_mbs = self.problem, self.stages, self.problem.microbatches - 1
         capacity = problem.rounded_capacity[self.rank] - sum(problem.saved[s] for s in stages)
@@ -212,8 +213,8 @@ class _RankIdleBounds:
         """Yield two bounds from idle times, and with a memory limit a bound from memory use."""
         problem = self.problem
         start, end = self.idle_before_first_I, self.idle_before_last_I
-        # If all F's fit before the first I, the two idle times can overlap. Only the longer idle
-        # time counts.
+        # If all F's fit before the first I, the idle times `start` and `end` can overlap. Only the
+        # longer one counts.
         if problem.microbatches <= self.max_forwards_ahead:
             start, end = (start, 0.0) if start > end else (0.0, end)
         num_trips, trip_idle = self.round_trip_idle
@@ -239,10 +240,7 @@ class _RankIdleBounds:
             )
 
     def _memory_time_area(self, stage: int) -> float:
-        """Return the memory of a microbatch on a stage, summed over the time that it is in use.
-
-        This is the least possible value, in memory x time.
-        """
+        """Return the least memory x time of a microbatch on a stage, from its F to its W."""
         problem = self.problem
         saved_time = problem.F[stage] + self.latency.forward_to_backward[stage]
         return (

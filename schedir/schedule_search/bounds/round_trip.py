@@ -98,8 +98,8 @@ def crossing_delays(
 ) -> Iterator[tuple[float, float]]:
     """Yield the ways in which three microbatches can cross after a stage, as pairs of delays.
 
-    The third microbatch can start when the first returns. The second microbatch starts between
-    these two.
+    The third microbatch can start when the first returns. The second microbatch starts after the
+    first and before the third.
 
     Args:
         problem: The problem.

@@ -80,7 +80,7 @@ def dispatch_by_policy(
             its rank, so that the microbatch at the deepest stage can always continue.
         max_lead: For each stage, the largest number of F's whose I has not run.
         max_lag: For each rank, the largest number of W's that wait.
-        wait_share: A rank waits for an I that arrives within this share of an F's cost.
+        wait_share: A rank waits for a gradient that arrives within this share of an F's cost.
         late_share: A W may end later than the next arrival by this share of the W's cost.
         idle_share: A rank runs a W instead of waiting if its idle time would otherwise exceed this
             share of the largest idle time of all ranks. Idle time counts from the rank's first F.

@@ -24,7 +24,7 @@ class DispatchPolicy(NamedTuple):
     Attributes:
         max_lead: For each stage, the largest number of F's whose I has not run.
         max_lag: For each rank, the largest number of W's that wait.
-        wait_share: A rank waits for an I that arrives within this share of an F's cost.
+        wait_share: A rank waits for a gradient that arrives within this share of an F's cost.
         late_share: A W may end later than the next arrival by this share of the W's cost.
         idle_share: A rank runs a W instead of waiting if its idle time would otherwise exceed this
             share of the largest idle time of all ranks.
@@ -256,7 +256,7 @@ class AnnealingState:
 
 
 def _interleave_by_code(*kinds: Sequence[float]) -> list[float]:
-    """Return the numbers of all codes of tasks.
+    """Return one number for each code of a task, in the order of the codes.
 
     Each argument has the numbers of one kind of task, by stage.
     """
