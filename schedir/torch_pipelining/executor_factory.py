@@ -40,7 +40,7 @@ from schedir.transports.shared_memory import SharedMemoryTransport
 
 # ---------------------------------------------------------------- shapes of boundaries
 
-# Run one microbatch through torch's stages, and record the tensors that pass between them.
+# Run one microbatch through torch's stages, and record the shapes and dtypes of their outputs.
 
 
 def infer_stage_boundaries(

@@ -88,8 +88,9 @@ class PendingOutputs:
     def release(self, stage: int, mb: int) -> None:
         """Check the outputs of a forward when its backward begins, and forget them.
 
-        Their gradient has arrived, so the outputs were received. Outputs without a gradient are
-        needed until the step ends, because nothing shows earlier that they were received.
+        A gradient of these outputs has arrived, so the outputs were received. If none of the
+        outputs needs a gradient, they stay needed until the step ends, because nothing shows
+        earlier that they were received.
 
         Args:
             stage: The stage.
