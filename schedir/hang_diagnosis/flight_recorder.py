@@ -285,7 +285,7 @@ def _load_json(data: bytes) -> Any:
         return json.loads(data)
     except RecursionError:
         raise TraceError("the JSON is nested too deeply for a dump") from None
-    # This includes UnicodeDecodeError, and the error for an integer of too many digits.
+    # ValueError includes UnicodeDecodeError, and the error for an integer of too many digits.
     except ValueError as error:
         byte_position = getattr(error, "pos", getattr(error, "start", 0))
         fact = f"the JSON is cut off or damaged at byte {byte_position} of {len(data)}"

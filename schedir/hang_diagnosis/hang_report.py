@@ -288,7 +288,7 @@ def _describe_old_dumps(ranks: Sequence[int]) -> list[str]:
 def describe_named_job(
     job: DistributedJob, program: Program, copies: Sequence[MatchedProgram]
 ) -> list[str]:
-    """Report where each rank waits, if its transfers are in another order than in the program.
+    """Report where each rank waits, if the job's transfers have another order than the program's.
 
     The report names messages after instructions of the program. The messages between two ranks are
     numbered, and the number of a message determines its instruction. Deadlocks of the program are

@@ -419,7 +419,7 @@ class _RecordedRank:
     def _find_groups(self, direction: _Direction) -> list[RecordedGroup]:
         """Return the process groups of the messages in a direction, in order of first use.
 
-        If the entries of these messages may have been overwritten, return a group that contains
+        If no such message is recorded, but entries were overwritten, return a group that contains
         both ranks. If not exactly one group contains both ranks, set `has_ambiguous_group`.
         """
         rank, peer = self.dump.rank, self.ranks[direction.peer]

@@ -107,10 +107,10 @@ class DistributedJob:
             sorted({*dumps, *(rank for group_ranks in members for rank in group_ranks)})
         )
         # (rank, process group, sender, receiver) -> messages.
-        # (rank, process group) -> sequence number -> collectives.
         self._messages: dict[tuple[int, RecordedGroup, int, int], list[RecordedOperation]] = (
             defaultdict(list)
         )
+        # (rank, process group) -> sequence number -> collectives.
         self._collectives: dict[tuple[int, RecordedGroup], dict[int, list[RecordedOperation]]] = (
             defaultdict(dict)
         )
