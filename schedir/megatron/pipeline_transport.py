@@ -33,8 +33,8 @@ class PipelineGroupTransport:
 
     Attributes:
         device: The device of the tensors.
-        progress_model: The progress model under which programs are proven. The model follows from
-            the group's backend:
+        progress_model: The progress model under which schedir proves that programs finish. The
+            model follows from the group's backend:
 
             - Gloo: "per_edge". Messages match by their tag, and each lane has its own tag. So each
               direction of a pair of ranks has a queue for activations and a queue for gradients.
