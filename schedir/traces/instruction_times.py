@@ -35,7 +35,7 @@ _POSTED_ACTIONS: Final = {
 
 
 class ExecutedSpan(NamedTuple):
-    """Instructions that ran as one, with their time by the clock of the host.
+    """The instructions of one profiler range, with their time by the clock of the host.
 
     Attributes:
         actions: The instructions.
@@ -170,7 +170,7 @@ def _collect_items(
 
 
 def _add_posted_messages(trace: Trace, items: list[_RangeItem]) -> list[_RangeItem]:
-    """Add the messages that were posted inside of each forward and backward, if none are marked.
+    """If no range marks a message, add the messages posted inside of each forward and backward.
 
     If a message was posted outside of all forwards and backwards, its instruction is ambiguous.
     Then no messages are added.

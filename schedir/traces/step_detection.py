@@ -157,7 +157,7 @@ class TracedProcesses:
     def _choose_pipeline(
         self, stages_of_process: dict[int, tuple[int, ...]]
     ) -> tuple[dict[tuple[int, ...], int], bool]:
-        """Return one process for each set of stages, and whether they surely are one pipeline."""
+        """Return one process for each set of stages, and True if these surely are one pipeline."""
         first_process: dict[tuple[int, ...], int] = {}
         for number, stages in stages_of_process.items():
             first_process.setdefault(stages, number)

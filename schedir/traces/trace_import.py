@@ -150,7 +150,7 @@ def read_run(
     first_error: SchedirError | None = None
     step_numbers: Sequence[int | None] = [step] if step is not None else steps[::-1] or [None]
     skip_notes: list[str] = []
-    # Evaluations that mark no backward are read if no step trains.
+    # Evaluations that mark no backward. They are read if no training step can be read.
     deferred: list[ScheduleExecution] = []
     runs = (execution for number in step_numbers for execution in processes.list_executions(number))
     for execution in chain(runs, deferred):
@@ -324,7 +324,7 @@ def _check_under_models(
 
 
 def _instruction_times(program: Program, ranks: list[ScheduleRun]) -> tuple[Floats, Floats]:
-    """Return the start and the end of each instruction, in seconds. NaN means not marked."""
+    """Return the start and the end of each instruction, in seconds. NaN means not recorded."""
     first_start = min(span.start for run in ranks for span in run.spans)
     start, end = np.full((2, len(program)), np.nan)
     for stream, run, offset in zip(program.streams, ranks, program.offsets, strict=False):
