@@ -397,9 +397,8 @@ def _make_step_error(error: RankError, timeout: float) -> ExecutionError:
         )
     tracebacks = error.tracebacks
     dead_ranks = [rank for rank, text in tracebacks.items() if text.startswith(DIED_MESSAGE)]
-    rank = (dead_ranks or [*tracebacks])[
-        0
-    ]  # if a rank died, the others only report lost connections
+    # If a rank died, the other ranks only report lost connections.
+    rank = (dead_ranks or [*tracebacks])[0]
     lines = tracebacks[rank].rstrip().splitlines()
     frames = [k for k, line in enumerate(lines) if line.startswith('  File "')]
     message = next((line for line in lines[max(frames, default=0) :] if line[:1] != " "), lines[-1])

@@ -255,8 +255,8 @@ def compile_options(draw: st.DrawFn, draft: Program) -> dict[str, Any]:
     """Generate options of `compile` that a draft allows (a hypothesis strategy).
 
     The options are tied weights, frozen stages, skip connections, gradient clipping, the time of
-    the norm check, and overlap. All other options concern memory: ZeRO, the place of the optimizer
-    state, snapshots, recomputation, activation offload and buffer sharing.
+    the norm check, and overlap. All other options concern memory: ZeRO, the placement of the
+    optimizer state, snapshots, recomputation, activation offload and buffer sharing.
 
     Args:
         draw: Passed by hypothesis.
