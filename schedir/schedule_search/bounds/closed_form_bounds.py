@@ -109,7 +109,7 @@ class _RankIdleBounds:
 
     @cached_property
     def max_forwards_ahead(self) -> int:
-        """The number of F's that can start on the rank's last stage before its first I ends."""
+        """The number of F's of the rank's last stage that can start before its first I ends."""
         return self.lags.max_forwards_ahead(self.problem, self.stages[-1])
 
     @cached_property
@@ -173,8 +173,9 @@ class _RankIdleBounds:
         """The number of round trips that must follow each other, and the least idle time of each.
 
         In a round trip, a microbatch leaves the rank after its F and returns for its I. If memory
-        holds k microbatches, microbatch j must return before microbatch j + k can start. The first
-        and the last round trip do not count. A rank with several stages has (0, 0).
+        holds k microbatches, microbatch j must return before microbatch j + k can start. The idle
+        times before the first I and before the last I already cover the first and the last round
+        trip, so these do not count. A rank with several stages has (0, 0).
         """
         num_trips = (self.problem.microbatches - 1) // self.max_forwards_ahead - 1
         if len(self.stages) > 1 or num_trips < 1:
@@ -210,7 +211,7 @@ class _RankIdleBounds:
         return problem.W[first] + _max_time_in_memory(work_types, capacity)
 
     def bounds(self) -> Iterator[LowerBound]:
-        """Yield two bounds from idle times, and with a memory limit a bound from memory use."""
+        """Yield two bounds from idle times and, with a memory limit, a bound from memory use."""
         problem = self.problem
         start, end = self.idle_before_first_I, self.idle_before_last_I
         # If all F's fit before the first I, the idle times `start` and `end` can overlap. Only the

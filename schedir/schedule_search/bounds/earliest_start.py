@@ -1,9 +1,9 @@
 """Compute lower bounds from earliest starts that are propagated over all ranks.
 
 Some of the tasks that precede a task on its rank are known: tasks of one code run in the order of
-their microbatches, and a memory limit forces further precedences. Each of these tasks has an
+their microbatches, and a memory limit forces further precedences. Each preceding task has an
 earliest start, and a rank runs one task at a time. So the task starts no earlier than the time at
-which all these tasks can have ended.
+which all preceding tasks can have ended.
 
 The same computation backward in time gives the tail of each task: the least time from its end to
 the end of the run. The length of Jackson's preemptive schedule of a rank, with these earliest
@@ -122,8 +122,8 @@ def _build_precedence_table(problem: SchedulingProblem, first_stage: int) -> Pre
                 on_same_rank[code].append(
                     Precedence(KINDS * lag.before_stage + before_kind, lag.lag, 0.0)
                 )
-    # If a microbatch has run an I on the last rank, it has also run all its F's there, and the I's
-    # of the later stages there. On other ranks the same precedences would be wrong: they gave
+    # On the last rank, an I of a microbatch runs after all F's of this microbatch on the rank, and
+    # after its I's of later stages. On other ranks the same precedences would be wrong: they gave
     # bounds above optimal times.
     for lag in lags.F_after_I:
         if lag.before_stage in active_stages:
@@ -274,11 +274,11 @@ class Relaxation:
     def from_problem(
         cls, problem: SchedulingProblem, first_stage: int, min_tails: Sequence[float]
     ) -> Relaxation:
-        """Return the relaxation of a problem, from the first F of a stage on.
+        """Return the relaxation of a stage and all later stages of a problem.
 
         Args:
             problem: The problem.
-            first_stage: The relaxation has this stage and all later stages.
+            first_stage: The first stage. Time 0 is the start of its first F.
             min_tails: For each rank, the least time from its last task to the end of the run, or of
                 the rank at which tails end. -inf if the rank's tasks can run after this end.
         """

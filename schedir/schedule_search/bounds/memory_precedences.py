@@ -49,7 +49,7 @@ class MemoryLags(NamedTuple):
     The lag of an F is at least 1. If a lag is at least the number of microbatches, it forces
     nothing and is left out.
 
-    The proof for F j of stage s on a rank, and a stage q of the same rank:
+    The proof for F j (the F of microbatch j) of stage s on a rank, and a stage q of the same rank:
 
     - `F_after_I`, q = s or q after s: Until I a on q ends, the microbatches from a on have freed no
       memory on the stages up to q. The stages up to s save the microbatches a to j. The stages

@@ -30,7 +30,7 @@ class DispatchPolicy(NamedTuple):
             share of the largest idle time of all ranks.
         forward_first: True to run an F before an I if both are possible.
         stage_choice: Which F runs if F's of several stages are possible. 0: the F with the lowest
-            microbatch. 1: the F of the deepest stage. 2: the F of the first stage.
+            microbatch. 1: the F of the highest stage. 2: the F of the lowest stage.
     """
 
     max_lead: tuple[int, ...]
@@ -43,7 +43,7 @@ class DispatchPolicy(NamedTuple):
 
 
 class OrderEvaluator:
-    """Computes the lengths of policies and orders of one problem.
+    """Computes the lengths of orders of one problem, and of the orders that policies produce.
 
     Interpreted loops use lists, and compiled loops use arrays. The results are bitwise equal. An
     evaluator reuses its buffers, so it is not thread-safe.
