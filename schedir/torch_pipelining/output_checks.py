@@ -20,7 +20,9 @@ OutputKey = tuple[int, int]  # stage and microbatch
 
 
 class _Output(NamedTuple):
-    """An output, and its state when it was recorded. `checksum` is None if values are not compared.
+    """An output, and its version and checksum when it was recorded.
+
+    `checksum` is None if values are not compared.
 
     `number` is the index of the output among all outputs of the forward.
     """

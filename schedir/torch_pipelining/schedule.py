@@ -482,8 +482,8 @@ class Schedule(CheckedRuntime):
     def _must_set_gradients_aside(self) -> bool:
         """Return whether gradients from before the step must be set aside.
 
-        Otherwise this step would scale or sum them again. torch also drops the gradients of sharded
-        stages when it infers shapes.
+        If they stay in place, this step scales or sums them again. torch also drops the gradients
+        of sharded stages when it infers shapes.
         """
         is_divided = self.scale_grads and self._n_microbatches > 1
         has_ties = self._shared_weights is not None and bool(self._shared_weights.tied_stages)
