@@ -5,8 +5,8 @@ This module interprets it as `torch.distributed.flight_recorder` does. The field
 operations in the order in which the rank issued them. The field `pg_config` has the ranks of each
 process group. Three properties of the format are not obvious:
 
-- A batch has an entry per message. The state of these entries never changes. The next entry,
-  `coalesced`, has the same sequence number, and the state of all messages of the batch.
+- A batch has an entry per message. The state of these entries never changes. An entry `coalesced`
+  follows them. It has the same sequence number, and the state of all messages of the batch.
 - ProcessGroupGloo records collectives, but no messages. It marks an ended entry as retired, and
   does not change its state.
 - A message names ranks of its process group, not of the job. This module converts them to ranks of

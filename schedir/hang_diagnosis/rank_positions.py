@@ -60,9 +60,9 @@ class RankPosition(NamedTuple):
         position: The position of the transfer or collective at which the rank waits. If `is_late`,
             the position of its next transfer. None if all its transfers have ended.
         is_late: True if the rank could issue its next transfer, but has not issued it.
-        compute_range: The first and last position (exclusive) of the instructions since the last
-            issued transfer of the rank. The rank may be computing one of these instructions. The
-            range is empty if the next instruction of the rank cannot start yet.
+        compute_range: The range of positions after the last issued transfer of the rank: its start,
+            and its end (exclusive). The rank may be computing one of these instructions. The range
+            is empty if the next instruction of the rank cannot start yet.
     """
 
     rank: int
