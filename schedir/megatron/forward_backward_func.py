@@ -214,9 +214,9 @@ def forward_backward(schedule: str | Schedule | Program, **options: Any) -> Forw
     The schedule is compiled at the first call, for the pipeline size, the number of model chunks
     and the number of microbatches of the call. Before the first message, schedir proves that the
     program finishes with Megatron's process groups, and all ranks compare their programs.
-    Megatron's own `forward_step` and `backward_step` compute, so losses and gradients are bitwise
-    equal to those of Megatron's schedules. Gradients are reduced by Megatron's
-    DistributedDataParallel and finalized by `config.finalize_model_grads_func`.
+    Megatron's own `forward_step` and `backward_step` run the forwards and backwards, so losses and
+    gradients are bitwise equal to those of Megatron's schedules. Gradients are reduced by
+    Megatron's DistributedDataParallel and finalized by `config.finalize_model_grads_func`.
 
     A schedule with split backwards (I and W) runs the weight gradients of Megatron's
     ColumnParallelLinear and RowParallelLinear in W, and all other gradients in I.

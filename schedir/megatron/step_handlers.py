@@ -1,7 +1,7 @@
 """Run one step inside Megatron, with a handler for each opcode.
 
-Megatron's own `forward_step` and `backward_step` compute. The program decides the order of forwards
-and backwards, the messages, and when the gradients of a chunk are reduced.
+Megatron's own `forward_step` and `backward_step` run the forwards and backwards. The program
+decides their order, the messages, and when the gradients of a chunk are reduced.
 """
 
 from __future__ import annotations
