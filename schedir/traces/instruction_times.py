@@ -151,7 +151,7 @@ def _has_operators(trace: Trace, item_range: ProfilerRange) -> bool:
 def _collect_items(
     trace: Trace, interval: tuple[int, int], default_stage: int
 ) -> tuple[list[_RangeItem], list[_RangeItem]]:
-    """Return the instructions marked between two times, and the marked waits for messages."""
+    """Return the ranges of instructions, and of waits for messages, that start in an interval."""
     items: list[_RangeItem] = []
     waits: list[_RangeItem] = []
     for item_range in trace.instruction_ranges:
