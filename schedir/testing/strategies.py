@@ -400,9 +400,9 @@ def random_compute_program(
     ready = [Instr(_F, 0, mb) for mb in range(m)]
     backward_op = {(s, mb): _I if rng.random() < split else _B for s in range(S) for mb in range(m)}
     arrived_gradients: set[tuple[int, int]] = set()  # (stage, mb) whose output gradient arrived.
-    # By row of stage replicas and by stage: the microbatch whose backward is next.
+    # [row of stage replicas][stage] -> the microbatch whose backward is next.
     next_backward = [[begin] * S for begin in shape.microbatch_row_offsets[:-1]]
-    # By row and by stage: the microbatches with an I and no W yet.
+    # [row][stage] -> the microbatches with an I and no W yet.
     waiting_weights: list[list[list[int]]] = [[[] for _ in range(S)] for _ in next_backward]
     steps = _StepOrder(shape)
 
@@ -454,7 +454,7 @@ class _StepOrder:
 
     def __init__(self, shape: PipelineShape) -> None:
         self.shape = shape
-        # By optimizer step and rank: the number of gradients that are missing.
+        # [optimizer step, rank] -> the number of gradients that are missing.
         self.missing = np.zeros((shape.optimizer_steps, shape.ranks), int)
         for stage, mb in product(range(shape.stages), range(shape.microbatches)):
             update = mb // shape.microbatches_per_update
