@@ -190,7 +190,8 @@ class FlightRecorderDump:
 def read_dumps(sources: Iterable[str]) -> tuple[dict[int, FlightRecorderDump], list[str]]:
     """Read the dumps in files, directories and patterns.
 
-    In a directory, only files whose names end in a number are read. torch names dumps in this way.
+    In a directory, only files whose names end in a rank are read, with or without a suffix such as
+    `.json`. torch names dumps in this way.
 
     Args:
         sources: The files, directories and patterns.

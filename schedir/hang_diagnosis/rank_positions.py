@@ -88,7 +88,7 @@ class StallReason(NamedTuple):
 
     Attributes:
         kind: The state in which the chain ends.
-        positions: The positions of the transfers at the end of the chain. They have not ended.
+        positions: The positions of the transfers at the end of the chain, which have not ended.
     """
 
     kind: ChainEnd

@@ -366,7 +366,8 @@ class StalledRun:
         """Return the process that delays the other processes, or None if there is none.
 
         If there are several such processes, return the one with the most certain state. Among
-        processes with the same state, return the one with the least progress.
+        processes that failed or died, return the first. Among processes with another state, prefer
+        those for which others wait, and return the one with the least progress.
 
         Args:
             reason: A text with which the fact of the cause begins, such as the reason for the

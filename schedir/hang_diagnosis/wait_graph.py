@@ -335,7 +335,7 @@ def _list_pending_ops(dump: FlightRecorderDump) -> tuple[RecordedOperation, ...]
 
 
 def _are_mismatched(op: RecordedOperation, counterpart: RecordedOperation) -> bool:
-    """Return whether two operations cannot be sides of one operation."""
+    """Return whether the operations of two ranks cannot belong to one message or collective."""
     if op.is_message:
         return (
             sum(map(prod, op.sizes)) != sum(map(prod, counterpart.sizes))

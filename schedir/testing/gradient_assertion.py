@@ -336,8 +336,8 @@ def _find_stage_names(
 ) -> dict[nn.Parameter, str | None]:
     """Return the name of each parameter of a stage in the model; None if the model lacks it.
 
-    A tied parameter has several names.  If the stage contains a module that has the parameter, the
-    name within this module is returned.
+    A tied parameter has several names.  If the stage contains a module of the model that has the
+    parameter, the name within this module is returned.
     """
     module_names: dict[nn.Module, str] = {}
     for name, module in modules.items():

@@ -61,7 +61,7 @@ def split_loses_gradients(stage: Any, backward_inputs: Sequence[object], mb: int
 
 
 def _has_reentrant_checkpoint(nodes: Sequence[Any]) -> bool:
-    """Return whether a node is a reentrant checkpoint, which refuses `torch.autograd.grad`."""
+    """Return whether any node is a reentrant checkpoint, which refuses `torch.autograd.grad`."""
     return any(type(node).__name__.endswith("CheckpointFunctionBackward") for node in nodes)
 
 

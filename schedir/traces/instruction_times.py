@@ -2,7 +2,7 @@
 
 On a CPU, the time of an instruction is the time of its range, without the waits for messages inside
 the range. For example, torch's runtime waits for a receive inside of the F or B that needs it. A
-range of Gloo gives the end of a wait, and the end of the previous operator gives its start.
+range of Gloo gives the end of a wait. The wait starts at the end of the previous operator.
 
 On a GPU, the ranges of the host only show which instruction launched which kernels. The time of an
 instruction is the time of the kernels launched in its range. The launching thread is the thread of

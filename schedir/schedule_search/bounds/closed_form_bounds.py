@@ -1,6 +1,6 @@
 """Compute lower bounds from the work and the idle time of one rank, in closed form.
 
-The idle time of a rank has up to three parts, which do not overlap:
+A bound counts up to three parts of a rank's idle time, which do not overlap:
 
 - Before its first I, a rank can run only as many F's as fit into its memory.
 - After its last F, a rank can run only the I's and W's of microbatches in its memory.
