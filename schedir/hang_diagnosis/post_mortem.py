@@ -289,7 +289,7 @@ def _make_post_mortem(directory: Path, all_snapshots: Mapping[int, BlackBoxSnaps
 
 
 def load_program(directory: Path) -> Program | None:
-    """Load the program that the processes run. Return None without a valid saved program.
+    """Load the program that the processes run. Return None if no valid program is saved.
 
     Args:
         directory: The directory of the black boxes.

@@ -312,7 +312,7 @@ class _RecordedRank:
     Args:
         graph: The graph of the program.
         program_rank: The rank of the program.
-        ranks: The rank of the job that runs each rank of the program.
+        ranks: For each rank of the program, the rank of the job that runs it.
         dump: The dump of the rank.
         carriers: (sender, receiver) -> the process groups of their messages.
 

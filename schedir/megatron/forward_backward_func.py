@@ -276,7 +276,8 @@ def _run_step(
         )
         step.run()
     num_tokens = step.num_tokens
-    if last_rank != program.shape.ranks - 1:  # Megatron expects losses and tokens on its last rank
+    # Megatron expects the losses and the number of tokens on its last rank.
+    if last_rank != program.shape.ranks - 1:
         dist.all_reduce(num_tokens, group=groups.pp)
         _copy_to_last_rank(step.forward_data, last_rank, groups.pp, step.device)
     if needs_finalization:

@@ -41,7 +41,8 @@ class PipelineGroupTransport:
             - NCCL: "per_device" if the group is bound to its device, because all messages then use
               one communicator. "torch_lazy" otherwise: torch creates a communicator for each pair
               of ranks at their first message.
-        blocking_hosts: True if the host waits for each message, as on CPUs.
+        blocking_hosts: True if the host waits for the inputs of an instruction before it issues the
+            instruction, as on CPUs.
 
     Raises:
         UsageError: The group has no backend for the device, or a backend other than Gloo and NCCL.

@@ -162,7 +162,7 @@ def compute_programs(
         ranks: The largest number of ranks.
         microbatches: The largest number of microbatches.
         stages_per_rank: The largest number of stages per rank.
-        split: The share of backwards that are split into I and W, from 0 to 1.
+        split: The probability that a backward is split into I and W.
         placements: The kinds of placement to draw from, as in `shapes`.
         optimizer_steps: The largest number of optimizer steps.  A draft with several steps has no
             stage replicas, at most `microbatches` microbatches per step, and weight delays from 0
@@ -382,7 +382,7 @@ def random_compute_program(
     Args:
         shape: The shape.
         rng: The source of random numbers.
-        split: The share of backwards that are split into I and W, from 0 to 1.
+        split: The probability that a backward is split into I and W.
 
     Returns:
         The draft, which is complete and can be lowered.

@@ -93,7 +93,7 @@ def compute_input_gradients(
 
 
 def _nodes_in_both_halves(group: Any, reverse_graph: Any) -> set[Any]:
-    """Return the nodes of a group of weights that run in both halves of a split backward.
+    """Return the nodes that run in both halves of the split backward of a group of weights.
 
     These are the join nodes of the group. If there are several join nodes, both halves also run the
     nodes between two of them.

@@ -80,8 +80,8 @@ class Schedule(CheckedRuntime):
         output_merge_spec: The dimensions along which outputs are merged.
         scale_grads: True to divide the gradients of a step once by the number of microbatches. The
             result is added to the gradients that exist before the step.
-        schedule: A schedule, its name, or a function of the user. The schedule is compiled for the
-            shape that follows from the stages of all ranks.
+        schedule: A schedule function, its name, or "FILE.py:FUNCTION". The schedule is compiled for
+            the shape that follows from the stages of all ranks.
         program: A Program, a draft, or the path of a .sched or .csv file. The program must be for
             exactly the stages of these ranks.
         runtime: "torch" runs the program and its transfers with torch's runtime. "schedir" runs it
