@@ -1,9 +1,9 @@
 """Compute lower bounds from earliest starts that are propagated over all ranks.
 
-Some of the tasks that precede a task on its rank are known: tasks of one code run in the order of
-their microbatches, and a memory limit forces further precedences. Each preceding task has an
-earliest start, and a rank runs one task at a time. So the task starts no earlier than the time at
-which all preceding tasks can have ended.
+Some of the tasks that precede a task on its rank are known: tasks of one kind and stage run in the
+order of their microbatches, and a memory limit forces further precedences. Each preceding task has
+an earliest start, and a rank runs one task at a time. So the task starts no earlier than the time
+at which all preceding tasks can have ended.
 
 The same computation backward in time gives the tail of each task: the least time from its end to
 the end of the run. The length of Jackson's preemptive schedule of a rank, with these earliest
@@ -255,7 +255,7 @@ def _preemptive_makespan(jobs: Sequence[_SchedulingJob]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The earliest start and the tail of each task. Tails end with the run, or with one rank.
+    """The earliest start and the tail of each task. A tail ends when the run or one rank ends.
 
     Attributes:
         durations: The duration of the tasks of each code.
@@ -279,8 +279,8 @@ class Relaxation:
         Args:
             problem: The problem.
             first_stage: The first stage. Time 0 is the start of its first F.
-            min_tails: For each rank, the least time from its last task to the end of the run, or of
-                the rank at which tails end. -inf if the rank's tasks can run after this end.
+            min_tails: For each rank, the least time from its last task to the end of the run, or to
+                the end of the bounded rank. -inf if the rank's tasks can run after this end.
         """
         kind_times = (problem.F, problem.I, problem.W)
         durations = [times[s] for s in range(problem.shape.stages) for times in kind_times]

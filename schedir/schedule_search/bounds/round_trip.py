@@ -29,9 +29,10 @@ _LATENESS_WEIGHTS: Final = [k / 8 for k in range(9)]
 
 
 def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
-    """Return the lower bound from microbatches that cross: their F and I need the same rank.
+    """Return the lower bound from pairs of microbatches that cross.
 
-    The microbatches cross on the stages after the stage with the slowest round trips.
+    The F of one and the I of the other need the same rank at the same time. Microbatches cross on
+    the stages after the stage with the slowest round trips.
 
     Args:
         problem: The problem.
