@@ -5,8 +5,8 @@ This module interprets it as `torch.distributed.flight_recorder` does. The field
 operations in the order in which the rank issued them. The field `pg_config` has the ranks of each
 process group. Three properties of the format are not obvious:
 
-- A batch has an entry per message. The state of these entries never changes. The next entry,
-  `coalesced`, has the same sequence number, and the state of all messages of the batch.
+- A batch has an entry per message. The state of these entries never changes. An entry `coalesced`
+  follows them. It has the same sequence number, and the state of all messages of the batch.
 - ProcessGroupGloo records collectives, but no messages. It marks an ended entry as retired, and
   does not change its state.
 - A message names ranks of its process group, not of the job. This module converts them to ranks of
@@ -190,7 +190,8 @@ class FlightRecorderDump:
 def read_dumps(sources: Iterable[str]) -> tuple[dict[int, FlightRecorderDump], list[str]]:
     """Read the dumps in files, directories and patterns.
 
-    In a directory, only files whose names end in a number are read. torch names dumps in this way.
+    In a directory, only files whose names end in a rank are read, with or without a suffix such as
+    `.json`. torch names dumps in this way.
 
     Args:
         sources: The files, directories and patterns.
@@ -285,7 +286,7 @@ def _load_json(data: bytes) -> Any:
         return json.loads(data)
     except RecursionError:
         raise TraceError("the JSON is nested too deeply for a dump") from None
-    # This includes UnicodeDecodeError, and the error for an integer of too many digits.
+    # ValueError includes UnicodeDecodeError, and the error for an integer of too many digits.
     except ValueError as error:
         byte_position = getattr(error, "pos", getattr(error, "start", 0))
         fact = f"the JSON is cut off or damaged at byte {byte_position} of {len(data)}"

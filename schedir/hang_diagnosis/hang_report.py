@@ -83,7 +83,8 @@ def _describe_position(job: DistributedJob, rank: int, is_brief: bool) -> str:
     ]
     reasons = "; ".join(dict.fromkeys(peer_texts)) or "the dumps do not contain its ranks"
     count_text = ""
-    if op.is_message and not dump.num_lost:  # Otherwise the number of earlier messages is unknown.
+    # If entries are lost, the number of earlier messages is unknown.
+    if op.is_message and not dump.num_lost:
         key = (op.group, op.kind, op.peer)
         count = sum((o.group, o.kind, o.peer) == key for o in dump.ops if o.number < op.number)
         count_text = f", after {count} of these in {op.group}"
@@ -288,7 +289,7 @@ def _describe_old_dumps(ranks: Sequence[int]) -> list[str]:
 def describe_named_job(
     job: DistributedJob, program: Program, copies: Sequence[MatchedProgram]
 ) -> list[str]:
-    """Report where each rank waits, if its transfers are in another order than in the program.
+    """Report where each rank waits, if the job's transfers have another order than the program's.
 
     The report names messages after instructions of the program. The messages between two ranks are
     numbered, and the number of a message determines its instruction. Deadlocks of the program are
@@ -429,7 +430,7 @@ class _ProgramCopyReport:
         return f"{position_text} has not been issued, and waits for no other rank{open_text}"
 
     def _describe_need(self, position: int) -> str:
-        """Describe the other side of a transfer that has not ended."""
+        """Describe how far the other side of an open transfer has come."""
         positioned = self.positioned
         other = int(positioned.graph.partner[position])
         number, instr = self.split_name(other)

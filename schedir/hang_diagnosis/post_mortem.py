@@ -84,8 +84,8 @@ class PostMortem:
     def cause(self) -> StallCause | None:
         """The process that delays the other processes or caused their end, or None.
 
-        The cause is None if the run makes progress, or if all processes were stopped at the same
-        time.
+        The cause is None if the run makes progress, if all processes were stopped at the same time,
+        or if each process waits for another one.
         """
         visible_snapshots = [
             snapshot for snapshot in self.snapshots.values() if snapshot.state != "unknown"
@@ -289,7 +289,7 @@ def _make_post_mortem(directory: Path, all_snapshots: Mapping[int, BlackBoxSnaps
 
 
 def load_program(directory: Path) -> Program | None:
-    """Load the program that the processes run. Return None without a valid saved program.
+    """Load the program that the processes run. Return None if no valid program is saved.
 
     Args:
         directory: The directory of the black boxes.

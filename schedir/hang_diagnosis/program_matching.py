@@ -312,7 +312,7 @@ class _RecordedRank:
     Args:
         graph: The graph of the program.
         program_rank: The rank of the program.
-        ranks: The rank of the job that runs each rank of the program.
+        ranks: For each rank of the program, the rank of the job that runs it.
         dump: The dump of the rank.
         carriers: (sender, receiver) -> the process groups of their messages.
 
@@ -419,7 +419,7 @@ class _RecordedRank:
     def _find_groups(self, direction: _Direction) -> list[RecordedGroup]:
         """Return the process groups of the messages in a direction, in order of first use.
 
-        If the entries of these messages may have been overwritten, return a group that contains
+        If no such message is recorded, but entries were overwritten, return a group that contains
         both ranks. If not exactly one group contains both ranks, set `has_ambiguous_group`.
         """
         rank, peer = self.dump.rank, self.ranks[direction.peer]
@@ -528,10 +528,10 @@ class _RecordedRank:
         )
 
     def _find_fitting_places(self, ops: list[RecordedOperation], transfers: list[int]) -> list[int]:
-        """Return the places in a step where the first message may be, so that all messages match.
+        """Return the places of the first message with which all messages match.
 
-        Places with the same sequence of directions are checked once. For example, if a group has
-        only one direction, all places have the same sequence.
+        A place is an index in `transfers`. Places with the same sequence of directions are checked
+        once. For example, if a group has only one direction, all places have the same sequence.
         """
         directions = [self.directions[position] for position in transfers]
         is_fitting: dict[tuple[_Direction, ...], bool] = {}
@@ -571,7 +571,7 @@ class _RecordedRank:
     def _number_messages(
         self, ops: list[RecordedOperation], transfers: list[int], place: int
     ) -> list[int]:
-        """Return the transfer numbers of messages, if the first one is at `place` in its step.
+        """Return the transfer numbers of messages, if the first message is at `transfers[place]`.
 
         The result ends before the first message that does not match. The messages of a batch may be
         recorded in any order.

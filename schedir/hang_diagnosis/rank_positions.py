@@ -60,9 +60,9 @@ class RankPosition(NamedTuple):
         position: The position of the transfer or collective at which the rank waits. If `is_late`,
             the position of its next transfer. None if all its transfers have ended.
         is_late: True if the rank could issue its next transfer, but has not issued it.
-        compute_range: The first and last position (exclusive) of the instructions since the last
-            issued transfer of the rank. The rank may be computing one of these instructions. The
-            range is empty if the next instruction of the rank cannot start yet.
+        compute_range: The range of positions after the last issued transfer of the rank: its start,
+            and its end (exclusive). The rank may be computing one of these instructions. The range
+            is empty if the next instruction of the rank cannot start yet.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class StallReason(NamedTuple):
 
     Attributes:
         kind: The state in which the chain ends.
-        positions: The positions of the transfers at the end of the chain. They have not ended.
+        positions: The positions of the transfers at the end of the chain, which have not ended.
     """
 
     kind: ChainEnd
@@ -143,10 +143,10 @@ class PositionedRanks:
         return {member: members for members in groups for member in members}
 
     def _list_predecessors(self, position: int) -> set[int]:
-        """Return the instructions that an instruction waits for on its rank.
+        """Return the instructions that an instruction waits for, except its partner in a transfer.
 
-        A group waits for the predecessors of each of its members. A collective waits for the
-        predecessors of all its members, on all ranks.
+        Instructions that are issued in a group wait for the predecessors of each member of the
+        group. A collective waits for the predecessors of all its members, on all ranks.
         """
         predecessors: set[int] = set()
         for member in self._collective_members.get(position, [position]):
@@ -235,7 +235,7 @@ class PositionedRanks:
             )
             if (ended_later := ended_later[ended_later > position]).size:
                 return position, int(ended_later[0])
-        # Transfers in different process groups have different queues.
+        # In the job, transfers in different process groups are in different queues.
         for transfers in self.matched.transfers_per_group:
             is_issued_on_rank = (
                 self.is_transfer
@@ -439,8 +439,8 @@ class ProgramVerdict:
     Args:
         positioned: The ranks with their positions.
         check_error: The error that `check` raises for the program, or None. If there is a cycle,
-            and `check` finds no error without blocking hosts, it checks the program again with
-            blocking hosts.
+            and `check` finds no error without blocking hosts, the error that it raises with
+            blocking hosts, or None.
         positions: The position of each rank with a dump.
         causes: The ends of the chains of waits.
         cycle: The waits around a cycle of transfers. Each transfer waits for the next one. Empty

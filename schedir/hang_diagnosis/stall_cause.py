@@ -115,7 +115,7 @@ class WaitingProcess(NamedTuple):
     Attributes:
         process: The process that waits.
         awaited_process: The process that it waits for.
-        instr: The instruction of the awaited process, or "" if it is unknown.
+        instr: The instruction that the awaited process must reach, or "" if it is unknown.
     """
 
     process: int
@@ -209,7 +209,8 @@ class StalledRun:
         position = lo + max(snapshot.position, 0)
         if position < hi:
             needed_positions = {int(n) for n in graph.local_waits[:, position] if n != NO_POSITION}
-            # In a dispatch, the host waits for the numbers of tokens that the group will send.
+            # In a dispatch, the host waits for the numbers of tokens that the members of the
+            # expert-parallel group will send.
             if graph.index.op[position] in EP_COLLECTIVE_OPS:
                 for member, member_position in self._find_participants(process, position):
                     if not self._has_passed(
@@ -365,7 +366,8 @@ class StalledRun:
         """Return the process that delays the other processes, or None if there is none.
 
         If there are several such processes, return the one with the most certain state. Among
-        processes with the same state, return the one with the least progress.
+        processes that failed or died, return the first. Among processes with another state, prefer
+        those for which others wait, and return the one with the least progress.
 
         Args:
             reason: A text with which the fact of the cause begins, such as the reason for the
@@ -395,10 +397,9 @@ class StalledRun:
         kind = self.classify(process)
         if snapshot is None:
             return kind, process not in self.awaited, 0, 0, 0.0
-        if kind in (
-            StallKind.FAILED,
-            StallKind.DIED,
-        ):  # The first process that failed is the cause.
+        # The process that failed first is the cause. If none has failed, it is the process that
+        # died first.
+        if kind in (StallKind.FAILED, StallKind.DIED):
             time_field = (
                 BlackBoxField.FAILURE_TIME if kind is StallKind.FAILED else BlackBoxField.HEARTBEAT
             )

@@ -107,10 +107,10 @@ class DistributedJob:
             sorted({*dumps, *(rank for group_ranks in members for rank in group_ranks)})
         )
         # (rank, process group, sender, receiver) -> messages.
-        # (rank, process group) -> sequence number -> collectives.
         self._messages: dict[tuple[int, RecordedGroup, int, int], list[RecordedOperation]] = (
             defaultdict(list)
         )
+        # (rank, process group) -> sequence number -> collectives.
         self._collectives: dict[tuple[int, RecordedGroup], dict[int, list[RecordedOperation]]] = (
             defaultdict(dict)
         )
@@ -335,7 +335,7 @@ def _list_pending_ops(dump: FlightRecorderDump) -> tuple[RecordedOperation, ...]
 
 
 def _are_mismatched(op: RecordedOperation, counterpart: RecordedOperation) -> bool:
-    """Return whether two operations cannot be sides of one operation."""
+    """Return whether the operations of two ranks cannot belong to one message or collective."""
     if op.is_message:
         return (
             sum(map(prod, op.sizes)) != sum(map(prod, counterpart.sizes))

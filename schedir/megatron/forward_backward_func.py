@@ -214,9 +214,9 @@ def forward_backward(schedule: str | Schedule | Program, **options: Any) -> Forw
     The schedule is compiled at the first call, for the pipeline size, the number of model chunks
     and the number of microbatches of the call. Before the first message, schedir proves that the
     program finishes with Megatron's process groups, and all ranks compare their programs.
-    Megatron's own `forward_step` and `backward_step` compute, so losses and gradients are bitwise
-    equal to those of Megatron's schedules. Gradients are reduced by Megatron's
-    DistributedDataParallel and finalized by `config.finalize_model_grads_func`.
+    Megatron's own `forward_step` and `backward_step` run the forwards and backwards, so losses and
+    gradients are bitwise equal to those of Megatron's schedules. Gradients are reduced by
+    Megatron's DistributedDataParallel and finalized by `config.finalize_model_grads_func`.
 
     A schedule with split backwards (I and W) runs the weight gradients of Megatron's
     ColumnParallelLinear and RowParallelLinear in W, and all other gradients in I.
@@ -276,7 +276,8 @@ def _run_step(
         )
         step.run()
     num_tokens = step.num_tokens
-    if last_rank != program.shape.ranks - 1:  # Megatron expects losses and tokens on its last rank
+    # Megatron expects the losses and the number of tokens on its last rank.
+    if last_rank != program.shape.ranks - 1:
         dist.all_reduce(num_tokens, group=groups.pp)
         _copy_to_last_rank(step.forward_data, last_rank, groups.pp, step.device)
     if needs_finalization:

@@ -33,15 +33,16 @@ class PipelineGroupTransport:
 
     Attributes:
         device: The device of the tensors.
-        progress_model: The progress model under which programs are proven. The model follows from
-            the group's backend:
+        progress_model: The progress model under which schedir proves that programs finish. The
+            model follows from the group's backend:
 
             - Gloo: "per_edge". Messages match by their tag, and each lane has its own tag. So each
               direction of a pair of ranks has a queue for activations and a queue for gradients.
             - NCCL: "per_device" if the group is bound to its device, because all messages then use
               one communicator. "torch_lazy" otherwise: torch creates a communicator for each pair
               of ranks at their first message.
-        blocking_hosts: True if the host waits for each message, as on CPUs.
+        blocking_hosts: True if the host waits for the inputs of an instruction before it issues the
+            instruction, as on CPUs.
 
     Raises:
         UsageError: The group has no backend for the device, or a backend other than Gloo and NCCL.

@@ -79,7 +79,7 @@ def compile_program(
         progress_model: The progress model of the messages.
         blocking_hosts: True if the host waits for the inputs of each compute, as on CPUs.
         options: Further options of `schedir.compile`, for a schedule or a draft.
-        supported_ops: The instructions that the step can run.
+        supported_ops: The opcodes that the step can run.
 
     Raises:
         UsageError: The program does not fit the run, or has instructions that Megatron cannot run.
@@ -163,7 +163,7 @@ def require_runnable(
     Args:
         program: A lowered program of a training step.
         setting: The pipeline of the run.
-        supported_ops: The instructions that the step can run.
+        supported_ops: The opcodes that the step can run.
 
     Raises:
         UsageError: The program has a different shape or parallelism than the run. Or it has
@@ -225,7 +225,7 @@ def require_runnable(
 
 
 def has_split_backward(program: Program) -> bool:
-    """Return whether a program has I and W instead of B.
+    """Return whether a program splits at least one backward into I and W.
 
     Args:
         program: The program.

@@ -1,7 +1,7 @@
 """Run one step inside Megatron, with a handler for each opcode.
 
-Megatron's own `forward_step` and `backward_step` compute. The program decides the order of forwards
-and backwards, the messages, and when the gradients of a chunk are reduced.
+Megatron's own `forward_step` and `backward_step` run the forwards and backwards. The program
+decides their order, the messages, and when the gradients of a chunk are reduced.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class MegatronStep:
     as_stage: Callable[[int], AbstractContextManager[object]] = nullcontext
     forward_data: list[Any] = field(default_factory=list)
     num_tokens: Tensor = field(init=False)
-    # Values by (stage, microbatch).
+    # `inputs` to `weight_gradients` have values by (stage, microbatch). `receives` also has the
+    # lane in its key.
     inputs: dict[StageMicrobatch, Tensor | None] = field(default_factory=dict)
     outputs: dict[StageMicrobatch, Tensor] = field(default_factory=dict)
     activations: dict[StageMicrobatch, Tensor] = field(default_factory=dict)

@@ -1,8 +1,9 @@
 """Solve scheduling problems and prove bounds with OR-Tools CP-SAT (`schedir[solver]`).
 
-CP-SAT solves and proves problems of up to about 130 (stage, microbatch) pairs in seconds. In larger
-problems it rarely finds a shorter order than the heuristic search. So the heuristic search runs
-first, and CP-SAT starts from its best order. No other module of schedir needs OR-Tools.
+In problems of up to about 130 (stage, microbatch) pairs, CP-SAT finds the shortest order, and
+proves that it is the shortest, in seconds. In larger problems it rarely finds a shorter order than
+the heuristic search. So the heuristic search runs first, and CP-SAT starts from its best order. No
+other module of schedir needs OR-Tools.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def _run_solver(
 ) -> tuple[Any, bool]:
     """Run the solver in a thread, and return its status and whether Ctrl-C interrupted it.
 
-    The main thread waits, because only the main thread receives Ctrl-C.
+    The calling thread waits, so that it receives Ctrl-C if it is the main thread.
     """
     best = {"value": inf, "bound": 0.0}
 
@@ -211,7 +212,7 @@ class _CpSatModel:
         self.durations = (problem.F, problem.I, problem.W)
         self.task_kinds = (F, I, W) if problem.split_backward else (F, I)
         rows = (*self.durations, problem.act_delay, problem.grad_delay, problem.tail_time)
-        # The time of all tasks in sequence.
+        # The sum of all times, which is an upper bound on the length.
         self.max_time = int(problem.microbatches * sum(map(sum, rows)))
         self.start_vars = {
             (s, kind): [
@@ -346,8 +347,8 @@ class _CpSatModel:
         """
         saved, deferred = self.problem.saved[stage], self.problem.deferred_wgrad[stage]
         for k in range(self.problem.microbatches):
-            # `i` is the smallest number of I's before F k, if each I is followed by its W. `w` is
-            # the smallest number of W's before F k, for the best number of I's.
+            # `i` is the smallest number of I's with which F k fits, if each I is followed by its W.
+            # `w` is the smallest number of W's with which F k fits, for some number of I's.
             i = next(i for i in range(k + 1) if (k + 1 - i) * saved <= capacity)
             if i:
                 self.model.add(self.start_vars[stage, F][k] >= self.end_expression(stage, I, i - 1))

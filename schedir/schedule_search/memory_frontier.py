@@ -118,7 +118,7 @@ def memory_frontier(
 ) -> MemoryFrontier:
     """Search for the shortest schedule at each of several memory limits.
 
-    The limits range from the smallest possible limit to the limit above which the bound does not
+    The limits range from the smallest possible limit to a limit above which the bound does not
     improve. The peak memory of each built-in and initial schedule is also a limit. Each search
     starts from the result of the previous limit. The searches end when no larger limit can make the
     schedule shorter, or with Ctrl-C.

@@ -3,7 +3,8 @@
 A task is one F, I or W of a microbatch on a stage. All microbatches have equal times and sizes. So
 a rank loses no time if it runs each kind of task of a stage in ascending order of microbatches.
 After sorting, the k-th task still follows the k-th tasks that it needs. The memory stays the same,
-because it depends only on how many tasks of each kind have run (docs/explanation/lower-bounds.md).
+because it depends only on how many tasks of each kind and stage have run
+(docs/explanation/lower-bounds.md).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def order_one_by_one(problem: SchedulingProblem) -> Order:
 def draft_from_order(
     problem: SchedulingProblem, order: Sequence[Sequence[int]], name: str = "search"
 ) -> Program:
-    """Convert an order into a draft, with ascending microbatches for each kind of task.
+    """Convert an order into a draft. Tasks of one kind and stage have ascending microbatches.
 
     Args:
         problem: The problem of the order.

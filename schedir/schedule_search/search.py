@@ -34,7 +34,7 @@ from schedir.schedules.schedule_algebra import Schedule
 BoundMethod = Literal["closed", "solver"]
 _EXAMPLE: Final = "search_schedule(ranks=4, microbatches=8)"  # A correct call, for errors.
 _BOUND_METHODS: Final = get_args(BoundMethod)
-_HEURISTIC_SHARE: Final = 0.3  # The share of the time for the local search before the solver.
+_HEURISTIC_SHARE: Final = 0.3  # The share of the time for the heuristic search before the solver.
 # A pilot is a short search that estimates the memory of messages. These are the largest numbers of
 # pilots and of the evaluations of one pilot, and the share of the time for one pilot.
 _MAX_PILOTS: Final = 8
@@ -77,7 +77,7 @@ class _BoundedSearch:
             self.report(step, self.bound.value)
 
     def tighten_bound(self) -> float:
-        """Compute a larger bound with more time, and return it."""
+        """Compute the bound again with more time. Keep and return the larger bound."""
         tighter = compute_bound(self.problem, self.time_limit / 20)
         self.bound = max(self.bound, tighter, key=lambda bound: bound.value)
         return self.bound.value

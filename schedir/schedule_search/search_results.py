@@ -80,7 +80,7 @@ class SearchResult:
 
     @property
     def gap_to_bound(self) -> float:
-        """The relative gap, span / bound - 1. The gap is 0 if no schedule is shorter."""
+        """The relative gap, span / bound - 1. 0 if the search proved the schedule shortest."""
         return 0.0 if self.stop_reason == "proved" else max(self.span / self.bound - 1, 0.0)
 
 

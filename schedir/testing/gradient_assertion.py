@@ -86,7 +86,7 @@ def assert_same_gradients(
             microbatches.  The same gradient is expected on each replica.
         tolerance: The largest allowed norm of a difference, divided by the sum of the norms of the
             microbatches' gradients.  The default is 1e-6 in float32, 1e-12 in float64, and 8 times
-            the `eps` of any other type, which hides small errors.  0 requires equal bits.
+            the `eps` of any other type.  Such a type hides small errors.  0 requires equal bits.
         timeout: Seconds after which a rank that still runs the step counts as hung.
         start_method: "fork" or "spawn".  The default is described above.
 
@@ -336,8 +336,8 @@ def _find_stage_names(
 ) -> dict[nn.Parameter, str | None]:
     """Return the name of each parameter of a stage in the model; None if the model lacks it.
 
-    A tied parameter has several names.  If the stage contains a module that has the parameter, the
-    name within this module is returned.
+    A tied parameter has several names.  If the stage contains a module of the model that has the
+    parameter, the name within this module is returned.
     """
     module_names: dict[nn.Module, str] = {}
     for name, module in modules.items():
@@ -397,9 +397,8 @@ def _make_step_error(error: RankError, timeout: float) -> ExecutionError:
         )
     tracebacks = error.tracebacks
     dead_ranks = [rank for rank, text in tracebacks.items() if text.startswith(DIED_MESSAGE)]
-    rank = (dead_ranks or [*tracebacks])[
-        0
-    ]  # if a rank died, the others only report lost connections
+    # If a rank died, the other ranks only report lost connections.
+    rank = (dead_ranks or [*tracebacks])[0]
     lines = tracebacks[rank].rstrip().splitlines()
     frames = [k for k, line in enumerate(lines) if line.startswith('  File "')]
     message = next((line for line in lines[max(frames, default=0) :] if line[:1] != " "), lines[-1])

@@ -162,7 +162,7 @@ def compute_programs(
         ranks: The largest number of ranks.
         microbatches: The largest number of microbatches.
         stages_per_rank: The largest number of stages per rank.
-        split: The share of backwards that are split into I and W, from 0 to 1.
+        split: The probability that a backward is split into I and W.
         placements: The kinds of placement to draw from, as in `shapes`.
         optimizer_steps: The largest number of optimizer steps.  A draft with several steps has no
             stage replicas, at most `microbatches` microbatches per step, and weight delays from 0
@@ -255,8 +255,8 @@ def compile_options(draw: st.DrawFn, draft: Program) -> dict[str, Any]:
     """Generate options of `compile` that a draft allows (a hypothesis strategy).
 
     The options are tied weights, frozen stages, skip connections, gradient clipping, the time of
-    the norm check, and overlap. All other options concern memory: ZeRO, the place of the optimizer
-    state, snapshots, recomputation, activation offload and buffer sharing.
+    the norm check, and overlap. All other options concern memory: ZeRO, the placement of the
+    optimizer state, snapshots, recomputation, activation offload and buffer sharing.
 
     Args:
         draw: Passed by hypothesis.
@@ -382,7 +382,7 @@ def random_compute_program(
     Args:
         shape: The shape.
         rng: The source of random numbers.
-        split: The share of backwards that are split into I and W, from 0 to 1.
+        split: The probability that a backward is split into I and W.
 
     Returns:
         The draft, which is complete and can be lowered.
@@ -400,9 +400,9 @@ def random_compute_program(
     ready = [Instr(_F, 0, mb) for mb in range(m)]
     backward_op = {(s, mb): _I if rng.random() < split else _B for s in range(S) for mb in range(m)}
     arrived_gradients: set[tuple[int, int]] = set()  # (stage, mb) whose output gradient arrived.
-    # By row of stage replicas and by stage: the microbatch whose backward is next.
+    # [row of stage replicas][stage] -> the microbatch whose backward is next.
     next_backward = [[begin] * S for begin in shape.microbatch_row_offsets[:-1]]
-    # By row and by stage: the microbatches with an I and no W yet.
+    # [row][stage] -> the microbatches with an I and no W yet.
     waiting_weights: list[list[list[int]]] = [[[] for _ in range(S)] for _ in next_backward]
     steps = _StepOrder(shape)
 
@@ -454,7 +454,7 @@ class _StepOrder:
 
     def __init__(self, shape: PipelineShape) -> None:
         self.shape = shape
-        # By optimizer step and rank: the number of gradients that are missing.
+        # [optimizer step, rank] -> the number of gradients that are missing.
         self.missing = np.zeros((shape.optimizer_steps, shape.ranks), int)
         for stage, mb in product(range(shape.stages), range(shape.microbatches)):
             update = mb // shape.microbatches_per_update

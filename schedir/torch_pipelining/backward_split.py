@@ -4,15 +4,15 @@ In the autograd graph, weights and inputs have paths to the outputs. A join node
 that a path of a weight shares with a path of an input. torch's BackwardWeight starts at the join
 nodes. It silently computes no gradient for two kinds of weights:
 
-- Weights without a join node. Examples are weights of a stage after frozen stages, and a table that
-  the stage returns.
+- Weights without a join node. Examples are the weights of a stage after frozen stages, and a weight
+  that the stage returns as an output.
 - Weights that are not parameters of the stage, such as a parameter of the loss.
 
 torch also detaches, in place, the tensors that a backward begins with. This fails for views.
 
-Both halves run the join nodes. A `torch.autograd.Function` at a join node may count its calls, add
-to a gradient, or write to its arguments. Such a function must run only once, so only a full
-backward is right.
+Both halves of a split backward, I and W, run the join nodes. A `torch.autograd.Function` at a join
+node may count its calls, add to a gradient, or write to its arguments. Such a function must run
+only once, so only a full backward is right.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def split_loses_gradients(stage: Any, backward_inputs: Sequence[object], mb: int
 
 
 def _has_reentrant_checkpoint(nodes: Sequence[Any]) -> bool:
-    """Return whether a node is a reentrant checkpoint, which refuses `torch.autograd.grad`."""
+    """Return whether any node is a reentrant checkpoint, which refuses `torch.autograd.grad`."""
     return any(type(node).__name__.endswith("CheckpointFunctionBackward") for node in nodes)
 
 
@@ -93,10 +93,10 @@ def compute_input_gradients(
 
 
 def _nodes_in_both_halves(group: Any, reverse_graph: Any) -> set[Any]:
-    """Return the nodes of a group of weights that run in both halves of a split backward.
+    """Return the nodes that run in both halves of the split backward of a group of weights.
 
-    These are the nodes where the weights join tensors that depend on inputs. If there are several
-    such nodes, both halves also run the nodes between two of them.
+    These are the join nodes of the group. If there are several join nodes, both halves also run the
+    nodes between two of them.
     """
     join_nodes: set[Any] = group["intermediates"]
     if len(join_nodes) < 2:

@@ -40,7 +40,7 @@ from schedir.transports.shared_memory import SharedMemoryTransport
 
 # ---------------------------------------------------------------- shapes of boundaries
 
-# Run one microbatch through torch's stages, and record the tensors that pass between them.
+# Run one microbatch through torch's stages, and record the shapes and dtypes of their outputs.
 
 
 def infer_stage_boundaries(
@@ -126,15 +126,15 @@ InputShapes = tuple[tuple[Any, ...], ...]
 
 
 class ExecutorRequirements(NamedTuple):
-    """The facts about a rank's step that its executor depends on.
+    """The properties of a rank's step on which its executor depends.
 
-    The facts of all ranks together identify the executor of a step.
+    The properties on all ranks together identify the executor of a step.
 
     Attributes:
         has_backward: True if the step trains.
         shapes: The shapes of inputs and keywords.
         module_ids: The `id()` of the module of each stage.
-        trained_ids: The `id()` of each parameter in order, or 0 if it is frozen.
+        trained_ids: The `id()` of each parameter in the order of the modules, 0 for frozen ones.
         dtypes: The dtype of autocast, or None if autocast is off, and the dtypes of the parameters.
         name_prefixes: The prefix of parameter names in each module, which `torch.compile` adds.
         num_failures: The number of steps that have failed.
@@ -151,10 +151,10 @@ class ExecutorRequirements(NamedTuple):
 
 @dataclass
 class CachedExecutor:
-    """An executor, and the facts for which it was built.
+    """An executor, and the properties of the step for which it was built.
 
     Args:
-        requirements: The facts about this rank's step for which the executor was built.
+        requirements: The properties of this rank's step.
         modules: The modules of the stages.
         executor: The executor.
         transport: The transport of the executor.
@@ -210,7 +210,7 @@ def collect_requirements(
     num_failures: int,
     program: Program,
 ) -> ExecutorRequirements:
-    """Return the facts about a rank's step that its executor depends on.
+    """Return the properties of a rank's step on which its executor depends.
 
     Args:
         stages: The stages of this rank.

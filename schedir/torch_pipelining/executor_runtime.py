@@ -39,8 +39,8 @@ class ExecutorRuntime:
     The first step builds the executor, for the stages' `submod` and the shapes of the first
     microbatch. Before each step, the ranks reduce one number, which is 0 if the executor still fits
     on all ranks. If shapes, dtypes, autocast, modules or trained parameters changed on a rank, all
-    ranks build another executor. So a change never causes a hang. The newest `MAX_EXECUTORS`
-    executors are kept.
+    ranks build another executor, or reuse an executor that they kept. So a change never causes a
+    hang. The newest `MAX_EXECUTORS` executors are kept.
 
     A rank whose step fails disconnects, and the ranks that wait for it raise an ExecutionError. The
     next step builds a new executor.

@@ -67,7 +67,7 @@ def _max_unsharded(actions: Sequence[Any], unsharded_stages: int) -> int:
 def _stages_of_action(
     action: Any, kinds: Sequence[Any] = (*COMPUTE, REDUCE_GRAD)
 ) -> tuple[int, ...]:
-    """Return the stages that an action, or its sub-actions, of the given kinds use.
+    """Return the stages of an action if it has one of the given kinds, or of its sub-actions.
 
     The default kinds are those that need unsharded parameters or gradients.
     """

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from schedir.runtime.parameters.tied_parameters import TiedWeight
 
 SavedGradients = Mapping[nn.Parameter, Tensor]
-BUCKET_BYTES = 25 << 20  # the largest number of bytes of one all-reduce, as in DDP
+BUCKET_BYTES = 25 << 20  # the most bytes of an all-reduce of several gradients, as in DDP
 
 
 def list_parameters(stages: Iterable[Any]) -> list[nn.Parameter]:
@@ -123,7 +123,10 @@ def average_over_replicas(ddp: Any) -> None:
 
 
 def _make_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield gradients in buckets of one dtype and device and up to `BUCKET_BYTES`."""
+    """Yield gradients in buckets of one dtype and device, with up to `BUCKET_BYTES` bytes.
+
+    A bucket of a single gradient may be larger.
+    """
     gradients_by_kind: dict[object, list[Tensor]] = {}
     for grad in gradients:
         gradients_by_kind.setdefault((grad.dtype, grad.device), []).append(grad)

@@ -5,8 +5,8 @@ second half starts at these nodes. So both halves call a hook on the outputs of 
 hook that changes a gradient changes it twice. A hook on a parameter receives the gradient of one
 group of weights at a time. Post-accumulate-grad hooks are never called.
 
-In a split backward, each group of weights would also recompute the activations of a checkpoint. A
-selective checkpoint refuses a second backward.
+The W of each group of weights would also recompute the activations of a checkpoint. A selective
+checkpoint refuses a second backward.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ OutputKey = tuple[int, int]  # stage and microbatch
 
 
 class _Output(NamedTuple):
-    """An output, and its state when it was recorded. `checksum` is None if values are not compared.
+    """An output, and its version and checksum when it was recorded.
+
+    `checksum` is None if values are not compared.
 
     `number` is the index of the output among all outputs of the forward.
     """
@@ -88,8 +90,9 @@ class PendingOutputs:
     def release(self, stage: int, mb: int) -> None:
         """Check the outputs of a forward when its backward begins, and forget them.
 
-        Their gradient has arrived, so the outputs were received. Outputs without a gradient are
-        needed until the step ends, because nothing shows earlier that they were received.
+        A gradient of these outputs has arrived, so the outputs were received. If none of the
+        outputs needs a gradient, they stay needed until the step ends, because nothing shows
+        earlier that they were received.
 
         Args:
             stage: The stage.

@@ -181,13 +181,13 @@ def infer_shape(
 def get_progress_model(group: Any, device: torch.device) -> tuple[ProgressModel, bool]:
     """Return the progress model of torch's runtime on a group, and whether hosts are blocking.
 
-    torch's runtime sends each message alone (`_batch_p2p` in its schedules.py). The model follows
-    from the backend:
+    torch's runtime posts each message by a separate isend or irecv (`_batch_p2p` in its
+    schedules.py). The model follows from the backend:
 
     - NCCL: Each pair of ranks has a communicator for its messages ("torch_lazy"). If the group is
       bound to a device, all messages use the communicator of the group ("per_device").
-    - Gloo: All messages from one rank to another have one tag and match by position, both
-      activations and gradients. "per_pair" has this rule. This model is stricter than Gloo, in
+    - Gloo: Activations and gradients from one rank to another have the same tag, so Gloo matches
+      them in the order of posting. "per_pair" has this rule. This model is stricter than Gloo, in
       which the two directions of a pair do not wait for each other.
     - Any other backend: "blocking_serial", which makes no assumption.
 

@@ -80,8 +80,8 @@ class Schedule(CheckedRuntime):
         output_merge_spec: The dimensions along which outputs are merged.
         scale_grads: True to divide the gradients of a step once by the number of microbatches. The
             result is added to the gradients that exist before the step.
-        schedule: A schedule, its name, or a function of the user. The schedule is compiled for the
-            shape that follows from the stages of all ranks.
+        schedule: A schedule function, its name, or "FILE.py:FUNCTION". The schedule is compiled for
+            the shape that follows from the stages of all ranks.
         program: A Program, a draft, or the path of a .sched or .csv file. The program must be for
             exactly the stages of these ranks.
         runtime: "torch" runs the program and its transfers with torch's runtime. "schedir" runs it
@@ -328,9 +328,9 @@ class Schedule(CheckedRuntime):
 
         Raises:
             ExecutionError: An earlier step failed, or a load of a checkpoint failed.
-            UsageError: Both a batch and microbatches are given, no target is given, a target is
-                given although `loss_fn` is None, `n_microbatches` does not divide the batch, or
-                the program has no backwards.
+            UsageError: Both a batch and microbatches are given, or no target is given, or a target
+                is given although `loss_fn` is None. Also if `n_microbatches` does not divide the
+                batch, or the program has no backwards.
             ModelError: A stage does not fit the program, or overwrites an output that is still
                 needed.
         """
@@ -482,8 +482,8 @@ class Schedule(CheckedRuntime):
     def _must_set_gradients_aside(self) -> bool:
         """Return whether gradients from before the step must be set aside.
 
-        Otherwise this step would scale or sum them again. torch also drops the gradients of sharded
-        stages when it infers shapes.
+        If they stay in place, this step scales or sums them again. torch also drops the gradients
+        of sharded stages when it infers shapes.
         """
         is_divided = self.scale_grads and self._n_microbatches > 1
         has_ties = self._shared_weights is not None and bool(self._shared_weights.tied_stages)

@@ -32,9 +32,8 @@ def patch_torchtitan(
 
     Call this function on every rank before torchtitan builds its trainer. The call replaces the
     function by which `torchtitan.distributed.pipeline_parallel` finds a schedule class. The trainer
-    then creates the
-    stages that the schedule needs: one or several per rank, in a loop or in a vee. A later call
-    replaces the schedule of an earlier one.
+    then creates the stages that the schedule needs: one or several per rank, in a loop or in a vee.
+    A later call replaces the schedule of an earlier one.
 
     torchtitan logs the losses of the rank that its option `pipeline_parallel_schedule` implies. For
     a vee, the option must be "ZBVZeroBubble". For any other placement, it must be another name.

@@ -26,7 +26,8 @@ class ClockOffsets(NamedTuple):
 
     Attributes:
         offsets: The time to subtract from the times of each host, in seconds. Shape (hosts,).
-        error: The largest remaining difference between the clocks of two hosts, in seconds.
+        error: The largest possible remaining difference between the clocks of two hosts, in
+            seconds.
     """
 
     offsets: Floats

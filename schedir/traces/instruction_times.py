@@ -2,7 +2,7 @@
 
 On a CPU, the time of an instruction is the time of its range, without the waits for messages inside
 the range. For example, torch's runtime waits for a receive inside of the F or B that needs it. A
-range of Gloo gives the end of a wait, and the end of the previous operator gives its start.
+range of Gloo gives the end of a wait. The wait starts at the end of the previous operator.
 
 On a GPU, the ranges of the host only show which instruction launched which kernels. The time of an
 instruction is the time of the kernels launched in its range. The launching thread is the thread of
@@ -35,7 +35,7 @@ _POSTED_ACTIONS: Final = {
 
 
 class ExecutedSpan(NamedTuple):
-    """Instructions that ran as one, with their time by the clock of the host.
+    """The instructions of one profiler range, with their time by the clock of the host.
 
     Attributes:
         actions: The instructions.
@@ -151,7 +151,7 @@ def _has_operators(trace: Trace, item_range: ProfilerRange) -> bool:
 def _collect_items(
     trace: Trace, interval: tuple[int, int], default_stage: int
 ) -> tuple[list[_RangeItem], list[_RangeItem]]:
-    """Return the instructions marked between two times, and the marked waits for messages."""
+    """Return the ranges of instructions, and of waits for messages, that start in an interval."""
     items: list[_RangeItem] = []
     waits: list[_RangeItem] = []
     for item_range in trace.instruction_ranges:
@@ -170,7 +170,7 @@ def _collect_items(
 
 
 def _add_posted_messages(trace: Trace, items: list[_RangeItem]) -> list[_RangeItem]:
-    """Add the messages that were posted inside of each forward and backward, if none are marked.
+    """If no range marks a message, add the messages posted inside of each forward and backward.
 
     If a message was posted outside of all forwards and backwards, its instruction is ambiguous.
     Then no messages are added.

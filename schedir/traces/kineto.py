@@ -1,7 +1,7 @@
 """Read the trace files of torch.profiler.
 
 The format is Chrome's trace events with additions of torch (github.com/pytorch/kineto). The events
-are ranges that the program named (`user_annotation`), operators (`cpu_op`), launches
+are ranges that the profiled code named (`user_annotation`), operators (`cpu_op`), launches
 (`cuda_runtime`, `cuda_driver`) and the launched work (`kernel`, `gpu_memcpy`, `gpu_memset`).
 `args.correlation` connects a launch and its work. `ts` and `dur` are microseconds, and absolute
 time is `baseTimeNanoseconds + 1000 ts`.
@@ -212,10 +212,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _read_header(path: str | Path) -> dict[str, Any]:
-    """Return the needed values outside of the events, by name, and whether there are events.
+    """Return the needed values outside of the events, by name.
 
-    torch writes these values before the events. If another tool changed the order, a second pass
-    over the file reads them after the events.
+    The result also has the key `traceEvents` if the file has events. torch writes the values before
+    the events. If another tool changed the order, further passes over the file read the values
+    after the events.
     """
     import ijson
 

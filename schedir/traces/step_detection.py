@@ -72,7 +72,7 @@ class ScheduleExecution(NamedTuple):
 
     @property
     def has_backwards(self) -> bool:
-        """Return whether any backward is marked."""
+        """Return whether any trace has a range of a backward."""
         spans = (span for run in self.ranks for span in run.spans)
         return any(action.op in BACKWARD_OPS for span in spans for action in span.actions)
 
@@ -102,10 +102,10 @@ class TracedProcesses:
     def steps(self) -> list[int]:
         """The numbers of the ProfilerSteps in the traces of all processes.
 
-        Empty if no step is marked.
+        Empty if no trace has a ProfilerStep.
 
         Raises:
-            TraceError: Steps are marked, but none is in the traces of all processes.
+            TraceError: There are ProfilerSteps, but none is in the traces of all processes.
         """
         steps_of_process = [
             {step for trace in traces for step in trace.steps}
@@ -157,7 +157,7 @@ class TracedProcesses:
     def _choose_pipeline(
         self, stages_of_process: dict[int, tuple[int, ...]]
     ) -> tuple[dict[tuple[int, ...], int], bool]:
-        """Return one process for each set of stages, and whether they surely are one pipeline."""
+        """Return one process for each set of stages, and True if these surely are one pipeline."""
         first_process: dict[tuple[int, ...], int] = {}
         for number, stages in stages_of_process.items():
             first_process.setdefault(stages, number)

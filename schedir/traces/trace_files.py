@@ -18,7 +18,7 @@ from schedir.traces.kineto import Trace, read_trace
 FILE_PATTERNS: Final = ("*.json", "*.json.gz")
 # Bytes. Larger inputs are read in several processes, and the command shows its progress.
 PARALLEL_READ_BYTES: Final = 2**26
-_EXPORT_HEADER_BYTES: Final = 4096  # The facts of an export are within its first bytes.
+_EXPORT_HEADER_BYTES: Final = 4096  # A Perfetto export has its metadata within these first bytes.
 
 
 def find_trace_files(sources: Iterable[str | Path]) -> list[Path]:
@@ -102,13 +102,16 @@ def read_traces(
 
 
 def _is_perfetto_export(path: Path) -> bool:
-    """Return whether a trace has the facts that `schedir.io.perfetto` writes at its beginning."""
+    """Return whether a file begins with the metadata that `schedir.io.perfetto` writes."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         return b'"microseconds_per_unit":' in file.read(_EXPORT_HEADER_BYTES)
 
 
 def _count_cores() -> int:
-    """Return the number of cores that this process may use, or of all cores if it is unknown."""
+    """Return the number of cores that this process may use.
+
+    If this number is unknown, return the number of all cores.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

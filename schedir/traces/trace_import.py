@@ -97,7 +97,7 @@ def read_run(
 
     If there are replicas, which have the same stages, only the replica that contains the smallest
     rank is read. A run of the schedule without operators in backwards is an evaluation, not a step.
-    An evaluation that marks no backwards is read if nothing else can be read.
+    An evaluation without profiler ranges of backwards is read if nothing else can be read.
 
     Args:
         sources: Files, directories and patterns of traces of torch.profiler, in any order.
@@ -150,7 +150,7 @@ def read_run(
     first_error: SchedirError | None = None
     step_numbers: Sequence[int | None] = [step] if step is not None else steps[::-1] or [None]
     skip_notes: list[str] = []
-    # Evaluations that mark no backward are read if no step trains.
+    # Evaluations without ranges of backwards. They are read if no training step can be read.
     deferred: list[ScheduleExecution] = []
     runs = (execution for number in step_numbers for execution in processes.list_executions(number))
     for execution in chain(runs, deferred):
@@ -277,7 +277,7 @@ def _note_missing_times(spans: Sequence[ExecutedSpan], is_gpu: bool) -> list[str
 
 
 def _encode_stream_words(run: ScheduleRun) -> list[int]:
-    """Return the marked instructions of a rank encoded as in a `Stream`."""
+    """Return the instructions of a rank that have profiler ranges, encoded as in a `Stream`."""
     return [
         int(action.op) << OP_SHIFT
         | action.stage << STAGE_SHIFT
@@ -289,7 +289,7 @@ def _encode_stream_words(run: ScheduleRun) -> list[int]:
 
 
 def _build_marked_program(ranks: list[ScheduleRun], name: str) -> Program:
-    """Return a program of the marked instructions only."""
+    """Return a program of only the instructions that have profiler ranges."""
     rank_of = {stage: rank for rank, run in enumerate(ranks) for stage in run.stages}
     stages = max(rank_of) + 1
     if missing := [stage for stage in range(stages) if stage not in rank_of]:
@@ -324,7 +324,7 @@ def _check_under_models(
 
 
 def _instruction_times(program: Program, ranks: list[ScheduleRun]) -> tuple[Floats, Floats]:
-    """Return the start and the end of each instruction, in seconds. NaN means not marked."""
+    """Return the start and the end of each instruction, in seconds. NaN means not recorded."""
     first_start = min(span.start for run in ranks for span in run.spans)
     start, end = np.full((2, len(program)), np.nan)
     for stream, run, offset in zip(program.streams, ranks, program.offsets, strict=False):
@@ -382,8 +382,9 @@ def _align_host_clocks(program: Program, hosts: list[str], start: Floats, end: F
 def _fill_missing_times(program: Program, start: Floats, end: Floats) -> None:
     """Fill in the times that traces do not contain, within the limits that other times set.
 
-    An instruction without a mark starts when all instructions before it on its rank have ended, and
-    takes no time. A message without a recorded arrival is assumed to arrive when its value is used.
+    An instruction without a profiler range starts when all instructions before it on its rank have
+    ended, and takes no time. A message without a recorded arrival is assumed to arrive when its
+    value is used.
     """
     index = InstructionIndex.from_program(program)
     dataflow = Dataflow.from_program(program)

@@ -1,6 +1,6 @@
 """Compute lower bounds from the work and the idle time of one rank, in closed form.
 
-The idle time of a rank has up to three parts, which do not overlap:
+A bound counts up to three parts of a rank's idle time, which do not overlap:
 
 - Before its first I, a rank can run only as many F's as fit into its memory.
 - After its last F, a rank can run only the I's and W's of microbatches in its memory.
@@ -69,7 +69,8 @@ class _WorkType(NamedTuple):
 def _max_time_in_memory(work_types: Sequence[_WorkType], capacity: float) -> float:
     """Return the largest total time of tasks that fit into a memory capacity.
 
-    This is a fractional knapsack: the last task may be divided.
+    This is a fractional knapsack: the last task may be divided. If all tasks need the same memory,
+    only undivided tasks count.
     """
     if (
         len({kind.memory for kind in work_types}) == 1
@@ -108,15 +109,15 @@ class _RankIdleBounds:
 
     @cached_property
     def max_forwards_ahead(self) -> int:
-        """The number of F's that can start on the rank's last stage before its first I ends."""
+        """The number of F's of the rank's last stage that can start before its first I ends."""
         return self.lags.max_forwards_ahead(self.problem, self.stages[-1])
 
     @cached_property
     def max_other_work(self) -> float:
-        """The largest time of I's and W's that the rank can run while a microbatch is away.
+        """The largest time of I's and W's between the last F and the first I of a microbatch.
 
-        A microbatch is away between its last F and its first I on the rank. The tasks belong to
-        other microbatches, which must fit into memory together with this microbatch.
+        These I's and W's belong to other microbatches, which must fit into the rank's memory
+        together with this microbatch.
         """
         problem, stages, other_mbs = self.problem, self.stages, self.problem.microbatches - 1
         capacity = problem.rounded_capacity[self.rank] - sum(problem.saved[s] for s in stages)
@@ -172,8 +173,9 @@ class _RankIdleBounds:
         """The number of round trips that must follow each other, and the least idle time of each.
 
         In a round trip, a microbatch leaves the rank after its F and returns for its I. If memory
-        holds k microbatches, microbatch j must return before microbatch j + k can start. The first
-        and the last round trip do not count. A rank with several stages has (0, 0).
+        holds k microbatches, microbatch j must return before microbatch j + k can start. The idle
+        times before the first I and before the last I already cover the first and the last round
+        trip, so these do not count. A rank with several stages has (0, 0).
         """
         num_trips = (self.problem.microbatches - 1) // self.max_forwards_ahead - 1
         if len(self.stages) > 1 or num_trips < 1:
@@ -209,11 +211,11 @@ class _RankIdleBounds:
         return problem.W[first] + _max_time_in_memory(work_types, capacity)
 
     def bounds(self) -> Iterator[LowerBound]:
-        """Yield two bounds from idle times, and with a memory limit a bound from memory use."""
+        """Yield two bounds from idle times and, with a memory limit, a bound from memory use."""
         problem = self.problem
         start, end = self.idle_before_first_I, self.idle_before_last_I
-        # If all F's fit before the first I, the two idle times can overlap. Only the longer idle
-        # time counts.
+        # If all F's fit before the first I, the idle times `start` and `end` can overlap. Only the
+        # longer one counts.
         if problem.microbatches <= self.max_forwards_ahead:
             start, end = (start, 0.0) if start > end else (0.0, end)
         num_trips, trip_idle = self.round_trip_idle
@@ -239,10 +241,7 @@ class _RankIdleBounds:
             )
 
     def _memory_time_area(self, stage: int) -> float:
-        """Return the memory of a microbatch on a stage, summed over the time that it is in use.
-
-        This is the least possible value, in memory x time.
-        """
+        """Return the least memory x time of a microbatch on a stage, from its F to its W."""
         problem = self.problem
         saved_time = problem.F[stage] + self.latency.forward_to_backward[stage]
         return (

@@ -1,13 +1,13 @@
 """Compute lower bounds from earliest starts that are propagated over all ranks.
 
-Some of the tasks that precede a task on its rank are known: tasks of one type run in the order of
-their microbatches, and a memory limit forces further precedences. Each of these tasks has an
-earliest start, and a rank runs one task at a time. So the task starts no earlier than the time at
-which all these tasks can have ended.
+Some of the tasks that precede a task on its rank are known: tasks of one kind and stage run in the
+order of their microbatches, and a memory limit forces further precedences. Each preceding task has
+an earliest start, and a rank runs one task at a time. So the task starts no earlier than the time
+at which all preceding tasks can have ended.
 
 The same computation backward in time gives the tail of each task: the least time from its end to
-the end of the run. Jackson's preemptive schedule with these earliest starts (releases) and tails is
-a lower bound on the time of the rank.
+the end of the run. The length of Jackson's preemptive schedule of a rank, with these earliest
+starts (releases) and tails, is a lower bound.
 
 The code of a task is KINDS * stage + kind, where the kind is F, I or W. The code does not depend on
 the microbatch.
@@ -122,8 +122,8 @@ def _build_precedence_table(problem: SchedulingProblem, first_stage: int) -> Pre
                 on_same_rank[code].append(
                     Precedence(KINDS * lag.before_stage + before_kind, lag.lag, 0.0)
                 )
-    # If a microbatch has run an I on the last rank, it has also run all its F's there, and the I's
-    # of the later stages there. On other ranks the same precedences would be wrong: they gave
+    # On the last rank, an I of a microbatch runs after all F's of this microbatch on the rank, and
+    # after its I's of later stages. On other ranks the same precedences would be wrong: they gave
     # bounds above optimal times.
     for lag in lags.F_after_I:
         if lag.before_stage in active_stages:
@@ -226,9 +226,10 @@ class _SchedulingJob(NamedTuple):
 
 
 def _preemptive_makespan(jobs: Sequence[_SchedulingJob]) -> tuple[float, float]:
-    """Return the end of Jackson's preemptive schedule, and the tail of the deciding task.
+    """Return the length of Jackson's preemptive schedule, and the tail of the task that decides it.
 
-    The released task with the longest tail runs first.
+    At each time, the released task with the longest tail runs. The length is the maximum, over all
+    tasks, of the end of the task plus its tail.
     """
     jobs = sorted(jobs)
     waiting_jobs: list[list[float]] = []
@@ -254,14 +255,14 @@ def _preemptive_makespan(jobs: Sequence[_SchedulingJob]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Relaxation:
-    """Earliest starts and tails of all tasks, until the end of the run or of one rank.
+    """The earliest start and the tail of each task. A tail ends when the run or one rank ends.
 
     Attributes:
         durations: The duration of the tasks of each code.
         codes: The codes of each rank.
         heads: The earliest start of each task, by code and microbatch.
-        tails: The least time from the end of each task to the end of the run or of the rank. The
-            lists are by code and microbatch. -inf if the task can run after this end.
+        tails: The least time from the end of each task to the end of the run or of the rank, by
+            code and microbatch. -inf if the task can run after this end.
     """
 
     durations: Sequence[float]
@@ -273,13 +274,13 @@ class Relaxation:
     def from_problem(
         cls, problem: SchedulingProblem, first_stage: int, min_tails: Sequence[float]
     ) -> Relaxation:
-        """Return the relaxation of a problem, from the first F of a stage on.
+        """Return the relaxation of a stage and all later stages of a problem.
 
         Args:
             problem: The problem.
-            first_stage: The relaxation has this stage and all later stages.
-            min_tails: For each rank, the least time from its last task to the end. -inf if its
-                tasks can run after the end.
+            first_stage: The first stage. Time 0 is the start of its first F.
+            min_tails: For each rank, the least time from its last task to the end of the run, or to
+                the end of the bounded rank. -inf if the rank's tasks can run after this end.
         """
         kind_times = (problem.F, problem.I, problem.W)
         durations = [times[s] for s in range(problem.shape.stages) for times in kind_times]
@@ -305,7 +306,7 @@ class Relaxation:
         return cls(durations, codes, heads, [times[::-1] for times in tails])
 
     def jobs_of_rank(self, rank: int) -> list[_SchedulingJob]:
-        """Return the tasks of a rank that must run before the end.
+        """Return the tasks of a rank, without the tasks whose tail is -inf.
 
         Args:
             rank: The rank.

@@ -49,7 +49,7 @@ class MemoryLags(NamedTuple):
     The lag of an F is at least 1. If a lag is at least the number of microbatches, it forces
     nothing and is left out.
 
-    The proof for F j of stage s on a rank, and a stage q of the same rank:
+    The proof for F j (the F of microbatch j) of stage s on a rank, and a stage q of the same rank:
 
     - `F_after_I`, q = s or q after s: Until I a on q ends, the microbatches from a on have freed no
       memory on the stages up to q. The stages up to s save the microbatches a to j. The stages
@@ -57,10 +57,10 @@ class MemoryLags(NamedTuple):
       this must fit.
     - `F_after_I`, q before s: If q has run i I's, the stages up to q save j + 1 - i microbatches.
       The stages after q, up to s, save at least one microbatch.
-    - `F_after_W`: Until W a on q ends, each of the microbatches a to j - 1 uses memory. It has
-      deferred weight gradients on q, or the stages up to s save it. If q is not after s, the proof
-      compares the deferred weight gradients on q with the activations that the stages up to q save.
-      It counts the smaller of the two sizes. In addition, the stages up to s save microbatch j.
+    - `F_after_W`: Until W a on q ends, each of the microbatches a to j - 1 uses memory. This memory
+      has deferred weight gradients on q, or activations that the stages up to s save. If q is not
+      after s, only the activations that the stages up to q save count. The proof counts the smaller
+      of the two sizes. In addition, the stages up to s save microbatch j.
 
     The proof of `I_after_W`: I j of stage s uses `saved_and_deferred`, and the stages before s save
     microbatch j. The stages after s have already run I j. The rest of the memory can have deferred

@@ -15,9 +15,9 @@ class MicrobatchLatency(NamedTuple):
         until_forward: The time from the start of the run to the start of the F on the stage.
         forward_to_backward: The time from the end of this F to the start of the I on the stage.
         backward_to_stage_0: The time from the end of this I to the end of the I on stage 0.
-        outside_stage: The least difference between the time of the run and the interval from the
-            first F to the last I of the stage. For the objective "active_span", the longest active
-            span of an earlier rank replaces the time of the run. 0 for stage 0.
+        outside_stage: The least time of the run before the first F and after the last I of the
+            stage. For the objective "active_span", the longest active span of an earlier rank
+            replaces the time of the run. 0 for stage 0.
     """
 
     until_forward: tuple[float, ...]
@@ -46,9 +46,9 @@ class MicrobatchLatency(NamedTuple):
         minimizes_active_span = problem.objective == "active_span"
         outside_stage, longest = [0.0] * stages, 0.0
         for s in range(stages):
-            # `longest` is the largest time over the earlier stages from the end of the I on stage 0
-            # to the end of the stage's work. For "active_span", the time before the first F of its
-            # rank is subtracted.
+            # `longest` is the maximum, over the earlier stages, of the time from the end of the I
+            # on stage 0 to the end of the earlier stage's work. For "active_span", the time before
+            # the first F of the earlier stage's rank is subtracted.
             outside_stage[s] = until_forward[s] + backward_to_stage_0[s] + longest if s else 0.0
             rank = problem.rank_of[s]
             end = problem.W[s] + problem.tail_time[rank] * (not minimizes_active_span)

@@ -30,8 +30,8 @@ from schedir.schedule_search.problem import Objective, SchedulingProblem, make_p
 from schedir.schedule_search.search_results import LowerBound
 
 _SEARCHED_OPS: Final = {FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT}
-# Instructions that keep, move or free values of a microbatch in other ways, such as offloads. A
-# `SchedulingProblem` cannot represent such instructions.
+# Other instructions that compute, or that use saved activations or deferred weight gradients, for
+# example R and offloads. A `SchedulingProblem` cannot represent these instructions.
 _UNSUPPORTED_OPS: Final = {
     row.op for row in INSTRUCTIONS
     if row.op not in _SEARCHED_OPS
@@ -59,9 +59,9 @@ def compute_program_bound(
     microbatches in flight. Other programs may use the memory of this program's messages for saved
     activations.
 
-    If costs or sizes differ between microbatches, the smallest value of each stage counts. A
-    backward counts as the cheaper of a full and a split backward. The bound is then lower, but
-    still valid.
+    If costs or sizes differ between microbatches, the smallest value of each stage counts. With
+    `split_backward`, a backward counts as the cheaper of a full and a split backward. The bound is
+    then lower, but still valid.
 
     Args:
         program: The program to compare with.

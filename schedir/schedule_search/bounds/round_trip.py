@@ -6,8 +6,8 @@ microbatches.
 
 Two microbatches on a round trip at the same time cross: the F of the later microbatch and the I of
 the earlier microbatch need the same rank. One of the two tasks is late, except for a few values of
-the time between the two microbatches. If no two of these values add up to the time of a round trip,
-microbatches start later. The page docs/explanation/lower-bounds.md has the proof.
+the time between the starts of the two microbatches. If no two of these values add up to the time of
+a round trip, microbatches start later. The page docs/explanation/lower-bounds.md has the proof.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _LATENESS_WEIGHTS: Final = [k / 8 for k in range(9)]
 
 
 def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
-    """Return the lower bound from pairs of microbatches whose F and I need the same rank.
+    """Return the lower bound from pairs of microbatches that cross.
 
-    Such microbatches cross on the stages after the stage with the slowest round trips.
+    The F of one and the I of the other need the same rank at the same time. Microbatches cross on
+    the stages after the stage with the slowest round trips.
 
     Args:
         problem: The problem.
@@ -98,8 +99,8 @@ def crossing_delays(
 ) -> Iterator[tuple[float, float]]:
     """Yield the ways in which three microbatches can cross after a stage, as pairs of delays.
 
-    The third microbatch can start when the first returns. The second microbatch starts between
-    these two.
+    The third microbatch can start when the first returns. The second microbatch starts after the
+    first and before the third.
 
     Args:
         problem: The problem.

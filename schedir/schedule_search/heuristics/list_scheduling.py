@@ -58,7 +58,7 @@ def dispatch_by_policy(
         longer than `idle_share` allows.
 
     Otherwise the rank waits. If I's of several stages are possible, the I with the lowest
-    microbatch runs first. If their microbatches are equal, the I of the deepest stage runs first.
+    microbatch runs first. If their microbatches are equal, the I of the highest stage runs first.
     The rule for F's is the same with `stage_choice` 0.
 
     Args:
@@ -77,16 +77,16 @@ def dispatch_by_policy(
             task frees memory.
         capacity: The memory of each rank.
         reserved_memory: For each stage, the memory that an F must leave free for later stages of
-            its rank, so that the microbatch at the deepest stage can always continue.
+            its rank, so that the microbatch on the highest stage can always continue.
         max_lead: For each stage, the largest number of F's whose I has not run.
         max_lag: For each rank, the largest number of W's that wait.
-        wait_share: A rank waits for an I that arrives within this share of an F's cost.
+        wait_share: A rank waits for a gradient that arrives within this share of an F's cost.
         late_share: A W may end later than the next arrival by this share of the W's cost.
         idle_share: A rank runs a W instead of waiting if its idle time would otherwise exceed this
             share of the largest idle time of all ranks. Idle time counts from the rank's first F.
         forward_first: 1 to run an F before an I if both are possible.
         stage_choice: Which F runs if F's of several stages are possible. 0: the F with the lowest
-            microbatch. 1: the F of the deepest stage. 2: the F of the first stage.
+            microbatch. 1: the F of the highest stage. 2: the F of the lowest stage.
         next_mb: Buffer: the next microbatch, for each code.
         arrivals: Buffer: the time at which the input of a task arrives, for each code and
             microbatch.

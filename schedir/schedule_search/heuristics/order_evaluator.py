@@ -24,13 +24,13 @@ class DispatchPolicy(NamedTuple):
     Attributes:
         max_lead: For each stage, the largest number of F's whose I has not run.
         max_lag: For each rank, the largest number of W's that wait.
-        wait_share: A rank waits for an I that arrives within this share of an F's cost.
+        wait_share: A rank waits for a gradient that arrives within this share of an F's cost.
         late_share: A W may end later than the next arrival by this share of the W's cost.
         idle_share: A rank runs a W instead of waiting if its idle time would otherwise exceed this
             share of the largest idle time of all ranks.
         forward_first: True to run an F before an I if both are possible.
         stage_choice: Which F runs if F's of several stages are possible. 0: the F with the lowest
-            microbatch. 1: the F of the deepest stage. 2: the F of the first stage.
+            microbatch. 1: the F of the highest stage. 2: the F of the lowest stage.
     """
 
     max_lead: tuple[int, ...]
@@ -43,7 +43,7 @@ class DispatchPolicy(NamedTuple):
 
 
 class OrderEvaluator:
-    """Computes the lengths of policies and orders of one problem.
+    """Computes the lengths of orders of one problem, and of the orders that policies produce.
 
     Interpreted loops use lists, and compiled loops use arrays. The results are bitwise equal. An
     evaluator reuses its buffers, so it is not thread-safe.
@@ -256,7 +256,7 @@ class AnnealingState:
 
 
 def _interleave_by_code(*kinds: Sequence[float]) -> list[float]:
-    """Return the numbers of all codes of tasks.
+    """Return one number for each code of a task, in the order of the codes.
 
     Each argument has the numbers of one kind of task, by stage.
     """

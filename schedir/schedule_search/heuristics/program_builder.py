@@ -88,7 +88,7 @@ class ProgramBuilder:
             problem: The problem whose capacity may be too large.
 
         Returns:
-            The problem with less capacity, in which `order` does not fit. `problem` itself if the
+            The problem with less capacity, at least `get_min_capacity`. An equal problem if the
             order fits with its messages.
         """
         if not self.counts_messages:
