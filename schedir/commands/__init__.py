@@ -7,9 +7,9 @@ A module has two functions:
     def add_arguments(parser: ArgumentParser) -> None  adds the options
     def run(args: Namespace) -> str | int              returns output, exit code, or both in a tuple
 
-A module may have two more names, for texts after the options in `--help`:
+A module may also define texts that `--help` prints after the options:
 
-    EXAMPLES = "..."                                   lines with a command and a description
+    EXAMPLES = "..."                                   lines with example commands
     def format_epilog() -> str                         returns a text that takes long to compute
 
 `args.command_words` contains the words of the command line, as the user typed them.

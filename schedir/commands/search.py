@@ -172,7 +172,7 @@ class _SearchRequest:
     notes: list[str] = field(default_factory=list)
 
     def find_excess(self, request: Request) -> Excess | None:
-        """Return the largest number in flight on a rank if it exceeds the limit, else None."""
+        """Return the largest number in flight on a rank if a rank exceeds its limit, else None."""
         peak = request.timeline.peak_in_flight
         if self.max_in_flight is None or not (peak > self.max_in_flight).any():
             return None

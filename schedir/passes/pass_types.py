@@ -62,8 +62,8 @@ class ExpectedInstructions(NamedTuple):
     Attributes:
         op: The opcode.
         required: A mask over the keys of the opcode (`InstructionIndex.key`): True if the program
-            must have the instruction with this key. A mask with only the keys of update 0, or of
-            occurrence 0, applies to all updates or occurrences.
+            must have the instruction with this key. The mask may have only the keys of update 0, or
+            of occurrence 0. Then every update or occurrence requires the same instructions.
         reason: The reason in the error if the program has an instruction of this opcode that is not
             required.
         hint: The hint of the error if an instruction is missing.

@@ -450,7 +450,8 @@ class _IntegerProblem(NamedTuple):
     Attributes:
         problem: The problem with integers.
         scale: The factor from the original times to the integer times.
-        is_exact: True if no time was rounded. Rounding can only make lengths shorter.
+        is_exact: True if no time was rounded. Times are rounded down, so the rounded length of an
+            order is never longer than its original length.
     """
 
     problem: SchedulingProblem

@@ -85,8 +85,9 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
             microbatches. "all": the shortest result of "W", "F", and all computes.
 
     Raises:
-        UsageError: The option has another value, there are no costs, the costs of the collectives
-            are 0, the program has no segments, or some computes are joined.
+        UsageError: `fill_collective_waits` is not "W", "F" or "all". Or there are no costs, or the
+            costs of the collectives are 0. Or the program has no segments, or has pairs of computes
+            that run together.
     """
     selection = options.extra_options["fill_collective_waits"]
     if selection not in _FILL_OPS:

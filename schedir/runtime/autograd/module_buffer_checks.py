@@ -27,8 +27,9 @@ def add_buffer_checks(
 ) -> Callable[[], None]:
     """Wrap `run` with a check for changes of buffers that would give wrong results.
 
-    A buffer counts as changed if its values differ after a write, or after a replacement by a
-    buffer of the same shape. Some kernels, such as torch's batch_norm, write without an increment
+    A buffer counts as changed if a write gives it other values, or if a new buffer of the same
+    shape with other values replaces it. The check ignores a buffer that is removed, or replaced by
+    a buffer of another shape. Some kernels, such as torch's batch_norm, write without an increment
     of the version counter. So on a CPU, the first call for each opcode and mode (training or
     evaluation) compares values. Later calls compare version counters, and the values of buffers
     that an earlier call rewrote with equal values, such as caches.

@@ -227,7 +227,8 @@ class SavedActivations:
         Args:
             extra_tensors: Tensors to offload that autograd does not save, such as the inputs of the
                 stage or of a checkpoint. Their `data` becomes a placeholder.
-            resident_storages: The keys of the storages that stay on the device.
+            resident_storages: The keys, from `get_storage_keys`, of storages that stay on the
+                device.
         """
         location_by_storage: dict[int, TensorLocation] = {}
         self.offload_sources = []

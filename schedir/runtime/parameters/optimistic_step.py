@@ -41,7 +41,10 @@ from schedir.transports.transport import Work
 
 
 class OptimisticStep(ProgramService):
-    """The updates of a rank. All updates before the last update are validated.
+    """Makes the updates of a rank before their norms are known, and validates them later.
+
+    All updates before the last update are validated. After a wrong update, the next update waits
+    for its norm.
 
     Instruction handlers call `step`, `track_norm` and `wait_for_previous_norm`. `needs_rerun`
     returns the same result on all ranks.

@@ -201,7 +201,10 @@ class HostTimestamps(Timestamps):
 
 
 class _ObservedWork:
-    """Work that records its end when `wait` returns. A host cannot detect the end earlier."""
+    """Work that records its end when `wait` returns.
+
+    The actual end may be earlier, but `Work` has no other method that detects it.
+    """
 
     def __init__(self, timestamps: HostTimestamps, k: int, work: Work) -> None:
         self.timestamps = timestamps

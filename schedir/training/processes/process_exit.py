@@ -318,7 +318,9 @@ def _is_first_failure() -> bool:
     try:
         node = os.environ.get("GROUP_RANK", "0")
         return bool(connect_store(EXIT_TIMEOUT).add(make_store_key(f"failed on {node}"), 1) == 1)
-    except ImportError:  # torch may be missing only here, so this process must report.
+    except ImportError:
+        # Without torch, this process cannot use the store. If only this process lacks torch, no
+        # other process reports this error.
         return True
     except Exception:  # There is no store, so one process of each machine reports.
         return os.environ.get("LOCAL_RANK", "0") == "0"
