@@ -172,11 +172,16 @@ class _SearchRequest:
     notes: list[str] = field(default_factory=list)
 
     def find_excess(self, request: Request) -> Excess | None:
-        """Return the largest number in flight on a rank if a rank exceeds its limit, else None."""
-        peak = request.timeline.peak_in_flight
-        if self.max_in_flight is None or not (peak > self.max_in_flight).any():
+        """Return the largest numbers in flight of a run if a rank exceeds its limit, else None.
+
+        The text has one number, or one per rank if each rank has its own limit.
+        """
+        peaks = request.timeline.peak_in_flight
+        if self.max_in_flight is None or not (peaks > self.max_in_flight).any():
             return None
-        return Excess(request, max_in_flight := int(peak.max()), f"{max_in_flight} in flight")
+        highest = int(peaks.max())
+        numbers = peaks if isinstance(self.max_in_flight, tuple) else [highest]
+        return Excess(request, highest, f"{':'.join(map(str, numbers))} in flight")
 
     @property
     def objective_text(self) -> str:

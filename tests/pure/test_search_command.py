@@ -136,6 +136,16 @@ def test_built_in_schedules_are_compared_at_same_costs(
         assert row["bound"] <= row["span"] and row["gap_to_bound"] == row["span"] / row["bound"] - 1
 
 
+def test_limit_per_rank_is_compared_with_number_per_rank(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    row = json.loads(run_command(capsys, "search", *OPTIONS, "--max-in-flight=9:2:2:2", "--json"))
+    assert row["over_limit"]
+    for name, text in row["over_limit"].items():
+        peaks = simulate(compile(getattr(schedules, name), SHAPE)).peak_in_flight
+        assert text == f"{':'.join(map(str, peaks))} in flight" and (peaks > [9, 2, 2, 2]).any()
+
+
 def test_byte_limit_agrees_with_compile(capsys: pytest.CaptureFixture[str]) -> None:
     options = (
         "--sizes=activation=1MB,saved=1GB,deferred_wgrad=0.5GB,model_states=2GB",
