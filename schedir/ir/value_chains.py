@@ -30,8 +30,9 @@ class ChainMember(NamedTuple):
     Attributes:
         positions: Position of each instruction.
         keys: Key of the value of each instruction.
-        is_giver: True if the instructions give the values, False if they free the values.
-        is_producer: True if the instructions make the values.
+        is_giver: True if the instructions make or change the values, False if they free the values.
+        is_producer: True if the instructions make the values, False if they change or free the
+            values.
         change: The change of the values' state; None if there is none.
     """
 

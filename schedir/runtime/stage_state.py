@@ -71,7 +71,8 @@ class StageState:
         self.rewritten_buffers: set[tuple[str, str]] = set()
         # Mode -> names of buffers and frozen Parameters to which recomputed forwards write.
         self.written_buffers: dict[bool, set[str]] = {}
-        # (Opcode, mode) of the calls that wrote to no weight with copies.
+        # (Opcode, mode) of the calls that were checked for writes to tied weights and to weights of
+        # stage replicas.
         self.checked_weight_modes: set[tuple[Opcode, bool]] = set()
         # Modes in which a forward read no weights of other stages (ZeRO).
         self.checked_read_modes: set[bool] = set()

@@ -61,8 +61,8 @@ def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
     local_stages = [j * P + (P - 1 - r if j % 2 else r) for j in range(v)]
     block = [(s, F[j]) for j, s in enumerate(local_stages)]
     block += [(2 * v * P - 1 - s, B[j]) for j, s in enumerate(local_stages)]
-    # A microbatch starts in every second slot. So its way down the ranks and its way back use slots
-    # of different parity.  P microbatches fill a wave.
+    # A microbatch starts in every second slot. So on each rank, the forwards of even local stages
+    # and those of odd local stages have slots of different parity. P microbatches fill a wave.
     starts = [k // P * 2 * v * P + k % P * 2 for k in range(m)]
     return order_by_slot((slot + start, letter) for slot, letter in block for start in starts)
 

@@ -4,8 +4,9 @@ In the autograd graph, weights and inputs have paths to the outputs. A join node
 that a path of a weight shares with a path of an input. torch's BackwardWeight starts at the join
 nodes. It silently computes no gradient for two kinds of weights:
 
-- Weights without a join node. Examples are the weights of a stage after frozen stages, and a weight
-  that the stage returns as an output.
+- Weights without a join node. For example, a stage after frozen stages gets inputs without a
+  gradient, so its weights have no join nodes. A weight that the stage returns as an output has none
+  either.
 - Weights that are not parameters of the stage, such as a parameter of the loss.
 
 torch also detaches, in place, the tensors that a backward begins with. This fails for views.

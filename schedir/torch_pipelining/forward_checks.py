@@ -255,7 +255,11 @@ class CheckedRuntime(MicrobatchLossRuntime):
             self._full_microbatches.add((s, mb_index))
 
     def _outputs_needed_later(self, stage: Any, output: Any, mb: int) -> list[Any]:
-        """Return the outputs and the loss of a forward that torch or the caller needs later."""
+        """Return the outputs that are needed after a forward, and the loss of the last stage.
+
+        torch needs the outputs of all stages except the last. The caller of `step` may need the
+        outputs of the last stage.
+        """
         if not stage.is_last:
             return tree_leaves(output)
         caller_outputs = tree_leaves(output) if stage.output_chunks else []

@@ -390,9 +390,10 @@ _PHASES_OF_OP: Final[dict[Opcode, list[int]]] = {  # Indices of the fields of `P
 
 
 def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory:
-    """Return the memory of the rank with the highest peak at the time of this peak, in bytes.
+    """Return the peak memory of the rank with the highest peak, in bytes.
 
-    The result includes the overheads of the allocator and the process.
+    Each field has the memory of its kind at the time of the peak. The result includes the overheads
+    of the allocator and the process.
 
     Args:
         run: The timeline, with sizes.
@@ -409,7 +410,9 @@ def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory
 
 
 def measure_host_memory(run: Timeline) -> HostMemory:
-    """Return the host memory of the rank with the highest peak at the time of this peak, in bytes.
+    """Return the peak host memory of the rank with the highest peak, in bytes.
+
+    Each field has the memory of its kind at the time of the peak.
 
     Args:
         run: The timeline, with sizes.

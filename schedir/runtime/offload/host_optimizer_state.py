@@ -48,7 +48,7 @@ class StateCopy(NamedTuple):
 
 
 class HostOptimizerState:
-    """The optimizer state of a rank, divided by the stages of the parameters.
+    """The optimizer state of a rank, divided into one part per stage.
 
     Args:
         parameters: The parameters of each trained stage. A parameter of several stages belongs to

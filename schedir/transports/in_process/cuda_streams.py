@@ -248,7 +248,7 @@ class StreamMailbox:
         return end_point
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing, because a wait delays only the current stream."""
+        """Return a context that does nothing. Virtual ranks have tp=1, so they start no gathers."""
         return nullcontext()
 
 
