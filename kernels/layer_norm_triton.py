@@ -1,11 +1,11 @@
 """The Triton kernels of `layer_norm`. The kernels read each input from memory once.
 
 In this module, a program is an instance of a Triton kernel, and runs as one block. A thread
-computes 16 bytes of a row (8 numbers of bfloat16), because one load instruction reads 16 bytes. A
-thread of the backward keeps two sums per number, and has at most 64 registers. So at least
-32 warps fit on a multiprocessor: one block for rows of 8192 numbers, or 8 blocks for rows of 1024.
-While a row is computed, the next row is loaded to shared memory, so a block waits for memory only
-once.
+computes 16 bytes of a row (8 numbers of bfloat16), because one load instruction reads 16 bytes. In
+the forward, it computes more bytes if the row has more than 16 KiB. A thread of the backward keeps
+two sums per number, and has at most 64 registers. So at least 32 warps fit on a multiprocessor: one
+block for rows of 8192 numbers, or 8 blocks for rows of 1024. While a row is computed, the next row
+is loaded to shared memory, so a block waits for memory only once.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -80,8 +80,8 @@ def choose_tiling(n: int, itemsize: int, max_shared_bytes: int) -> Tiling:
 def count_shared_bytes(tiles: int, columns: int, itemsize: int) -> int:
     """Return the most bytes of shared memory that a program uses if it loads the next row early.
 
-    Shared memory has three tensors of each tile for two rows, and the memory of a reduction over a
-    row.
+    For each of two rows, shared memory has the elements of all tiles from three tensors. The
+    reductions over a row need 1024 more bytes.
 
     Args:
         tiles: The number of tiles.

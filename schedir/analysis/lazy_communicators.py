@@ -77,7 +77,7 @@ def find_first_use_error(graph: Graph) -> SchedirError | None:
 
 
 def _make_absence_error(graph: Graph, members: dict[int, int]) -> ChannelMismatchError:
-    """Return the error for a communicator of all ranks that a rank never uses."""
+    """Return the error for a rank that never uses the communicator of all ranks."""
     absent = next(r for r in range(graph.program.shape.ranks) if r not in members)
     first_site = graph.index.locate(min(members.values()))
     return ChannelMismatchError(

@@ -467,7 +467,7 @@ class CheckpointDirectory:
         for step, suffix in self._scan_entries():
             path = self._make_path(step, suffix)
             if suffix == _REPLACED_SUFFIX and not self._make_path(step).exists():
-                # The save ended before the new checkpoint got this name.
+                # The save was interrupted before it renamed the new checkpoint.
                 path.rename(self._make_path(step))
             elif suffix:
                 self._remove(path)

@@ -26,7 +26,7 @@ The page docs/reference/command-line.md has more.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `options`.
+    """Add the arguments of the command `schedir options`.
 
     Args:
         parser: The parser of the command.

@@ -112,8 +112,9 @@ def split_documents(documents: Documents, validation_share: float) -> tuple[Docu
 
     Args:
         documents: The stream.
-        validation_share: The smallest share of the tokens for the validation part, which is the end
-            of the stream. If the ends of documents are given, no document is split.
+        validation_share: The share of the tokens for the validation part, which is the end of the
+            stream. If the ends of documents are given, no document is split. Then the validation
+            part begins with a full document, and may have a larger share.
 
     Returns:
         The training part and the validation part.

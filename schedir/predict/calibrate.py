@@ -37,7 +37,7 @@ Floats = NDArray[np.float64]
 MAX_PREDICTION_ERROR: Final = 0.1
 MIN_REPORTED_SHARE: Final = 0.01  # Share of ranks x span. Smaller shares are noise.
 TIME_TOLERANCE: Final = 1e-9  # Share of a time. Smaller differences come from rounding.
-HOST_GAP_QUANTILE: Final = 0.9  # Share of the gaps of a host that count as usual; see `calibrate`.
+HOST_GAP_QUANTILE: Final = 0.9  # A gap of the host is usual up to this quantile: see `calibrate`.
 _OPS_OF_COST: Final = {
     name: [op for op in COST_BY_OPCODE if COST_BY_OPCODE[op] == name]
     for name in COST_BY_OPCODE.values()

@@ -288,9 +288,10 @@ class State:
         return Slot(self.slot_tables[kind], fills[last_fill])
 
     def get_outgoing_tensors(self, kind: Value, stage: int, mb: int) -> Sequence[Tensor]:
-        """Return the tensors of a stage's output value, before another stage or a send uses it.
+        """Return the tensors of a value that a stage computed for another stage.
 
-        No instruction may have sliced or packed the value yet.
+        Call this before the other stage or a send uses the value. No instruction may have sliced or
+        packed the value yet.
 
         Args:
             kind: The kind of the value: an output, or the gradient of an input.

@@ -90,9 +90,9 @@ class PendingOutputs:
     def release(self, stage: int, mb: int) -> None:
         """Check the outputs of a forward when its backward begins, and forget them.
 
-        A gradient of these outputs has arrived, so the outputs were received. If none of the
-        outputs needs a gradient, they stay needed until the step ends, because nothing shows
-        earlier that they were received.
+        A gradient of these outputs has arrived, so the outputs were received. If no output
+        requires a gradient, no gradient can show this. Then this object keeps the outputs until the
+        step ends.
 
         Args:
             stage: The stage.

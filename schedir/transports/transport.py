@@ -346,7 +346,10 @@ class ChainedWork:
 
 
 class TransportWrapper:
-    """The attributes and methods of a wrapped transport, without the methods that move tensors.
+    """Base class of a transport that wraps another transport.
+
+    The wrapper has the attributes of the wrapped transport, and forwards to it the calls that do
+    not move tensors. A subclass defines the other methods of `Transport`.
 
     Args:
         inner: The transport that is wrapped.

@@ -93,7 +93,7 @@ class Event:
         gpu.timed += enable_timing
 
     def record(self, stream: Stream | None = None) -> None:
-        # CUDA creates an event when it is recorded for the first time.
+        # torch creates a CUDA event when the event is recorded for the first time.
         assert self.recorded or self.gpu.host_may_wait or not self.timed, "made inside a step"
         stream = stream or self.gpu.stream
         self.time, self.recorded = max(stream.now, self.gpu.host), True

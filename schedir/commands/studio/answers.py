@@ -222,7 +222,7 @@ def describe_request(
 
     Args:
         request: The request.
-        state: The state of the request.
+        state: The input of the studio, from which the request was made.
         other: A second run for a comparison, or None.
 
     Raises:
@@ -354,7 +354,7 @@ def explain_gap(request: Request, state: StudioState, rank: int, index: int) -> 
 
     Args:
         request: The request of a predicted run.
-        state: The state of the request.
+        state: The input of the studio, from which the request was made.
         rank: The rank.
         index: The index of the first instruction after the gap in the rank's stream.
 

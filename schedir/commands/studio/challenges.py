@@ -164,13 +164,13 @@ def describe_challenges() -> list[dict[str, Any]]:
 
 
 def judge(request: Request, state: StudioState) -> dict[str, Any] | None:
-    """Return whether a request solves the challenge of its state, and a sentence about it.
+    """Return whether a request solves the challenge of `state`, and a sentence about it.
 
-    The result is None if the state has no challenge.
+    The result is None if `state` has no challenge.
 
     Args:
         request: The request of a program that finishes.
-        state: The state of the request.
+        state: The input of the studio, from which the request was made.
 
     Raises:
         UsageError: There is no such challenge.

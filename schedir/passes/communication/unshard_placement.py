@@ -96,15 +96,15 @@ def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) ->
     same time.
 
     The policy is Belady's: a stage is unsharded when it must be, and the stage with the farthest
-    next use is resharded. An exchange argument shows that no policy makes fewer stays. Suppose that
-    another policy first differs from Belady's policy in a run in which it reshards x, and Belady's
-    policy reshards y. Then the next use of x is before the next use of y. Change the other policy:
-    it reshards y in this run, and keeps x in the place of y until the original policy unshards x or
-    reshards y. One of these happens before the next use of y, because x is used first. When the
-    original policy unshards x, the changed policy unshards y if the original policy still has y,
-    and does nothing otherwise. When the original policy reshards y, the changed policy reshards x.
-    So the changed policy makes no more stays than the original policy, and agrees with Belady's
-    policy in one more choice.
+    next use is resharded. An exchange argument shows that no policy makes fewer stays. Compare
+    Belady's policy with another policy, and take the first run in which they reshard different
+    stages. In this run, the other policy reshards x, and Belady's policy reshards y. Then the next
+    use of x is before the next use of y. Change the other policy: it reshards y in this run, and
+    keeps x in the place of y until the original policy unshards x or reshards y. One of these
+    happens before the next use of y, because x is used first. When the original policy unshards x,
+    the changed policy unshards y if the original policy still has y, and does nothing otherwise.
+    When the original policy reshards y, the changed policy reshards x. So the changed policy makes
+    no more stays than the original policy, and agrees with Belady's policy in one more choice.
 
     The k-th stay can begin at the (k - max_unsharded)-th smallest end of all stays. When it must
     begin, all earlier stays except `max_unsharded` - 1 have ended. An earlier stay of the same

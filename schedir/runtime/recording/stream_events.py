@@ -40,7 +40,8 @@ class CpuEvent:
 def make_event(device: torch.device) -> Event:
     """Create an event of a device, and record it once.
 
-    CUDA creates an event when it is first recorded. So no event is created within a step.
+    torch creates a CUDA event when the event is first recorded. Without the record in this
+    function, torch would create the event within a step.
 
     Args:
         device: The device.

@@ -40,7 +40,7 @@ _MAX_FINALISTS = 4  # The number of shortest orders to keep.
 _MAX_EQUAL_ORDERS = 32
 _MAX_EQUAL_MOVES = 500  # The most moves from the shortest order to an order of the same length.
 _FIRST_MOVES = 16  # The number of moves before the first check of the budget.
-_POOL_SIZE = 24  # The number of policies from whose orders annealing starts.
+_POOL_SIZE = 24  # Annealing starts from the orders of this many policies.
 _COMPILE_AFTER_SECONDS = 0.2  # For a shorter search, loading the compiled loops takes too long.
 _UNLIMITED_EVALUATIONS = 2**62  # The number that means "no limit".
 
