@@ -1,8 +1,9 @@
 """Colours that colour-blind readers can distinguish, also in a grey print.
 
 The colours of F, R, I, W and B differ mainly in lightness, so that a grey print keeps the
-difference. They also differ in hue. Each letter has its own range of lightness. The shades within
-this range distinguish the stages of a rank.
+difference. They also differ in hue, except that R has the hue of F. Each letter has its own range
+of lightness. The shades within this range distinguish the stages of a rank. The palette "bright"
+is an exception: its colours differ mainly in hue.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def mix_to_lightness(hue: str, l_star: float) -> RGB:
 
     Args:
         hue: The colour "#rrggbb".
-        l_star: CIE L* of the result, from 0 to 100.
+        l_star: CIE L* of the result, from 8 to 100. Below 8, the result is slightly too light.
     """
     target = ((l_star + 16) / 116) ** 3
     base = to_linear_light(hue)

@@ -38,7 +38,7 @@ class Style(TypedDict, total=False):
         time: The start and end of the part to draw, in the unit of the runs. 0 is the start of a
             run.
         limits: The memory limit of a rank on each tier, in bytes: {"device": 40e9, "host": 256e9}.
-            A line marks each limit on the memory curve.
+            A line marks each limit on the memory curve of its tier.
 
     Example:
         >>> import schedir

@@ -29,8 +29,8 @@ _MIN_FONT_SIZE: Final = 4.5  # points of a number in a cell
 def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
     """Draw bubble against memory, with a point per timeline.
 
-    A line joins the timelines with the smallest bubble at each memory. Memory is the largest peak
-    of a rank, in GB. Without sizes, memory is `Timeline.peak_activations`.
+    A line joins the Pareto-optimal timelines. Memory is the largest peak of a rank, in GB. If a
+    timeline has no sizes, memory is `Timeline.peak_activations` for all timelines.
 
     Args:
         timelines: The timelines.
