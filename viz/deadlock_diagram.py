@@ -224,8 +224,8 @@ def _draw_arrow(
 ) -> str:
     """Return the SVG of an arrow from a waiting instruction to the awaited one.
 
-    If the two columns are not adjacent, the arrow passes below all columns. `detour_height` is its
-    y coordinate there, and 0 for a direct arrow.
+    If the two columns are not adjacent, the arrow passes below all columns. `detour_height` is the
+    y coordinate of this part of the arrow, or 0 for a direct arrow.
     """
     y = from_column.find_middle(from_position.stream_index)
     end_y = to_column.find_middle(to_position.stream_index)

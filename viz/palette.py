@@ -108,7 +108,7 @@ PALETTES: Final = {
 HATCHED_OPS: Final = frozenset({RECOMPUTE})  # R has the hue of F, so hatching distinguishes R.
 ACCENT_COLOR: Final = "#c8005f"  # The critical path.
 IDLE_COLOR: Final = "#9a9a9a"  # The hatching of a bubble.
-# CIE L* of the bands of a rank's first and last stage while they are unsharded.
+# CIE L* of the band of an unsharded stage: for the first and for the last stage of a rank.
 _UNSHARDED_LIGHTNESS: Final = (89.0, 70.0)
 _OUTLINE_LIGHTNESS: Final = 95.0  # CIE L*: a lighter box needs an outline on white paper
 

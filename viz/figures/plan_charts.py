@@ -28,7 +28,7 @@ from schedir.viz.palette import (
 )
 
 _FORWARD_COLOR: Final = TONES[FORWARD].hue
-# The parts of a step: the name in the legend, the colour and the hatching.
+# Part of a step -> its name in the legend, its colour and its hatching.
 STEP_PARTS: Final[dict[str, tuple[str, str | RGB, str]]] = {
     "compute": ("compute", _FORWARD_COLOR, ""),
     "recompute": ("recompute", mix_to_lightness(_FORWARD_COLOR, 62), "////"),
