@@ -1,7 +1,7 @@
 // The studio: controls, code and hand edits on the left of the timeline. A question goes to the process that the user
 // started, and its answer is drawn by the scripts of the timeline.
 
-const SETUP = DATA; // `update` replaces DATA
+const SETUP = DATA; // `showData` replaces DATA
 const TOKEN = new URLSearchParams(location.search).get("token");
 const COMPUTES = ["F", "B", "I", "W"];
 const EXAMPLE = `from schedir import B, F
@@ -115,7 +115,7 @@ function fillSchedules(state) {
   inputs.schedule.value = own ? "" : state.schedule;
 }
 
-// Set a slider to the number in its text field. If the text is not one number, disable the slider.
+// Set a slider to the number in its text field, or to the default if the text is empty. Other texts disable the slider.
 function updateSlider(name) {
   const slider = sliders[name], text = inputs[name].value.trim();
   if (!slider) return;
@@ -238,7 +238,7 @@ function showUndo() {
   $("redo").disabled = !redoStack.length;
 }
 
-// ---------------------------------------------------------------- what is shown
+// ---------------------------------------------------------------- the shown answer
 
 // Disable the controls that do not apply to the shown source.
 function updateControls() {
@@ -488,7 +488,7 @@ studio = {
   },
 };
 
-// ---------------------------------------------------------------- what a person does
+// ---------------------------------------------------------------- actions of the user
 
 const showStatus = (text) => { $("done").textContent = text; };
 
