@@ -1,16 +1,18 @@
 """Cross entropy over a vocabulary divided among tensor-parallel ranks, in three steps.
 
 1. `compute_statistics` returns three numbers per token, from this rank's logits: the maximum, the
-sum of exponentials, and the logit of the target. The caller gathers these statistics from all
-ranks. 2. `compute_losses` returns the loss of each token, from the statistics of all ranks. 3.
-`write_gradient_` overwrites the logits with softmax minus one-hot.
+   sum of exponentials, and the logit of the target. The caller gathers these statistics from all
+   ranks.
+2. `compute_losses` returns the loss of each token, from the statistics of all ranks.
+3. `write_gradient_` overwrites the logits with their gradient: softmax minus one-hot, times the
+   gradient of the loss.
 
-The logits are never copied to float32. With 16-bit logits, the memory is 2 bytes per logit; two
-float32 copies would need 8 bytes more per logit. The algorithm is online softmax (Milakov and
-Gimelshein, arXiv 1805.02867). Megatron-LM (arXiv 1909.08053, section 3) divides the vocabulary in
-the same way, but uses two reductions instead of the gather.
+The Triton kernels do not copy the logits to float32. With 16-bit logits, the memory is 2 bytes per
+logit; two float32 copies would need 8 bytes more per logit. The algorithm is online softmax
+(Milakov and Gimelshein, arXiv 1805.02867). Megatron-LM (arXiv 1909.08053, section 3) divides the
+vocabulary in the same way, but uses all-reduces instead of the gather.
 
-Tokens are flat: logits have the shape (n, k), and targets are int64 of shape (n,). A rank has the
+The logits of n tokens have the shape (n, k), and targets are int64 of shape (n,). A rank has the
 columns from `first_column` to `first_column + k - 1` of the vocabulary. A token with the target
 `ignore_index` has a loss and a gradient of 0.
 """

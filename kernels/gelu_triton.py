@@ -14,8 +14,8 @@ from schedir.kernels import launch_grid
 ROWS, COLUMNS, NUM_WARPS = 4, 512, 4  # Rows and columns of a program's tile, and its warps.
 # Registers of a thread in the backward, so that 8 programs fit on a multiprocessor.
 MAX_REGISTERS = 64
-# The number of programs of the backward: enough to fill a GPU, but few, because each program writes
-# a partial sum.
+# The largest number of programs of the backward: enough to fill a GPU, but few, because each
+# program writes a partial sum.
 MAX_PROGRAMS = 2048
 
 
@@ -45,7 +45,10 @@ def backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute `each` rows per program, and write their bias gradient to one row of `dbias`."""
+    """Compute `each` rows of COLUMNS columns per program.
+
+    The program writes its part of the bias gradient to one row of `dbias`.
+    """
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     b = tl.load(bias + c, mask=c < n, other=0.0).to(tl.float32)[None, :]
     first_row = tl.program_id(0) * each

@@ -2,10 +2,12 @@
 
 In this module, a program is an instance of a Triton kernel, and runs as one block. A thread
 computes 16 bytes of a row (8 numbers of bfloat16), because one load instruction reads 16 bytes. In
-the forward, it computes more bytes if the row has more than 16 KiB. A thread of the backward keeps
-two sums per number, and has at most 64 registers. So at least 32 warps fit on a multiprocessor: one
-block for rows of 8192 numbers, or 8 blocks for rows of 1024. While a row is computed, the next row
-is loaded to shared memory, so a block waits for memory only once.
+the forward, a thread computes more if a row needs more than 32 warps.
+
+A thread of the backward keeps two sums per number, and has at most 64 registers. So at least
+32 warps fit on a multiprocessor: one block for rows of 8192 numbers, or 8 blocks for rows of 1024.
+If two rows fit in shared memory, the backward loads the next row while it computes a row. A block
+then waits for memory only once.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -48,7 +50,8 @@ class Tiling(NamedTuple):
     Attributes:
         tiles: The number of tiles.
         tile_width: The number of columns of a tile.
-        padded_columns: `tile_width` rounded up to a power of 2.
+        padded_columns: The columns of a tile or of the row, whichever is less, rounded up to a
+            power of 2.
         stages: Triton's `num_stages` for the loop over rows. With 3, the next row is loaded while
             a row is computed.
         warps: The number of warps of a program.
@@ -183,7 +186,7 @@ def backward_kernel(
             g *= tl.load(weight + o, mask=is_in_tile, other=0.0).to(tl.float32)
             dot += tl.sum(g * v, axis=0)
             total += tl.sum(g, axis=0)
-        # Outside of the row, g is 0, so v has no effect there.
+        # Outside of the tile, g is 0, so v has no effect there.
         v = (tl.load(h + row_start + c, mask=is_inside, other=0.0).to(tl.float32) - mean) * rstd
         g = tl.load(dy + row_start + c, mask=is_inside, other=0.0).to(tl.float32)
         dweight += g * v

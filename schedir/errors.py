@@ -98,8 +98,9 @@ class CycleWait:
         needed_rank: Rank of `needed_instr`.
         needed_index: Index of `needed_instr` in the Stream of its rank.
         current_index: Index of the instruction that is next in the queue of `needed_instr`.
-        replica: The data-parallel replica of the instruction that waits; None in one program.
-        needed_replica: The replica of `needed_instr`; None in one program.
+        replica: The data-parallel replica of the instruction that waits. None if replicas were not
+            checked against each other.
+        needed_replica: The replica of `needed_instr`, or None as for `replica`.
     """
 
     rank: int
@@ -489,7 +490,8 @@ class DeadlockError(SchedirError):
         program: Name of the program.
         progress_model: Name of the progress model.
         cycle: The waits of the cycle.
-        executed_count: Number of instructions that finish before the deadlock.
+        executed_count: Number of instructions that finish before the deadlock. For lazy
+            communicators, the number that the hosts issued.
         instruction_count: Number of instructions of the program.
         window: Instructions of one rank around the deadlock; the message shows them.
         hint: A fix, given only if it is certain.
@@ -612,9 +614,10 @@ class NonFiniteError(ExecutionError):
         fact: One sentence with the reason.
         program: Name of the program.
         sites: The instruction that produced the first such value; empty if no such instruction was
-            found.  For a loss, the instruction is a forward of the first stage with an infinite or
-            NaN output. For a gradient, the instruction is a backward or a reduction of the last
-            stage with such a gradient, because backwards begin at the last stage.
+            found.  For a loss, the instruction is a forward with an infinite or NaN output; of all
+            such stages, the first one counts. For a gradient, the instruction is a backward or a
+            reduction with such a gradient; the last such stage counts, because backwards begin at
+            the last stage.
         hint: A fix, given only if it is certain.
         step: Number of the training step, from 1.
         process: The process that runs this instruction; 0 if no such instruction was found.

@@ -1,7 +1,8 @@
 """Suggest schedir's present name for a retired name or for a name of another library.
 
 The names are those of options, settings, fields, arguments and functions. Each table maps an old
-name to its present name. `docs/decisions/47-deleted-features.md` explains the deleted features.
+name to its present name, or to a hint. `docs/decisions/47-deleted-features.md` explains the deleted
+features.
 """
 
 from __future__ import annotations

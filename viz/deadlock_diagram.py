@@ -1,8 +1,7 @@
-"""Draw the ranks of a program that cannot finish, and their waits, as an SVG.
+"""Draw the instructions that an error of `check` names, as an SVG.
 
-Each rank has a column with the relevant part of its Stream. Arrows lead from the instructions that
-wait to the instructions for which they wait. The SVG is written without a library. A page or a
-README can show it.
+Each rank in the picture has a column with the relevant part of its Stream. In a deadlock, arrows
+lead from the instructions that wait to the instructions for which they wait.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
     """Return an SVG of the instruction lists of the ranks, and mark the instructions of an error.
 
     For a DeadlockError, ended instructions are grey and waiting instructions are filled. An arrow
-    leads from each waiting instruction to the one that it needs. If messages cross, arrows lead
-    from each send to the receive that gets it. For other errors, the instructions that the error
-    names are filled.
+    leads from each waiting instruction to the one that it needs. If two messages of a group cross,
+    an arrow leads from each send to the receive that gets its message. For other errors, the
+    instructions that the error names are filled.
 
     Args:
         program: The program.
@@ -104,8 +103,9 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
 def _find_ended(program: Program, error: DeadlockError) -> NDArray[np.bool_]:
     """Return a mask of the instructions that have ended.
 
-    If only blocking hosts cause the deadlock, the mask contains the instructions before the waiting
-    instruction of each rank in the cycle.
+    The dependency graph in this function contains no waits of hosts. If the program finishes
+    without these waits, the mask contains the instructions before the waiting instruction of each
+    rank in the cycle.
     """
     graph = Graph.from_program(program, cast(ProgressModel, error.progress_model))
     has_ended = compute_earliest_times(graph).is_done
@@ -224,8 +224,8 @@ def _draw_arrow(
 ) -> str:
     """Return the SVG of an arrow from a waiting instruction to the awaited one.
 
-    If the two columns are not adjacent, the arrow passes below all columns. `detour_height` is its
-    y coordinate there, and 0 for a direct arrow.
+    If the two columns are not adjacent, the arrow passes below all columns. `detour_height` is the
+    y coordinate of this part of the arrow, or 0 for a direct arrow.
     """
     y = from_column.find_middle(from_position.stream_index)
     end_y = to_column.find_middle(to_position.stream_index)

@@ -38,7 +38,7 @@ def html(timeline: Timeline, other: Timeline | None = None) -> str:
     """Return the HTML page of a run, or of two runs between which a user can switch.
 
     The page opens offline and loads nothing from the network. Its Content-Security-Policy allows
-    only its own style and script, by their hashes. Equal runs give equal pages.
+    no style and no script except its own, by their hashes. Equal runs give equal pages.
 
     Args:
         timeline: The run.

@@ -60,7 +60,7 @@ class ChartRectangles:
         compute_indices: Indices of the spans on the compute lane that take time.
         transfer_indices: Indices of the spans on other lanes that take time.
         lanes: The communication lanes that have a span that takes time.
-        unsharded: The intervals in which stages are unsharded.
+        unsharded: The intervals in which stages are unsharded; empty without communication lanes.
         unsharded_top: The y coordinate of the bands, from the top of their rank.
         curve_top: The y coordinate of the first curve, from the top of its rank.
         pitch: The distance between the tops of two ranks.
@@ -168,7 +168,7 @@ class ChartRectangles:
 
     @property
     def short_box_width(self) -> float:
-        """The duration that 90% of the F, B, I, W and R exceed, in the timeline's unit."""
+        """The 10% quantile of the durations of F, B, I, W and R, in the timeline's unit."""
         indices = self.compute_indices[np.isin(self.op[self.compute_indices], COMPUTE_OPS)]
         width = self.right[indices] - self.left[indices]
         return float(np.quantile(width, 0.1)) if len(indices) else max(self.timeline.span, 1.0)

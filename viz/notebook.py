@@ -119,14 +119,14 @@ def timeline_to_html(timeline: Timeline) -> str:
 
 
 def program_to_html(program: Program) -> str:
-    """Return the chart of a program at unit costs, with its text in a collapsed element.
+    """Return the chart of a program at the default costs, with its text in a collapsed element.
 
     Args:
         program: The program.
 
     Returns:
         HTML that needs no other file. The HTML has an error message instead of a chart if the
-        program cannot be simulated.
+        program cannot be simulated. A very large program has neither a chart nor its text.
     """
     facts = f"<p>{escape(repr(program).strip('<>'))}</p>"
     if len(program) > _MAX_INSTRUCTIONS:

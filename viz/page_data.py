@@ -36,8 +36,8 @@ from schedir.viz.time_bins import (
 )
 
 _TICKS_PER_SPAN: Final = 2**31 - 1  # The page's times are integers in ticks of span / this number.
-# The number of shades for the stages of a rank, equal to SHADES in data.js. Further stages of a
-# rank use the shades again.
+# The largest number of shades for the stages of a rank, equal to SHADES in data.js. With more
+# stages, several stages of a rank have the same shade.
 _MAX_SHADES: Final = 8
 
 
@@ -160,7 +160,7 @@ def build_table(run: Timeline, label: str) -> dict[str, Any]:
 
 
 def label_runs(runs: Sequence[Timeline]) -> list[str]:
-    """Return labels that distinguish the runs: their kinds, or their names, or their numbers.
+    """Return labels that distinguish the runs: kinds, else program names, else "first", "second".
 
     Args:
         runs: The runs of a page.
@@ -316,7 +316,7 @@ def _encode_deltas(values: NDArray[Any]) -> NDArray[np.int64]:
 def _pack_columns(
     columns: dict[str, NDArray[Any]], compression: int
 ) -> tuple[str, dict[str, tuple[str, int, int]]]:
-    """Return all columns as one text, and the type, first byte and length of each by name."""
+    """Return all columns as one base64 text, and (dtype, byte offset, entries) of each by name."""
     layout, parts, offset = {}, [], 0
     for name, column in columns.items():
         layout[name] = (column.dtype.str[1:], offset, len(column))

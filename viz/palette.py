@@ -1,8 +1,9 @@
 """Colours that colour-blind readers can distinguish, also in a grey print.
 
 The colours of F, R, I, W and B differ mainly in lightness, so that a grey print keeps the
-difference. They also differ in hue. Each letter has its own range of lightness. The shades within
-this range distinguish the stages of a rank.
+difference. They also differ in hue, except that R has the hue of F. Each letter has its own range
+of lightness. The shades within this range distinguish the stages of a rank. The palette "bright"
+is an exception: its colours differ mainly in hue.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ PALETTES: Final = {
 HATCHED_OPS: Final = frozenset({RECOMPUTE})  # R has the hue of F, so hatching distinguishes R.
 ACCENT_COLOR: Final = "#c8005f"  # The critical path.
 IDLE_COLOR: Final = "#9a9a9a"  # The hatching of a bubble.
-# CIE L* of the bands of a rank's first and last stage while they are unsharded.
+# CIE L* of the band of an unsharded stage: for the first and for the last stage of a rank.
 _UNSHARDED_LIGHTNESS: Final = (89.0, 70.0)
 _OUTLINE_LIGHTNESS: Final = 95.0  # CIE L*: a lighter box needs an outline on white paper
 
@@ -172,7 +173,7 @@ def mix_to_lightness(hue: str, l_star: float) -> RGB:
 
     Args:
         hue: The colour "#rrggbb".
-        l_star: CIE L* of the result, from 0 to 100.
+        l_star: CIE L* of the result, from 8 to 100. Below 8, the result is slightly too light.
     """
     target = ((l_star + 16) / 116) ** 3
     base = to_linear_light(hue)

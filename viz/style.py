@@ -38,7 +38,7 @@ class Style(TypedDict, total=False):
         time: The start and end of the part to draw, in the unit of the runs. 0 is the start of a
             run.
         limits: The memory limit of a rank on each tier, in bytes: {"device": 40e9, "host": 256e9}.
-            A line marks each limit on the memory curve.
+            A line marks each limit on the memory curve of its tier.
 
     Example:
         >>> import schedir
@@ -69,8 +69,8 @@ class ResolvedStyle:
         palette: The palette, with the colours of the user.
         axis_label: The label of the time axis. None gives the unit of time, and "none" removes the
             axis.
-        time_range: The start and end of the part to draw, as the user gave them. They are validated
-            later, because the part must overlap the runs. None draws the complete runs.
+        time_range: The start and end of the part to draw, as the user gave them. `lay_out`
+            validates them, because the part must overlap the runs. None draws the complete runs.
         width: The width of the axes in inches. None derives it from the labels.
         memory_limits: The memory limit on each tier, in bytes.
     """

@@ -19,7 +19,7 @@ from schedir.viz.time_bins import bin_timeline, find_local_stages
 StyledText = tuple[str, str]  # a text and its style for rich: "black on #7cc4ee", or ""
 StyledLine = list[StyledText]
 
-_MAX_RANKS: Final = 40  # with more ranks, every k-th one is shown
+_MAX_RANKS: Final = 40  # with more ranks, only every k-th rank is shown
 _MAX_LINES: Final = 60  # lines of a chart with several rows
 _MAX_ROWS: Final = 6  # rows of a chart; each row shows a part of the time
 _IDLE_CELL: Final = (".", "bright_black")

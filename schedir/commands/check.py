@@ -339,7 +339,7 @@ def _describe_eager_limit(
 
 
 def _draw_deadlock(program: Program, error: SchedirError, output: str) -> None:
-    """Write a picture of a refused program with the instruction at which each rank stops."""
+    """Write a picture of a refused program, with the instructions that the error names."""
     from schedir.io.files import atomic_write
     from schedir.viz.deadlock_diagram import draw_deadlock
 

@@ -153,7 +153,8 @@ def _write_export(
 
     metadata = {"step": str(manifest.step)}
     also = manifest.state.get("also")
-    if config is None and isinstance(also, dict):  # In the format of `save_model` of safetensors.
+    # "also" has other names of tensors. safetensors' `save_model` writes them in this format.
+    if config is None and isinstance(also, dict):
         metadata |= {str(name): str(value) for name, value in also.items()}
     is_new_folder = config is not None and not targets[0].parent.exists()
     try:
@@ -172,7 +173,7 @@ def _write_export(
         raise UsageError(f"cannot write {targets[0]}: {describe_os_error(error)}") from None
     finally:
         if is_new_folder:
-            with suppress(OSError):  # The directory is not empty.
+            with suppress(OSError):  # `rmdir` fails if the folder contains the files.
                 targets[0].parent.rmdir()
 
 

@@ -157,7 +157,7 @@ def _format_comparison(
             size["peak_memory"] = float(t.peak_memory.max())
             excess = over_limit.get(request.source)
             size["is_over_limit"] = excess is not None
-            if excess is not None:  # The limit applies to the worst case: a run may need less.
+            if excess is not None:  # The predicted run may need less than the program can need.
                 size["peak_memory"] = excess.amount
         rows.append(facts | counts | size | collect_cost_facts(request) | sharding)
     if not as_table:

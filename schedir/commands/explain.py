@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from schedir.predict.what_if import Advice, SimulatedChange
     from schedir.schedule_search.search_results import LowerBound
 
-# The number of printed changes that save time. Changes with a command are always printed.
+# The number of printed changes that save time. Changes for which `_describe_recipe` returns lines
+# are always printed.
 MAX_CHANGES = 3
 MIN_SLOW_STAGE_RATIO = 1.5  # A stage is slow if its time is at least this many times the mean.
 MAX_RANKS = 16  # The largest number of ranks for which a table of idle shares is printed.
@@ -423,7 +424,7 @@ def _describe_advice(
         f"{untried}:"
     )
     for k, (change_index, change) in enumerate(best):
-        if k < MAX_CHANGES or recipes[change_index]:  # Changes with commands are always printed.
+        if k < MAX_CHANGES or recipes[change_index]:
             lines += [
                 f"  {change.saved_share:6.1%}  {change.description}: {change.describe()}",
                 *(f"{'':10}{recipe_line}" for recipe_line in recipes[change_index]),

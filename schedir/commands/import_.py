@@ -127,7 +127,8 @@ def _import_csv(args: argparse.Namespace, source: str) -> str:
 def _describe_skipped_unshards(text: str, zero: int) -> str:
     """Return a line with the number of UNSHARD actions that the import skipped, or "".
 
-    torch writes UNSHARD actions for all stages, but a program has unshards only with ZeRO.
+    torch writes UNSHARD actions for all stages, but a program has unshards only with zero=3. The
+    line is "" if the user gives any ZeRO level above 0.
     """
     from schedir.io.torch_unshard import UNSHARD
 

@@ -160,8 +160,9 @@ def _list_candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
     The built-in schedules without a parameter `v` come first, then the built-in schedules with a
     parameter `v`, and then the schedules of the command line.
 
-    A schedule with a parameter `v` is a candidate for each value in `STAGES_PER_RANK_TRIED`. If
-    `--stages-per-rank` is given, the schedule is one candidate with this value. With several
+    A schedule with a parameter `v` is a candidate for each value in `STAGES_PER_RANK_TRIED`, but
+    not for 1 if it defines a placement. If `--stages-per-rank` is given, the schedule is one
+    candidate with this value. With several
     optimizer steps, the candidates are the built-in schedules with weight delay. Otherwise the
     candidates are the built-in schedules without weight delay.
     """

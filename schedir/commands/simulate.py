@@ -75,7 +75,7 @@ def count_sent_bytes(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.fl
         >>> from schedir.ir.isa.instructions import Lane
         >>> shape, sizes = PipelineShape(1, 2, 4), Sizes(params=4e9, grads=4e9)
         >>> for zero in range(4):
-        ...     one = {"unsharded_stages": 1} if zero == 3 else {}  # the last stage has one run
+        ...     one = {"unsharded_stages": 1} if zero == 3 else {}  # stage 3: one gather
         ...     program = compile(schedules.looped_bfs, shape, dp=4, zero=zero, **one)
         ...     sent = count_sent_bytes(program, sizes).items()
         ...     print(zero, *(f"{lane.name} {each[0] / 1e9:g} GB" for lane, each in sent))
@@ -306,7 +306,8 @@ def _count_slots(request: Request) -> dict[str, Any]:
 def _suggest_buffer_sharing(request: Request) -> str:
     """Return a line with the peak memory that shared slots would give.
 
-    The line is "" if values already share slots, or if sharing would not reduce the peak.
+    The line is "" without sizes, for a program from a file, if values already share slots, or if
+    sharing would not reduce the peak.
     """
     from schedir.passes.memory.buffer_sharing import share_slots
     from schedir.predict.simulate import simulate

@@ -60,7 +60,7 @@ def format_epilog() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train with one process, or with one process for each rank, and return the exit code.
+    """Train the model of a configuration, and return the exit code.
 
     Args:
         args: The parsed options of `train`.

@@ -5,9 +5,9 @@ process maps its file into memory. Every process of the machine can read a value
 written.
 
 A file has `FILE_SIZE` bytes: 64-bit words (`BlackBoxField`), then two texts, a note and the reason
-of a failure. The main thread and the watchdog thread write to the file. `exit_with_error` ensures
-that only one of them reports a failure. Times are those of CLOCK_MONOTONIC in nanoseconds, which
-all processes of a machine share.
+of a failure. The main thread, the watchdog thread, and a thread that the watchdog starts for a
+failure write to the file. A lock in `process_exit` ensures that only one of them reports a failure.
+Times are those of CLOCK_MONOTONIC in nanoseconds, which all processes of a machine share.
 
 For each instruction, the dispatch loop writes two words: the index of the instruction in the
 Stream, and its start time. Without a GPU, a host runs its Stream in order. So this index is the
@@ -75,16 +75,18 @@ class BlackBoxField(IntEnum):
         PHASE_TIME: The time when the process entered the current phase.
         STEP: The current step, from 1.
         DP: The number of replicas.
-        POSITION: The index in the Stream of the last instruction that the host has begun.
+        POSITION: The index in the Stream of the last instruction that the host has begun, or the
+            number of instructions after the last one has returned.
         POSITION_TIME: The time when the host began this instruction.
         HEARTBEAT: The time when the watchdog last ran.
-        IS_WAITING: 1 if the watchdog found that the process waits for other processes, else 0.
+        IS_WAITING: 1 if the process waits for other processes, or has lost the connection to one,
+            else 0.
         FAILURE_TIME: The time when the process reported a failure, 0 if it reported none.
         EXIT_CODE: The exit code of the failure.
         HAS_ENDED: 1 if the process ended as planned.
         KILLED_PROCESS: The number, plus 1, of a process that this process killed because others
             waited for it.
-        DEVICE_STEP: The step that the GPU runs, 0 if there is no GPU.
+        DEVICE_STEP: The step that the GPU runs. 0 if the step is unknown, or if there is no GPU.
     """
 
     FORMAT = 0
@@ -333,7 +335,7 @@ class BlackBoxSnapshot:
         """Return the position of a lane: the index of an instruction in the Stream.
 
         With a GPU, it is the lane's first instruction that has not ended. Without a GPU, all lanes
-        have the position of the host: the last instruction that it has begun.
+        have the position of the host: the last instruction that the host has begun.
 
         Args:
             lane: The lane.

@@ -1,4 +1,4 @@
-"""Read and write a Cluster as a TOML file, with one line for each field."""
+"""Read and write a Cluster as a TOML file."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def load_cluster(path: str | Path) -> Cluster:
         The cluster.
 
     Raises:
-        ConfigError: The file is not TOML, or a field is unknown, missing or invalid. The error has
-            the line and the column.
+        ConfigError: The file is not TOML, or a field is unknown, missing or invalid. Unless a field
+            is missing, the error has the line and the column.
         UsageError: The file cannot be read.
 
     Example:

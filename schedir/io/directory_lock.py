@@ -28,8 +28,8 @@ class LockHeldError(Exception):
 class DirectoryLock:
     """A lock of the operating system on an open file.
 
-    The system releases the lock when the last process that has the file open closes it or dies. A
-    file that remains after that locks nothing.
+    The system releases the lock when the last process that has the file open closes it or dies. The
+    lock file may then still exist, but it locks nothing.
 
     Args:
         path: The lock file. It need not exist.
@@ -41,7 +41,10 @@ class DirectoryLock:
 
     @property
     def is_held(self) -> bool:
-        """Return whether this object has the lock, and its file is still at `path`."""
+        """Return whether this object has the lock file open, and the file is still at `path`.
+
+        If the file system supports locks, this object then has the lock.
+        """
         return self._file >= 0 and self._is_at_path()
 
     def acquire(self) -> str:

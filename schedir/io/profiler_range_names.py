@@ -29,7 +29,7 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.stream import Stream
 
-UNSPECIFIED_STAGE: Final = -1  # the name has no stage, because the rank has only one
+UNSPECIFIED_STAGE: Final = -1  # the name has no stage, because the rank has only one stage
 
 _WAIT_PREFIX: Final = "WAIT_"
 _JOINED_PREFIX: Final = "PP:&"

@@ -188,7 +188,10 @@ class Request:
         return attributes
 
     def _count_frozen_stages(self, parts: int, segmented_shape: PipelineShape) -> int:
-        """Return the number of stages in the first `parts` of a model with one part per rank."""
+        """Return the number of stages in the first `parts` parts of a model.
+
+        The model has one part per rank.
+        """
         shape, segments, _ = self._find_unsegmented_shape(segmented_shape)
         frozen_parts, remainder = divmod(parts * shape.stages, shape.ranks)
         if remainder:
@@ -201,7 +204,9 @@ class Request:
 
     @cached_property
     def program(self) -> Program:
-        """The compiled and checked program of a schedule, or the program of a file as it is.
+        """The compiled and checked program of a schedule, or the program of a file.
+
+        The options `draft`, `lower_drafts` and `relower` of the request change this program.
 
         Raises:
             SchedirError: The program or an option is invalid.
@@ -329,7 +334,10 @@ class Request:
 
     @cached_property
     def prediction_costs(self) -> Costs | None:
-        """The costs of each stage for predicting `timeline`. None if `timeline` is measured."""
+        """The costs of each stage for predicting `timeline`.
+
+        None if `timeline` is the run in a file.
+        """
         source_run = self.source_timeline
         if source_run is None:
             return self.program_costs
@@ -354,10 +362,10 @@ class Request:
 
     @property
     def proven_progress_model(self) -> ProgressModel:
-        """The specified progress model, or else a model under which the program has no deadlock.
+        """The specified progress model, or else "per_device".
 
-        Without a specified model this is "per_device". If the program of a run is proven free of
-        deadlock only for other models, this is one of these models.
+        If the program of a run is proven free of deadlock only under other models, the default is
+        one of these models.
         """
         proven_models = (
             {proof.progress_model for proof in self.source_timeline.program.proofs}

@@ -193,8 +193,8 @@ class _TimelineReader:
     def read_timeline(self) -> Timeline:
         header = self._read_header()
         n = header["instructions"]
-        # The sizes of the two members with times are checked first. These sizes limit the number of
-        # instructions, because one line of a program's text can expand to millions of instructions.
+        # One line of a program's text can expand to millions of instructions. So the sizes of the
+        # two members with times, which grow with the number of instructions, are checked first.
         # float32 times pass this check, but `_read_times` refuses them.
         self._require_size(_START_FILE, 8 * n + 1024, 4 * n)
         self._require_size(_END_FILE, 8 * n + 1024, 4 * n)
@@ -311,10 +311,7 @@ def _parse_sizes(value: Any, shape: PipelineShape) -> Sizes | None:
 def _require_valid_times(
     program: Program, start: NDArray[np.float64], end: NDArray[np.float64]
 ) -> None:
-    """Raise TraceError if an instruction ends too early, or compute instructions overlap.
-
-    An end must not come before its start. Compute instructions of one rank must not overlap.
-    """
+    """Raise TraceError if an end is before its start, or compute of one rank overlaps."""
     if (end < start).any():
         k = int((end < start).argmax())
         raise TraceError(f"instruction {k} has the end {end[k]:g} before its start {start[k]:g}")

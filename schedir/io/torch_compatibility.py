@@ -40,9 +40,9 @@ def require_torch_support(
 
     Raises:
         UsageError: The program has several replicas of a stage, several updates, skip connections,
-            Recompute instructions, offloads, or collectives between segments. Or it reduces
-            gradients of a stage several times. Or it has an instruction for which torch has no
-            action.
+            Recompute instructions, offloads of activations, or collectives between segments. Or it
+            has an instruction for which torch has no action. Or it reduces gradients of a stage
+            several times, and `compute_only` is False.
     """
     _require_torch_shape(program)
     _require_no_recompute_or_offload(program)

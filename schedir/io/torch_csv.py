@@ -120,8 +120,9 @@ def to_csv(program: Program, csv_format: str = "torch") -> str:
     shards a stage before one of these, `to_csv` places all UNSHARD and RESHARD again, with the same
     number of unsharded stages.
 
-    Instructions without an action are left out: scatters and gathers, because torch sends full
-    activations; optimizer steps; and moves of a value between tiers.
+    Instructions without an action are left out: tensor-parallel scatters and gathers, because torch
+    sends full activations; sums of tied gradients and of norms; optimizer steps, with the copies
+    between tiers for them; and snapshots.
 
     Args:
         program: The program.

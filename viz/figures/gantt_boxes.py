@@ -113,7 +113,7 @@ def _draw_unsharded(
 ) -> None:
     """Draw a band for each stage while it is unsharded.
 
-    If a rank has several stages, the number of the stage is on its band.
+    If a rank has several stages, each band that is wide enough has the number of its stage.
     """
     if not rectangles.unsharded.row_count:
         return

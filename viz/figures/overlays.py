@@ -146,7 +146,7 @@ def draw_critical_path(axes: Axes, rectangles: ChartRectangles, *, is_dense: boo
 
 
 def draw_bound(axes: Axes, min_span: float) -> None:
-    """Mark the lower bound on the span, with a line below the boxes and a mark above the rows.
+    """Mark the lower bound on the span, with a line behind the boxes and an arrow above the rows.
 
     Args:
         axes: The axes.
@@ -161,7 +161,7 @@ def draw_bound(axes: Axes, min_span: float) -> None:
 
 
 def draw_phases(axes: Axes, rectangles: ChartRectangles) -> None:
-    """Shade the row of each rank before its first backward, and after its last forward.
+    """Shade the warmup and the cooldown in the row of each rank.
 
     Args:
         axes: The axes.
@@ -178,9 +178,8 @@ def draw_phases(axes: Axes, rectangles: ChartRectangles) -> None:
 def find_phase_times(timeline: Timeline) -> dict[str, tuple[Floats, Floats]]:
     """Return the start and end of the warmup and the cooldown of each rank.
 
-    These phases are before and after the steady phase (`bubble_causes.find_steady_phase`). A rank
-    without a
-    backward has neither: both have length 0.
+    These phases are before and after the steady phase (`bubble_causes.find_steady_phase`). For a
+    rank without a backward, both have length 0.
 
     Args:
         timeline: The timeline.

@@ -28,7 +28,7 @@ from schedir.viz.palette import (
 )
 
 _FORWARD_COLOR: Final = TONES[FORWARD].hue
-# The parts of a step: the name in the legend, the colour and the hatching.
+# Part of a step -> its name in the legend, its colour and its hatching.
 STEP_PARTS: Final[dict[str, tuple[str, str | RGB, str]]] = {
     "compute": ("compute", _FORWARD_COLOR, ""),
     "recompute": ("recompute", mix_to_lightness(_FORWARD_COLOR, 62), "////"),
@@ -159,7 +159,8 @@ def _draw_bar(axes: Axes, row: int, plan: PlanEstimate, unit_time: float) -> Non
         )  # fmt: skip
         share = f"{seconds / plan.step_time:.0%}"
         if width * scale > 0.075 * len(share):
-            is_bubble = name == "bubble"  # a hatched part has a white outline around its number
+            is_bubble = name == "bubble"
+            # The number on a hatched part has a white outline.
             axes.text(
                 begin + width / 2, row, share, ha="center", va="center_baseline", fontsize=6.5,
                 color="black" if is_bubble or hatch else choose_text_color(colour),
@@ -218,7 +219,7 @@ def _draw_cell(
 
 
 def _format_seconds(time: float) -> str:
-    """Return a time with its unit, in three or four digits."""
+    """Return a time with its unit, with one or two decimals."""
     unit_time, unit = _choose_time_unit(time)
     return f"{time / unit_time:.{2 if time / unit_time < 100 else 1}f} {unit}"
 
@@ -231,7 +232,7 @@ def plan_memory(
 ) -> Figure:
     """Draw the time of a step against the memory of a plan, with a point per plan.
 
-    A line joins the plans with the shortest step at each memory. Colours show the recomputation.
+    A line joins the Pareto-optimal plans. Colours show the recomputation.
 
     Args:
         plans: The plans.

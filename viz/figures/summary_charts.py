@@ -29,8 +29,8 @@ _MIN_FONT_SIZE: Final = 4.5  # points of a number in a cell
 def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
     """Draw bubble against memory, with a point per timeline.
 
-    A line joins the timelines with the smallest bubble at each memory. Memory is the largest peak
-    of a rank, in GB. Without sizes, memory is `Timeline.peak_activations`.
+    A line joins the Pareto-optimal timelines. Memory is the largest peak of a rank, in GB. If a
+    timeline has no sizes, memory is `Timeline.peak_activations` for all timelines.
 
     Args:
         timelines: The timelines.
@@ -172,9 +172,9 @@ def _find_peak_gigabytes(timeline: Timeline) -> float:
 def _draw_names(
     axes: Axes, x: np.ndarray, y: np.ndarray, names: Sequence[str], scale: float
 ) -> None:
-    """Write names above and to the right of their points, moved until no name covers another.
+    """Write each name near its point, where it covers no other name and no point.
 
-    If a name was moved, a line connects it with its point.
+    If a name is not directly above its point, a line connects it with the point.
     """
     x_limit, y_limit = axes.get_xlim()[1], axes.get_ylim()[1]
     axes_size = 320 * scale, 210 * scale  # typographic points

@@ -56,8 +56,8 @@ async function loadRun(raw) {
 const SHADES = 8;
 const tintIndexOf = (run, k) => run.op[k] * SHADES + (Math.max(run.stagesOnRank[run.rank[k]].indexOf(run.stage[k]), 0) % SHADES);
 
-// Return the rows to draw: the spans of one rank and lane, with sends apart. `index` has the spans in order of their start.
-// `reach` has the latest end of the spans up to each entry. A binary search in it finds the first visible span.
+// Return the rows to draw. A row has the spans of one rank and lane; sends have their own row. `index` has the spans in order of
+// their start. `reach` has the latest end of the spans up to each entry. A binary search in `reach` finds the first visible span.
 function groupIntoRows(run) {
   const found = new Map();
   for (let k = 0; k < run.op.length; k++) {

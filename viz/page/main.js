@@ -128,7 +128,7 @@ function moveSelection(along, down) {
   bringIntoView(target.run, to);
 }
 
-// ---------------------------------------------------------------- what is shown
+// ---------------------------------------------------------------- the shown runs
 
 function selectRuns(which) {
   selectedMode = which;

@@ -233,7 +233,8 @@ function paintRuler() {
   }
 }
 
-// Draw the overview of the complete run, with a frame around the visible range of time. The overview is computed once per layout.
+// Draw the overview: the compute lanes of the shown runs, with a frame around the visible range of time. The lanes are drawn anew
+// only if `overview` is null.
 let overview = null;
 function paintMap() {
   const wide = view.wide - GUTTER_WIDTH, all = longestSpan();

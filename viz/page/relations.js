@@ -10,7 +10,8 @@ function nameOf(run, k) {
   return `${op.text} ${run.stage[k]}` + (update ? `.${update}` : "");
 }
 
-// Return the spans that determine when a span starts. Each one is the predecessor of the next span that ended last.
+// Return the critical path to a span, in order of time, with the span as the last entry. Of all predecessors of an entry, the
+// entry before it is the one that ended last.
 function findCriticalPathTo(run, k) {
   const links = [];
   for (; k >= 0; k = run.criticalPredecessor[k]) links.push(k);
@@ -42,8 +43,8 @@ function findConsumers(run) {
   return (run.consumers = list);
 }
 
-// Find what a span receives from other ranks and sends to them. `hops` has the pairs of spans of the messages, `seen` all spans
-// between the ranks, and `ends` the compute spans on the other ranks.
+// Find what a span receives from other ranks and sends to them. `hops` has the pairs [giver, receiver] of spans on two ranks,
+// `seen` all spans through which the values pass, and `ends` the compute spans on the other ranks.
 function findExchange(run, k) {
   const hops = [], seen = new Set([k]), ends = [];
   const walk = (at, back) => {
@@ -69,7 +70,7 @@ function findExchange(run, k) {
   return { hops, seen, ends };
 }
 
-// Return how long the lane of a span was idle before it, and `blamed`: the predecessor of the span that ended last, or -1.
+// Return how long the lane of a span was idle before the span. `blamed` is its predecessor that ended last, or -1.
 function measureWait(run, k) {
   const lane = OPS[run.op[k]].lane;
   let before = k - 1;
@@ -129,7 +130,7 @@ function formatNumber(x, fine = 0) {
   return String(+x.toPrecision(Math.max(5, Math.min(digits, 15))));
 }
 
-// Return a duration with its unit: the unit of the run. For seconds, it is the unit that fits the duration `of`.
+// Return a duration with the unit of the run. If this unit is seconds, use s, ms or µs, whichever fits the duration `of`.
 function formatTime(run, x, of = x, fine = 0) {
   x /= run.scale; of *= (1 + 1e-6) / run.scale; fine /= run.scale; // 1e-6: a rounded second still has the unit s
   if (run.unit !== "s") return formatNumber(x, fine) + (run.unit ? ` ${run.unit}` : "");

@@ -64,7 +64,8 @@ function updateLayout() {
   view.top = Math.max(0, Math.min(view.top, view.height - room));
 }
 
-// Set the visible range of time. It stays within 2% of the longest run, and shows at least 1e-8 of that run.
+// Set the visible range of time. The range begins at most 2% of the longest span before 0, and ends at most 2% after this span. Its
+// length is at least 1e-8 of the longest span.
 function setTimeRange(t0, t1) {
   const all = longestSpan(), least = all * 1e-8, span = Math.max(least, Math.min(t1 - t0, all * 1.04));
   const middle = (t0 + t1) / 2, margin = all * 0.02;
@@ -87,7 +88,7 @@ function laneOf(run, k) {
 }
 
 // Return the top and the height of a span's box. Two instructions that run together share a box. If the lane of the span is not
-// drawn, return those of the compute lane of its rank.
+// drawn, return the top and the height of the compute lane of its rank.
 function boxOf(run, k) {
   const lane = laneOf(run, k);
   if (!lane) {

@@ -29,7 +29,7 @@ function valueAt(curve, rank, t) {
   return past ? values[past - 1] : 0;
 }
 
-// Return the same instruction of the other run, or null. Both runs must have the same program, or as many stages.
+// Return the same instruction of the other run, or null. Both runs must have the same program, or the same number of stages.
 function counterpartOf(run, k) {
   const other = runs.find((r) => r !== run);
   if (!other) return null;

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
     from schedir.schedule_search.search_results import LowerBound
 
-# "This memory" is the largest memory that any rank of the run uses. Its unit is bytes if there are
-# sizes, and microbatches in flight otherwise.
+# "This memory" is the largest memory that any rank of the run uses. Without sizes, it is the number
+# of microbatches in flight.
 WITHIN_MEMORY = " within this memory"
 
 

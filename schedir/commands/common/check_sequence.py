@@ -162,7 +162,7 @@ def _describe_rank_programs(names: list[list[str]]) -> str:
 
 
 def _load_rank_programs(args: argparse.Namespace) -> tuple[list[list[Program]], set[ProgressModel]]:
-    """Return the programs of each rank, and the progress models under which they were checked."""
+    """Return the programs of each rank, and the progress models under which to check them."""
     programs: dict[str, Program] = {}
     proven_models: set[ProgressModel] = set()
 

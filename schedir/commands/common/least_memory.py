@@ -87,7 +87,7 @@ def _has_split_backward(timeline: Timeline) -> bool:
 
 
 def _get_memory(timeline: Timeline) -> float:
-    """Return the largest memory of a rank, in bytes, or without sizes in microbatches in flight."""
+    """Return the largest memory of a rank, in bytes, or without sizes in pairs in flight."""
     memory = timeline.peak_in_flight if timeline.sizes is None else timeline.peak_memory
     return float(memory.max(initial=0))
 

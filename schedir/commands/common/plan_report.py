@@ -267,7 +267,7 @@ def _name_step_parts(plan: PlanEstimate) -> dict[str, str]:
 def _name_fields(explanation: str, plan: PlanEstimate) -> str:
     """Replace the fields of `StepBreakdown` in an explanation by their printed names."""
     for field, name in _name_step_parts(plan).items():
-        if "_" in field:  # The other fields are equal to their printed names.
+        if "_" in field:  # The names of the other fields can also be ordinary words.
             explanation = explanation.replace(field, name)
     return explanation
 

@@ -78,7 +78,7 @@ def _list_options() -> Iterator[tuple[str, ProgramOption]]:
         ProgramOption(
             sharing,
             "how values share static buffers: minimal uses the fewest buffers; latency_preserving "
-            "uses the fewest that keep the predicted step time",
+            "searches for few buffers that keep the predicted step time",
             "pipeline.buffer_sharing",
         ),
     )

@@ -79,8 +79,8 @@ class Studio:
                 studio does not run code, and uses the draft of an earlier run.
 
         Returns:
-            For a state: the data that the page shows, or an error. For `move`: the data and the new
-            state, or an error with `is_refused`. For `export`: a file name and a text. For
+            Without these keys: the data that the page shows, or an error. For `move`: the data and
+            the new state, or an error with `is_refused`. For `export`: a file name and a text. For
             `explain`: see `explain_gap`.
         """
         request = None

@@ -70,8 +70,8 @@ def move_instruction(request: Request, rank: int, index: int, before: int) -> Pr
         request: The request of the program.
         rank: The rank.
         index: The index of the instruction in the stream of the lowered program.
-        before: The index of the instruction before which the other instruction is moved. The number
-            of instructions in the stream means the end of the stream.
+        before: The instruction is moved before the instruction at this index. The number of
+            instructions in the stream means the end of the stream.
 
     Raises:
         UsageError: There is no such instruction, or it cannot be moved.
@@ -191,10 +191,10 @@ def format_call(request: Request) -> str:
     """Return Python code that compiles and simulates the program of a request.
 
     Args:
-        request: The request of a schedule, or of a program from a file, a run or code.
+        request: The request of a schedule, or of a program from a file or from code.
 
     Raises:
-        UsageError: The request has a measured run, which has no Python code.
+        UsageError: The request has a run from a file, which has no Python code.
     """
     if request.source_timeline is not None:
         raise UsageError(

@@ -180,7 +180,7 @@ def format_options(options: Mapping[str, str]) -> list[str]:
 
 
 def format_command(state: StudioState, name: str, run_file: str = "") -> str:
-    """Return the command that draws the timelines of a state.
+    """Return the command that draws or compares the timelines of a state.
 
     Args:
         state: The state.

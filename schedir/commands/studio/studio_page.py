@@ -69,7 +69,7 @@ def build_studio_page(
 
 
 def export_page(studio: Studio, state: StudioState, folder: str) -> str:
-    """Write a page with the timelines of all built-in schedules of a shape.
+    """Write a page with the timelines of all built-in schedules that support a shape.
 
     Args:
         studio: The studio.

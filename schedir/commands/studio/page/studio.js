@@ -1,7 +1,7 @@
 // The studio: controls, code and hand edits on the left of the timeline. A question goes to the process that the user
 // started, and its answer is drawn by the scripts of the timeline.
 
-const SETUP = DATA; // `update` replaces DATA
+const SETUP = DATA; // `showData` replaces DATA
 const TOKEN = new URLSearchParams(location.search).get("token");
 const COMPUTES = ["F", "B", "I", "W"];
 const EXAMPLE = `from schedir import B, F
@@ -55,7 +55,7 @@ let shownState = SETUP.state, answer = SETUP.answer, undoStack = [], redoStack =
 
 const splitFields = (text) => text.split(",").map((part) => part.trim()).filter(Boolean).map((part) => [part.split("=")[0].trim(), part]);
 
-// The texts of the controls of a state.
+// Return the texts of the controls for a state.
 function readState({ options }) {
   const values = {}, { costs = "", sizes = "", ...rest } = options, other = { costs: [], sizes: [] };
   for (const [name, part] of splitFields(costs))
@@ -70,7 +70,7 @@ function readState({ options }) {
   return { ...values, other_costs: other.costs.join(","), other_sizes: other.sizes.join(","), more: more.join(" ") };
 }
 
-// A cost, multiplied by the factors of the stages.
+// Return a cost, multiplied by the factor of each stage.
 function timesFactors(text, factors) {
   const own = text.split(":"), all = factors.split(":");
   if (own.some((x) => x.trim() === "" || isNaN(x)) || all.some((x) => x.trim() === "" || isNaN(x))) return text;
@@ -115,7 +115,7 @@ function fillSchedules(state) {
   inputs.schedule.value = own ? "" : state.schedule;
 }
 
-// The slider follows the text, if the text is one number.
+// Set a slider to the number in its text field, or to the default if the text is empty. Other texts disable the slider.
 function updateSlider(name) {
   const slider = sliders[name], text = inputs[name].value.trim();
   if (!slider) return;
@@ -152,7 +152,7 @@ async function sendQuestion(body) {
   }
 }
 
-// A question about what is shown, which runs no code again.
+// Send a question about the shown state. The studio does not run its code again.
 const sendShownQuestion = (body) => sendQuestion({ ...body, state: shownState, run_code: false });
 
 let isAsking = false, pendingQuestion = null, curvesSet = false;
@@ -173,7 +173,7 @@ async function requestState(state, runsCode = true) {
   $("run-code").disabled = !SETUP.can_run_code;
 }
 
-// Show another complete state: that of a challenge, or an earlier one, whose code does not run again.
+// Show another complete state: the start of a challenge, or an earlier state. Its code runs only if `runsCode` is true.
 async function restoreState(state, runsCode = false) {
   const other = runsCode || state.challenge !== shownState.challenge;
   if (state.code && (runsCode || state.code !== shownState.code)) editor.value = state.code;
@@ -185,7 +185,7 @@ async function restoreState(state, runsCode = false) {
   await requestState(state, runsCode);
 }
 
-// Show no timeline, so that none stays below the error of another state.
+// Remove the timeline, so that no old timeline stays below an error.
 async function clearTimeline() {
   answer = {};
   showProblem(null);
@@ -238,9 +238,9 @@ function showUndo() {
   $("redo").disabled = !redoStack.length;
 }
 
-// ---------------------------------------------------------------- what is shown
+// ---------------------------------------------------------------- the shown answer
 
-// Controls that cannot change what is shown are disabled.
+// Disable the controls that do not apply to the shown source.
 function updateControls() {
   const sourceType = answer.source_type;
   for (const [name, input] of Object.entries(inputs)) {
@@ -289,7 +289,7 @@ function showProblem(error, stale = !!error && !error.is_refused) {
   }
 }
 
-// Code runs, so that what is shown belongs to an earlier state.
+// Show that code runs, and that the shown timeline belongs to an earlier state.
 function showRunning() {
   showProblem(null);
   setStale(true);
@@ -299,7 +299,7 @@ function showRunning() {
   $("code-message").textContent = "";
 }
 
-// A message, with the controls of the page in place of the options of the command line.
+// Replace options of the command line in a message by the labels of the controls.
 function nameControls(text) {
   if (text.includes("schedir ")) return text; // a command
   const label = (_, name) => LABELS[name] ?? name;
@@ -307,7 +307,7 @@ function nameControls(text) {
     .replace(/--sizes saved=/g, `${LABELS.saved} `).replace(/--memory-limit/g, LABELS.memory_limit);
 }
 
-// What is shown belongs to an earlier state.
+// Mark the shown timeline as that of an earlier state, or remove the mark.
 function setStale(stale) {
   for (const element of [$("stage"), $("facts"), root.querySelector("aside")]) element.classList.toggle("stale", stale);
   $("code-from-timeline").disabled = stale || !SETUP.can_run_code;
@@ -382,13 +382,13 @@ const editing = { run: null, k: -1, x: 0, target: null };
 
 const canEdit = (run) => run === runs[0] && answer.source_type !== "run" && !$("stage").classList.contains("stale");
 
-// The row of an instruction, without it.
+// Return the other spans in the row of a span.
 function listOtherSpans(run, k) {
   const lane = laneOf(run, k);
   return lane ? [...lane.index].filter((j) => j !== k) : [];
 }
 
-// The place that a move leads to: the instruction that it comes before, or the end.
+// Return the place to which a span is moved at a time: the spans after and before this place, or -1. `same` means no change.
 function targetOf(run, k, t) {
   const row = listOtherSpans(run, k), next = row.find((j) => (run.start[j] + run.end[j]) / 2 > t) ?? -1;
   const last = row[row.length - 1] ?? -1, previous = next < 0 ? last : row[row.indexOf(next) - 1] ?? -1;
@@ -416,7 +416,7 @@ async function moveSpan(run, k, { next, previous, same }) {
     }
 }
 
-// A change that shortens the step. Clicking it shows it, if a built-in schedule has it.
+// Return the entry of a change that shortens the step. If the change has a state, the entry is a button that shows this state.
 function changeOf({ description, effect, state: changed }) {
   if (!changed) return `${description}: ${effect}`;
   const made = makeElement("button", `${description}: ${effect}`, "link");
@@ -425,7 +425,7 @@ function changeOf({ description, effect, state: changed }) {
   return made;
 }
 
-// One place earlier or later on its row.
+// Move the selected instruction by `by` places in its row.
 function shiftSelection(by) {
   const { chosen } = state;
   if (!chosen || !canEdit(chosen.run) || state.gap) return;
@@ -488,7 +488,7 @@ studio = {
   },
 };
 
-// ---------------------------------------------------------------- what a person does
+// ---------------------------------------------------------------- actions of the user
 
 const showStatus = (text) => { $("done").textContent = text; };
 
@@ -568,7 +568,7 @@ function handleInput(name) {
   requestState(state);
 }
 
-// The list of challenges, and the state of the one that the user solves.
+// Show the list of challenges, and the progress in the selected challenge.
 function showChallenges(got) {
   if (!SETUP.challenges.length) return;
   $("challenges-pane").replaceChildren(...SETUP.challenges.map(({ name, title, text, hint, goal, state: first }, nth) => {
@@ -734,7 +734,7 @@ function buildPanel() {
   numberLines();
 }
 
-// The state in the address. Its code is shown, and runs only when the user says so.
+// Return the state in the address. Its code is shown, but runs only after the user presses Run.
 function readAddress() {
   if (location.hash.length < 2) return null;
   try {
