@@ -127,14 +127,13 @@ def _import_csv(args: argparse.Namespace, source: str) -> str:
 def _describe_skipped_unshards(text: str, zero: int) -> str:
     """Return a line with the number of UNSHARD actions that the import skipped, or "".
 
-    torch writes UNSHARD actions for all stages, but a program has unshards only with zero=3. The
-    line is "" if the user gives any ZeRO level above 0.
+    torch writes UNSHARD actions for all stages, but a program has unshards only with zero=3.
     """
     from schedir.io.torch_unshard import UNSHARD
 
-    if not (number := text.count(UNSHARD)) or zero:
+    if not (number := text.count(UNSHARD)) or zero == 3:
         return ""
-    return f"skipped {number} {UNSHARD}, because stages are not sharded; -O zero=3 keeps them\n"
+    return f"skipped {number} {UNSHARD}, because weights are not sharded; -O zero=3 keeps them\n"
 
 
 def _import_traces(args: argparse.Namespace) -> str:

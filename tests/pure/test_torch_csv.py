@@ -117,6 +117,8 @@ def test_import_reports_skipped_actions(
     argv = ["import", str(GOLDEN / "torch_interleaved_1f1b.csv"), "-o", "x.sched"]
     assert "skipped 8 UNSHARD" in run_command(capsys, *argv)
     assert "unshard" not in Path("x.sched").read_text()
+    zero1 = run_command(capsys, *argv, "-O", "zero=1", "-O", "dp=2")
+    assert "skipped 8 UNSHARD, because weights are not sharded" in zero1
     assert "skipped" not in run_command(capsys, *argv, "-O", "zero=3", "-O", "dp=2")
     assert "unshard 4" in Path("x.sched").read_text()
 
