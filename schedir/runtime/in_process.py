@@ -30,7 +30,7 @@ from schedir.predict.timeline import Timeline
 from schedir.runtime.arguments import require_factory, require_program, require_stages
 from schedir.runtime.autograd.evaluation_mode import evaluation_mode
 from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike
-from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobatchBoundary
+from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable, PerMicrobatchBoundary
 from schedir.runtime.checkpoint_state import CheckpointState, build_checkpoint_state
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions

@@ -11,7 +11,7 @@ from torch import nn
 from schedir.errors import ModelError
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
-from schedir.runtime.boundaries.boundary_table import BoundaryTable
+from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable
 from schedir.runtime.in_process_copies import find_shared_parameters
 from schedir.runtime.model_checks.memory_overlap import require_copyable, require_rank_local_memory
 from schedir.runtime.model_checks.optimizer_requirements import (
