@@ -32,8 +32,8 @@ from schedir.runtime.parameters.mixed_precision import are_finite
 from schedir.runtime.rank_state import Call
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.step_inputs import Keywords, Microbatches
-from schedir.transports.gloo import ProcessTransport
 from schedir.transports.json_collectives import gather
+from schedir.transports.process_transport import ProcessTransport
 
 # The opcodes that produce the gradient of an update from the gradients of its microbatches.
 _REDUCTION_OPS = find_producers(Value.GRAD)
