@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from schedir.checkpoints.checkpoint_directory import Manifest, TensorMeta
 from schedir.checkpoints.local_state import LocalState, SliceableWeight, TensorShard
-from schedir.runtime.parameters.mixed_precision import has_step_hooks, is_torch_optimizer
+from schedir.runtime.parameters.optimizer_inspection import has_step_hooks, is_torch_optimizer
 
 
 class LoadPlan:

@@ -22,7 +22,7 @@ from schedir.runtime.checkpoint_state import CheckpointState, build_checkpoint_s
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.extra_programs import ExtraProgram, ProgramOrder, resolve_extra_programs
 from schedir.runtime.model_checks.rank_model import RankModel
-from schedir.runtime.parameters.mixed_precision import OptimizerLike
+from schedir.runtime.parameters.optimizer_inspection import OptimizerLike
 from schedir.runtime.program_runner import ProgramRunner
 from schedir.runtime.rank_resources import Loss, RankOptions, RankResources
 from schedir.runtime.rank_state import State

@@ -35,7 +35,7 @@ from schedir.runtime.model_checks.tied_weight_requirements import (
     list_local_tied_weights,
     require_no_max_norm,
 )
-from schedir.runtime.parameters.mixed_precision import OptimizerLike
+from schedir.runtime.parameters.optimizer_inspection import OptimizerLike
 from schedir.runtime.parameters.parameter_copies import require_no_node_hooks
 from schedir.runtime.parameters.tied_parameters import TiedWeight
 from schedir.runtime.rank_resources import RankOptions
