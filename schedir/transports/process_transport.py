@@ -17,7 +17,7 @@ from torch import Tensor
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import ModelError, UsageError, describe, require_type
 from schedir.ir.isa.instructions import Lane
-from schedir.ir.pipeline.process_mesh import make_process_mesh
+from schedir.ir.pipeline.process_mesh import find_process_count_error, make_process_mesh
 from schedir.ir.pipeline.tied_weights import find_reduction_groups
 from schedir.ir.program import Program
 from schedir.transports import process_groups
@@ -115,10 +115,9 @@ class ProcessTransport:
                 f"script with torchrun --nproc-per-node {pp * self.tp * self.dp}",
             )
         world_size = dist.get_world_size(group)
-        if world_size != pp * self.tp * self.dp:
+        if fact := find_process_count_error(world_size, pp, self.tp, self.dp):
             raise ModelError(
-                f"there are {world_size} processes, but pp {pp} x tp {self.tp} x dp {self.dp} "
-                f"needs {pp * self.tp * self.dp}",
+                fact,
                 program=program.name,
                 hint=f"torchrun --nproc-per-node {pp * self.tp * self.dp}, or compile a program "
                 f"whose pp x tp x dp is {world_size}",
