@@ -54,10 +54,10 @@ from schedir.planner import (
     prediction_regret,
     stack_preset,
 )
-from schedir.planner.config_export import train_config
 from schedir.planner.estimate.simulated_estimate import simulate_plan
 from schedir.planner.parallel_plan import PlanEstimate, StepBreakdown
 from schedir.planner.plan_search import plan
+from schedir.planner.train_config_export import train_config
 from schedir.planner.transformer.memory_estimate import count_end_params, count_layer_params
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from tests import published_runs as published

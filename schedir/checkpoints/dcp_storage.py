@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from io import BytesIO, RawIOBase
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from schedir.checkpoints.checkpoint_directory import Manifest, ManifestFile, StoredSlice, TensorMeta
+from schedir.checkpoints.checkpoint_directory import ManifestFile, StoredSlice, TensorMeta
+from schedir.checkpoints.load_plan import FileReads, intersect
 from schedir.checkpoints.local_state import TensorPiece
 
 
@@ -142,44 +142,25 @@ def write_metadata(
     return {".metadata": ManifestFile(len(data), sha256(data).hexdigest())}
 
 
-def _intersect(piece: TensorPiece, stored: StoredSlice) -> tuple[list[int], list[int]]:
-    """Return offset and size of the intersection of two slices of a tensor. Sizes may be 0."""
-    ranges = [*zip(piece.offset, piece.size, stored.offset, stored.size, strict=True)]
-    begin = [max(low, stored_low) for low, _, stored_low, _ in ranges]
-    end = [min(low + n, stored_low + m) for low, n, stored_low, m in ranges]
-    return begin, [max(0, high - low) for low, high in zip(begin, end, strict=True)]
-
-
-def read(
-    directory: Path, manifest: Manifest, destinations: Iterable[tuple[str, Sequence[TensorPiece]]]
-) -> None:
-    """Read tensor slices into memory, from the overlapping stored slices.
+def read(directory: Path, reads: FileReads) -> None:
+    """Read stored slices into memory.
 
     A value of another dtype is converted. Files are not verified.
 
     Args:
         directory: The directory of the checkpoint.
-        manifest: The manifest of the checkpoint.
-        destinations: (name of a tensor, slices with the memory to fill) pairs.
+        reads: The stored slices to read, and the slices in memory to fill.
     """
-    pieces: dict[str, list[TensorPiece]] = {}
-    for name, tensor_pieces in destinations:
-        pieces.setdefault(name, []).extend(tensor_pieces)
-    slices_by_file: dict[str, list[StoredSlice]] = {}
-    for stored in manifest.slices:
-        if any(prod(_intersect(piece, stored)[1]) for piece in pieces.get(stored.tensor, ())):
-            slices_by_file.setdefault(stored.file, []).append(stored)
-    for name, slices in slices_by_file.items():
+    for name, slices in reads.items():
         with Path(directory / name).open("rb") as file:
-            for stored in slices:
+            for stored, pieces in slices:
                 file.seek(stored.begin)
                 data = BytesIO(file.read(stored.length))
                 tensor = torch.load(data, map_location="cpu", weights_only=True)
-                for piece in pieces[stored.tensor]:
-                    begin, size = _intersect(piece, stored)
-                    if prod(size):
-                        source = _narrow(tensor, stored.offset, begin, size)
-                        _narrow(piece.memory, piece.offset, begin, size).copy_(source)
+                for piece in pieces:
+                    begin, size = intersect(piece, stored)
+                    source = _narrow(tensor, stored.offset, begin, size)
+                    _narrow(piece.memory, piece.offset, begin, size).copy_(source)
 
 
 def _narrow(tensor: Tensor, offset: Sequence[int], begin: Sequence[int], size: list[int]) -> Tensor:

@@ -19,7 +19,7 @@ from schedir.checkpoints.checkpoint_directory import (
     Manifest,
 )
 from schedir.checkpoints.checkpoint_group import CheckpointGroup
-from schedir.checkpoints.load_plan import LoadPlan
+from schedir.checkpoints.load_plan import LoadPlan, plan_reads
 from schedir.checkpoints.local_state import NameMap, list_generator_shards
 from schedir.checkpoints.manifest import join_facts
 from schedir.checkpoints.state_exchange import (
@@ -169,11 +169,8 @@ def _read_tensors(plan: LoadPlan, manifest: Manifest, directory: Path) -> None:
     """Read the weights, buffers and optimizer states of this process into its tensors."""
     for _, shard in plan.shards:
         shard.memory.detach().zero_()  # The read skips the padding of a shard.
-    dcp_storage.read(
-        directory,
-        manifest,
-        [(n, shard.spec.get_all_slices(shard.memory)) for n, shard in plan.shards],
-    )
+    destinations = [(n, shard.spec.get_all_slices(shard.memory)) for n, shard in plan.shards]
+    dcp_storage.read(directory, plan_reads(manifest, destinations))
     for weight, optimizer_state in plan.optimizer_states:
         weight.optimizer.state.pop(weight.optimized_tensor, None)
         if optimizer_state:
@@ -288,11 +285,10 @@ def _restore_run_state(
 
         def restore() -> None:
             shards = list_generator_shards(ranks[0], peers.process)
-            dcp_storage.read(
-                directory,
-                manifest,
-                [(shard.name, shard.spec.get_local_slices(shard.memory)) for shard in shards],
-            )
+            destinations = [
+                (shard.name, shard.spec.get_local_slices(shard.memory)) for shard in shards
+            ]
+            dcp_storage.read(directory, plan_reads(manifest, destinations))
             for generator, part in zip(ranks[0].random_streams.generators, shards, strict=True):
                 generator.set_state(part.memory)
 

@@ -1,17 +1,21 @@
-"""Plan which tensors of a checkpoint a process loads, and detect tensors that do not fit."""
+"""Plan which tensors and stored slices a process loads, and detect tensors that do not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from inspect import signature
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from schedir.checkpoints.checkpoint_directory import Manifest, TensorMeta
-from schedir.checkpoints.local_state import LocalState, SliceableWeight, TensorShard
-from schedir.runtime.parameters.mixed_precision import has_step_hooks, is_torch_optimizer
+from schedir.checkpoints.checkpoint_directory import Manifest, StoredSlice, TensorMeta
+from schedir.checkpoints.local_state import LocalState, SliceableWeight, TensorPiece, TensorShard
+from schedir.runtime.parameters.optimizer_inspection import has_step_hooks, is_torch_optimizer
+
+# Name of a file -> the stored slices to read. Each has the slices in memory that it fills.
+FileReads = Mapping[str, Sequence[tuple[StoredSlice, Sequence[TensorPiece]]]]
 
 
 class LoadPlan:
@@ -205,6 +209,41 @@ class LoadPlan:
         for tensor in self.manifest.tensors:
             if tensor.partition("/")[0] in ("weights", "buffers") and tensor not in all_used:
                 yield f"it has {tensor}, but no stage here has it"
+
+
+def plan_reads(
+    manifest: Manifest, destinations: Iterable[tuple[str, Sequence[TensorPiece]]]
+) -> FileReads:
+    """Choose the stored slices that overlap the slices to load.
+
+    Args:
+        manifest: The manifest of the checkpoint.
+        destinations: (name of a tensor, slices with the memory to fill) pairs.
+    """
+    pieces: dict[str, list[TensorPiece]] = {}
+    for name, tensor_pieces in destinations:
+        pieces.setdefault(name, []).extend(tensor_pieces)
+    reads: dict[str, list[tuple[StoredSlice, list[TensorPiece]]]] = {}
+    for stored in manifest.slices:
+        overlapping = [
+            piece for piece in pieces.get(stored.tensor, ()) if prod(intersect(piece, stored)[1])
+        ]
+        if overlapping:
+            reads.setdefault(stored.file, []).append((stored, overlapping))
+    return reads
+
+
+def intersect(piece: TensorPiece, stored: StoredSlice) -> tuple[list[int], list[int]]:
+    """Return offset and size of the intersection of two slices of a tensor. Sizes may be 0.
+
+    Args:
+        piece: A slice in memory.
+        stored: A slice of the same tensor in a file.
+    """
+    ranges = [*zip(piece.offset, piece.size, stored.offset, stored.size, strict=True)]
+    begin = [max(low, stored_low) for low, _, stored_low, _ in ranges]
+    end = [min(low + n, stored_low + m) for low, n, stored_low, m in ranges]
+    return begin, [max(0, high - low) for low, high in zip(begin, end, strict=True)]
 
 
 def _make_initial_state(

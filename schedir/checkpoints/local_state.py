@@ -23,11 +23,8 @@ from schedir.checkpoints.tensor_slices import split_range_into_slices
 from schedir.errors import CheckpointError
 from schedir.runtime.checkpoint_state import RankCheckpointState, ShardRange, StageCheckpointState
 from schedir.runtime.parameters.gradient_buffers import is_tp_sharded
-from schedir.runtime.parameters.mixed_precision import (
-    MainOptimizer,
-    find_optimizers,
-    unwrap_optimizer,
-)
+from schedir.runtime.parameters.mixed_precision import MainOptimizer
+from schedir.runtime.parameters.optimizer_inspection import find_optimizers, unwrap_optimizer
 
 NameMap = Callable[[int, str], str]  # (stage, name in the stage) -> name in the full model
 

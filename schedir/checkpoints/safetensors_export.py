@@ -22,6 +22,7 @@ from torch import Tensor
 
 from schedir.checkpoints import dcp_storage
 from schedir.checkpoints.checkpoint_directory import Manifest, StoredSlice, TensorMeta
+from schedir.checkpoints.load_plan import plan_reads
 from schedir.checkpoints.local_state import TensorPiece
 from schedir.checkpoints.manifest import DTYPE_BYTES
 from schedir.errors import CheckpointError, describe_exception
@@ -148,7 +149,7 @@ def _read_tensor(directory: Path, manifest: Manifest, name: str) -> Tensor:
     memory = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
     piece = TensorPiece((0,) * len(meta.shape), meta.shape, memory)
     try:
-        dcp_storage.read(directory, manifest, [(name, [piece])])
+        dcp_storage.read(directory, plan_reads(manifest, [(name, [piece])]))
     except (OSError, RuntimeError, ValueError, AssertionError, UnpicklingError) as error:
         raise CheckpointError(
             f"cannot read {name} of step {manifest.step}: {describe_exception(error)}",

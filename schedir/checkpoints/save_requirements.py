@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 from schedir.checkpoints.local_state import LocalState
 from schedir.errors import CheckpointError
 from schedir.runtime.checkpoint_state import RankCheckpointState
-from schedir.runtime.parameters.mixed_precision import (
-    MainOptimizer,
+from schedir.runtime.parameters.mixed_precision import MainOptimizer
+from schedir.runtime.parameters.optimizer_inspection import (
     find_optimizers,
     is_torch_optimizer,
     unwrap_optimizer,

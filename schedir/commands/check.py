@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands.common import check_sequence
+from schedir.commands.common import multi_program_check
 from schedir.commands.common.schedule_options import (
     add_compile_options,
     add_source,
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     add_source(parser, allows_several=True)
-    check_sequence.add_arguments(parser)
+    multi_program_check.add_arguments(parser)
     parser.add_argument(
         "--explain-start", metavar="RANK:INDEX",
         help="print the chain of instructions that decides when this instruction starts",
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> str:
 
     Returns:
         A text, or JSON with `--json`. With `--explain-start`, the chain of instructions before an
-        instruction. With several programs, the result of `check_sequence.run`.
+        instruction. With several programs, the result of `multi_program_check.run`.
 
     Raises:
         UsageError: The options cannot be combined.
@@ -104,8 +104,8 @@ def run(args: argparse.Namespace) -> str:
     """
     from schedir.analysis.progress_models import MODELS
 
-    if check_sequence.has_several_programs(args):
-        return check_sequence.run(args)
+    if multi_program_check.has_several_programs(args):
+        return multi_program_check.run(args)
     if args.explain_start is not None:
         _require_explain_options(args)
         return _explain_start(args)
@@ -246,7 +246,7 @@ def _describe_assumptions(
     elif args.host_device_sync:
         text += DEVICE_SYNC_TEXT
     else:
-        text += check_sequence.describe_hosts(args.blocking_hosts, models, cpu_models)
+        text += multi_program_check.describe_hosts(args.blocking_hosts, models, cpu_models)
     return text
 
 
@@ -299,7 +299,7 @@ def _explain_start(args: argparse.Namespace) -> str:
         return format_json([dict(zip(keys, link, strict=True)) for link in links])
     _, _, last, begin, _ = links[-1]
     hidden_links = len(links) - _MAX_CHAIN_LINKS
-    hosts_text = check_sequence.BLOCKING_HOSTS_TEXT * args.blocking_hosts
+    hosts_text = multi_program_check.BLOCKING_HOSTS_TEXT * args.blocking_hosts
     return (
         f"{timeline.program.name}: rank {rank} #{index} {last} starts at {begin:.6g} under "
         f"{timeline.progress_model}{hosts_text}; each instruction of this "

@@ -539,8 +539,8 @@ def _format_simulate_command(
 
     Return "" if the ranks share CPU cores, because `simulate` does not model this.
     """
-    from schedir.planner.config_export import build_pipeline_shape
     from schedir.planner.estimate.instruction_costs import compute_costs, compute_stage_times
+    from schedir.planner.plan_compilation import build_pipeline_shape
     from schedir.planner.trainer_profile import get_trainer
     from schedir.predict.calibrate import format_costs
 

@@ -1,7 +1,6 @@
 """Planner: find parallel plans for a model on a cluster, with their step times and memory."""
 
 from schedir.planner.calibration import CalibratedConstant, Calibration, MeasuredRun, calibrate
-from schedir.planner.config_export import plan_program, train_config
 from schedir.planner.estimate.simulated_estimate import simulate_plan, simulated_program
 from schedir.planner.hardware.cluster_presets import cluster_preset, cluster_presets
 from schedir.planner.hardware.software_constants import SoftwareConstants
@@ -14,10 +13,12 @@ from schedir.planner.parallel_plan import (
     PlanEstimate,
     StepBreakdown,
 )
+from schedir.planner.plan_compilation import plan_program
 from schedir.planner.plan_search import all_plans, estimate_step, plan
 from schedir.planner.plan_simplicity import prefer_simplest
 from schedir.planner.regret import prediction_regret
 from schedir.planner.schedule_improvement import improve_schedule
+from schedir.planner.train_config_export import train_config
 from schedir.planner.transformer.layer_division_search import optimize_layer_division
 from schedir.planner.transformer.layer_time import embedding_time, head_time, layer_time, stage_time
 from schedir.planner.transformer.memory_estimate import StateBytes, peak_memory

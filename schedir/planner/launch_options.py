@@ -6,8 +6,8 @@ import json
 from itertools import groupby
 from typing import Final
 
-from schedir.planner.config_export import build_pipeline_shape
 from schedir.planner.parallel_plan import ParallelPlan
+from schedir.planner.plan_compilation import build_pipeline_shape
 from schedir.planner.transformer.layer_division import get_layers_per_stage
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 

@@ -14,12 +14,12 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.planner.config_export import lower_draft, plan_program
 from schedir.planner.estimate.instruction_costs import compute_costs, compute_stage_times
 from schedir.planner.estimate.offload_plans import require_no_offload
 from schedir.planner.estimate.simulated_estimate import estimate_from_program, simulate_plan
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate
+from schedir.planner.plan_compilation import lower_draft, plan_program
 from schedir.planner.plan_estimate import strip_estimates
 from schedir.planner.trainer_profile import get_trainer
 from schedir.planner.transformer.memory_estimate import StateBytes

@@ -11,9 +11,9 @@ import numpy as np
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.planner.config_export import CPU_COMPILE_OPTIONS
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import ParallelPlan
+from schedir.planner.plan_compilation import CPU_COMPILE_OPTIONS
 from schedir.planner.transformer.layer_division import get_layers_per_stage
 from schedir.planner.transformer.memory_estimate import ADAM_32, StateBytes, get_state_bytes
 from schedir.planner.transformer.stage_sizes import compute_sizes, count_stage_params

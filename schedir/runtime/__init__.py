@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         register_splittable_layer,
     )
     from schedir.runtime.boundaries.boundary import Boundary
-    from schedir.runtime.boundaries.boundary_table import PerMicrobatchBoundary
+    from schedir.runtime.boundaries.microbatch_boundaries import PerMicrobatchBoundary
     from schedir.runtime.boundaries.size_measurement import infer_boundaries, measure_sizes
     from schedir.runtime.executor import Executor
     from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
@@ -36,7 +36,7 @@ _HOME: Final = {
     "GlooTransport": "transports.gloo",
     "GradientOptions": "runtime.executor_options",
     "InProcessExecutor": "runtime.in_process",
-    "PerMicrobatchBoundary": "runtime.boundaries.boundary_table",
+    "PerMicrobatchBoundary": "runtime.boundaries.microbatch_boundaries",
     "SharedMemoryTransport": "transports.shared_memory",
     "infer_boundaries": "runtime.boundaries.size_measurement",
     "check_splittable_layer": "runtime.autograd.splittable_layers",

@@ -15,7 +15,7 @@ from schedir.runtime.parameters.buckets import ShardSpec
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.runtime.parameters.tied_parameters import TiedWeight
 from schedir.runtime.rank_state import State
-from schedir.transports.gloo import ProcessTransport
+from schedir.transports.process_transport import ProcessTransport
 from schedir.transports.transport import TransportWrapper
 
 # The default of `optimizer` in the functions that save and load checkpoints. With this default they

@@ -17,12 +17,12 @@ from schedir.retired_names import raise_attribute_error
 from schedir.runtime import arguments
 from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike
-from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobatchBoundary
+from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable, PerMicrobatchBoundary
 from schedir.runtime.checkpoint_state import CheckpointState, build_checkpoint_state
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.extra_programs import ExtraProgram, ProgramOrder, resolve_extra_programs
 from schedir.runtime.model_checks.rank_model import RankModel
-from schedir.runtime.parameters.mixed_precision import OptimizerLike
+from schedir.runtime.parameters.optimizer_inspection import OptimizerLike
 from schedir.runtime.program_runner import ProgramRunner
 from schedir.runtime.rank_resources import Loss, RankOptions, RankResources
 from schedir.runtime.rank_state import State

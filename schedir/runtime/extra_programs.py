@@ -9,7 +9,7 @@ from schedir.errors import ExecutionError, ModelError, ProgramSequenceError, des
 from schedir.ir.program import Program
 from schedir.runtime.arguments import require_program
 from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike
-from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobatchBoundary
+from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable, PerMicrobatchBoundary
 from schedir.transports.transport import Transport
 from schedir.verify.program_sequence import check_program_sequence
 

@@ -30,7 +30,7 @@ from schedir.predict.timeline import Timeline
 from schedir.runtime.arguments import require_factory, require_program, require_stages
 from schedir.runtime.autograd.evaluation_mode import evaluation_mode
 from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike
-from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobatchBoundary
+from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable, PerMicrobatchBoundary
 from schedir.runtime.checkpoint_state import CheckpointState, build_checkpoint_state
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
@@ -38,7 +38,7 @@ from schedir.runtime.extra_programs import ExtraProgram
 from schedir.runtime.in_process_copies import StageReplica, copy_shared_parameters, copy_stage
 from schedir.runtime.model_checks.rank_model import check_virtual_ranks
 from schedir.runtime.model_checks.tied_weight_requirements import fingerprint_parameters
-from schedir.runtime.parameters.mixed_precision import OptimizerLike
+from schedir.runtime.parameters.optimizer_inspection import OptimizerLike
 from schedir.runtime.program_runner import ProgramRunner
 from schedir.runtime.rank_resources import Loss
 from schedir.runtime.recording.recorder import read_step_times

@@ -23,7 +23,7 @@ from schedir.io.profiler_range_names import format_range_names
 from schedir.ir.program import Program
 from schedir.runtime.autograd.evaluation_mode import evaluation_mode
 from schedir.runtime.autograd.preserved_state import PreservedState
-from schedir.runtime.boundaries.boundary_table import BoundaryTable
+from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable
 from schedir.runtime.handlers.handler_registry import link_stream
 from schedir.runtime.model_checks.parameter_guard import ParameterGuard
 from schedir.runtime.rank_resources import RankResources

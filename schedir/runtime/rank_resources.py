@@ -15,7 +15,7 @@ from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.model_checks.stage_requirements import find_device
 from schedir.runtime.parameters import buckets
 from schedir.runtime.parameters.buckets import ShardSpec
-from schedir.runtime.parameters.mixed_precision import OptimizerLike
+from schedir.runtime.parameters.optimizer_inspection import OptimizerLike
 from schedir.runtime.parameters.tied_parameters import RankTies, TiedWeight
 from schedir.runtime.services.service import Service, find_or_create
 from schedir.runtime.stage_state import StageState

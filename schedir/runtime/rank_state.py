@@ -20,7 +20,7 @@ from schedir.ir.isa.instructions import LOCAL_HANDOVER, Instr, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
 from schedir.runtime.autograd.random_streams import RandomStreams, list_stream_numbers
-from schedir.runtime.boundaries.boundary_table import BoundaryTable
+from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable
 from schedir.runtime.model_checks.first_step_checks import OUTPUT_KINDS, FirstStepChecks
 from schedir.runtime.model_checks.memory_overlap import has_same_storage
 from schedir.runtime.model_checks.tensor_fingerprint import get_versions

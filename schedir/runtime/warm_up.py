@@ -14,11 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from schedir.errors import ModelError
 from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.model_checks.tensor_fingerprint import get_write_traces, has_same_bits
-from schedir.runtime.parameters.mixed_precision import (
-    has_gated_step,
-    has_known_effects,
-    unwrap_optimizer,
-)
+from schedir.runtime.parameters.optimizer_inspection import has_known_effects, unwrap_optimizer
+from schedir.runtime.parameters.step_skipping import has_gated_step
 from schedir.runtime.parameters.unvalidated_update_guard import list_optimizer_tables
 from schedir.runtime.rank_state import State
 from schedir.runtime.step_inputs import Microbatches, MicrobatchView, StepInputs

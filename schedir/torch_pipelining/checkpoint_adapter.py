@@ -20,7 +20,7 @@ from schedir.runtime.checkpoint_state import (
     StageCheckpointState,
 )
 from schedir.runtime.parameters.buckets import ShardSpec
-from schedir.runtime.parameters.mixed_precision import find_optimizers
+from schedir.runtime.parameters.optimizer_inspection import find_optimizers
 from schedir.torch_pipelining.stages import SharedWeights, unwrap_module
 from schedir.transports.rank_agreement import gather_or_raise
 

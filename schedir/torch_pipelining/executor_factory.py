@@ -33,9 +33,10 @@ from schedir.runtime.services.pending_sends import PendingSends
 from schedir.torch_pipelining.actions import find_split_stages
 from schedir.torch_pipelining.fsdp_stages import list_parameter_groups
 from schedir.torch_pipelining.stages import require_outermost_wrapper, require_reducible
-from schedir.transports.gloo import GlooTransport, ProcessTransport
+from schedir.transports.gloo import GlooTransport
 from schedir.transports.json_collectives import broadcast
 from schedir.transports.nccl import nccl_transport
+from schedir.transports.process_transport import ProcessTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
 
 # ---------------------------------------------------------------- shapes of boundaries

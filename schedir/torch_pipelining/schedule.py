@@ -22,6 +22,11 @@ from schedir.ir.program import Program
 from schedir.runtime.checkpoint_state import CheckpointState
 from schedir.schedules.schedule_algebra import Schedule as Words
 from schedir.torch_pipelining import actions, gradients, program_selection
+from schedir.torch_pipelining.argument_checks import (
+    find_indivisible_tensor,
+    find_microbatch_error,
+    find_missing_input,
+)
 from schedir.torch_pipelining.checkpoint_adapter import TorchCheckpointState
 from schedir.torch_pipelining.executor_runtime import ExecutorRuntime
 from schedir.torch_pipelining.forward_checks import CheckedRuntime
@@ -34,11 +39,6 @@ from schedir.torch_pipelining.stages import (
     require_reducible,
     require_runnable,
     require_stages,
-)
-from schedir.torch_pipelining.step_arguments import (
-    find_indivisible_tensor,
-    find_microbatch_error,
-    find_missing_input,
 )
 from schedir.transports.rank_agreement import gather_or_raise, require_same
 from schedir.verify.check import check

@@ -15,7 +15,7 @@ from schedir.runtime.executor import Executor
 from schedir.training.batches.samples import Batches
 from schedir.training.config.run_config import Config
 from schedir.training.model_factory import get_trained_model
-from schedir.transports.gloo import ProcessTransport
+from schedir.transports.process_transport import ProcessTransport
 
 
 class EvaluationResult(NamedTuple):

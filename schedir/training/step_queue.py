@@ -25,7 +25,7 @@ from schedir.runtime.recording.async_scalars import AsyncScalarBuffer, AsyncScal
 from schedir.runtime.recording.nan_origin import StepResidue, find_origin, make_nonfinite_error
 from schedir.runtime.services.loss_gradients import LossGradients
 from schedir.training.batches.prefetch import TrainingBatch
-from schedir.transports.gloo import ProcessTransport
+from schedir.transports.process_transport import ProcessTransport
 
 
 class IssuedStep(NamedTuple):

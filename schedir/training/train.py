@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
 from importlib import import_module
+from math import prod
 from typing import TYPE_CHECKING
 
 from schedir.data.token_files import find_files
@@ -20,6 +21,7 @@ from schedir.io.terminal_output import format_error
 from schedir.ir.cost.number_parsing import parse_integer
 from schedir.ir.cost.zero_states import zero_model_states
 from schedir.ir.input_trust import format_trust_options
+from schedir.ir.pipeline.process_mesh import find_process_count_error
 from schedir.ir.program import Program
 from schedir.training.config.config_file import locate_setting_errors, read_config
 from schedir.training.config.run_config import Config
@@ -293,14 +295,12 @@ def _check_environment() -> None:
 
 def _require_process_count(program: Program) -> None:
     """Check that the launcher started the number of processes that the program needs."""
-    shape, started = program.shape, int(os.environ["WORLD_SIZE"])
-    needed = shape.ranks * program.tp * program.dp
-    if started != needed:
+    mesh_sizes = program.shape.ranks, program.tp, program.dp
+    if fact := find_process_count_error(int(os.environ["WORLD_SIZE"]), *mesh_sizes):
         raise UsageError(
-            f"there are {started} processes, but pp {shape.ranks} x tp {program.tp} x dp "
-            f"{program.dp} needs {needed}",
-            hint=f"torchrun --nproc-per-node {needed} on one machine, or change pipeline.ranks, "
-            "pipeline.tp or pipeline.dp",
+            fact,
+            hint=f"torchrun --nproc-per-node {prod(mesh_sizes)} on one machine, or change "
+            "pipeline.ranks, pipeline.tp or pipeline.dp",
             fields=["ranks", "tp", "dp"],
         )
 

@@ -20,7 +20,6 @@ from torch.distributed.rendezvous import rendezvous
 from schedir.analysis.progress_models import ProgressModel, get_model_row
 from schedir.errors import ModelError, UsageError
 from schedir.ir.program import Program
-from schedir.transports.gloo import collect_group_rows
 from schedir.transports.gpu_selection import (
     HOST_ID_VARIABLE,
     QUEUES_VARIABLE,
@@ -29,6 +28,7 @@ from schedir.transports.gpu_selection import (
 )
 from schedir.transports.hardware_queue_probe import make_cuda_probe, require_safe_queues
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages, directed_edges
+from schedir.transports.process_transport import collect_group_rows
 
 # ---------------------------------------------------------------- hardware queues
 

@@ -26,7 +26,7 @@ from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.isa.instructions import INSTRUCTIONS, SEND_OPS, Lane
 from schedir.ir.program import Program
 from schedir.transports import process_groups
-from schedir.transports.gloo import ProcessTransport
+from schedir.transports.process_transport import ProcessTransport
 from schedir.transports.transport import Work
 
 

@@ -14,7 +14,7 @@ from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.program import Program
 
 if TYPE_CHECKING:
-    from schedir.transports.gloo import ProcessTransport
+    from schedir.transports.process_transport import ProcessTransport
 
 Device = Literal["cpu", "cuda"]
 AUTO: Final = "auto"  # selects the first of a device's transports that supports the programs

@@ -42,9 +42,9 @@ from schedir.ir.isa.instructions import (
     find_modifiers,
 )
 from schedir.ir.program import Program
-from schedir.transports.gloo import ProcessTransport
 from schedir.transports.json_collectives import gather
 from schedir.transports.p2p_groups import directed_edges
+from schedir.transports.process_transport import ProcessTransport
 from schedir.transports.transport import (
     BufferSizes,
     CompletedWork,

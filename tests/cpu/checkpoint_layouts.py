@@ -14,6 +14,7 @@ from schedir import PipelineShape
 from schedir.checkpoints import load, save
 from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.checkpoints.dcp_storage import read
+from schedir.checkpoints.load_plan import plan_reads
 from schedir.checkpoints.local_state import TensorPiece
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
@@ -149,7 +150,7 @@ def read_checkpoint_tensors(folder: Path, step: int) -> dict[str, Tensor]:
         for name, kind in manifest.tensors.items()
     }
     wanted = [(n, [TensorPiece((0,) * t.dim(), tuple(t.shape), t)]) for n, t in found.items()]
-    read(place.locate_step(step), manifest, wanted)
+    read(place.locate_step(step), plan_reads(manifest, wanted))
     return found
 
 

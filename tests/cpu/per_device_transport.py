@@ -17,7 +17,7 @@ from torch import Tensor
 
 from schedir.ir.isa.instructions import Lane
 from schedir.ir.program import Program
-from schedir.transports.gloo import ProcessTransport
+from schedir.transports.process_transport import ProcessTransport
 from schedir.transports.transport import Work
 
 ACK = 99  # the tag of a receiver's message that it is ready

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from schedir.ir.program import Program
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.boundary_table import PerMicrobatchBoundary
+from schedir.runtime.boundaries.microbatch_boundaries import PerMicrobatchBoundary
 from schedir.runtime.parameters.mixed_precision import use_float32_gradients
 
 WIDTH = 6

@@ -208,11 +208,12 @@ def test_step_or_save_after_partial_load_is_refused(
     save(make_two_ranks(), tmp_path, step=0)
     ranks, read = make_two_ranks(1), dcp_storage.read
 
-    def read_two_tensors(folder: Path, manifest: Any, names: Any) -> None:
-        read(folder, manifest, [*names][:2])
+    def read_two_slices(folder: Path, reads: Any) -> None:
+        file, slices = next(iter(reads.items()))
+        read(folder, {file: slices[:2]})
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(dcp_storage, "read", read_two_tensors)
+    monkeypatch.setattr(dcp_storage, "read", read_two_slices)
     with pytest.raises(CheckpointError, match="Input/output error") as caught:
         load(ranks, tmp_path)
     assert "create a new executor" in caught.value.hint

@@ -15,9 +15,10 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.schedules import chimera, gpipe
 from schedir.transports.collectives import COLLECTIVES, AllToAll, CollectiveName, GroupKey
-from schedir.transports.gloo import GlooTransport, ProcessTransport
+from schedir.transports.gloo import GlooTransport
 from schedir.transports.in_process import mailbox
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
+from schedir.transports.process_transport import ProcessTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.gloo_processes import run
 from tests.cpu.per_device_transport import PerDeviceTransport

@@ -23,7 +23,9 @@ from schedir.errors import NonFiniteError, UsageError
 from schedir.hang_diagnosis.stall_cause import ProcessLayout
 from schedir.models import gpt
 from schedir.runtime.executor import Executor
-from schedir.runtime.parameters.mixed_precision import LossScale, step_if_finite, unwrap_optimizer
+from schedir.runtime.parameters.mixed_precision import LossScale
+from schedir.runtime.parameters.optimizer_inspection import unwrap_optimizer
+from schedir.runtime.parameters.step_skipping import step_if_finite
 from schedir.runtime.program_runner import ProgramRunner
 from schedir.training import step_queue, trainer
 from schedir.training.batches.text_batches import Corpus

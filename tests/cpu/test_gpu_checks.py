@@ -26,7 +26,7 @@ from schedir.training import train
 from schedir.training.config import run_config
 from schedir.training.config.train_config import TrainConfig
 from schedir.transports import process_groups
-from schedir.transports.gloo import GlooTransport, ProcessTransport
+from schedir.transports.gloo import GlooTransport
 from schedir.transports.gpu_selection import (
     HOST_ID_VARIABLE,
     SHARED_GPU_VARIABLES,
@@ -41,6 +41,7 @@ from schedir.transports.nccl import (
     set_default_variables,
 )
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
+from schedir.transports.process_transport import ProcessTransport
 from schedir.transports.registry import (
     DEVICES,
     TRANSPORTS,

@@ -38,7 +38,8 @@ from schedir.training.processes import process_exit
 from schedir.training.processes.process_exit import RunMember, exit_cleanly, join_run
 from schedir.training.processes.watchdog import Watchdog
 from schedir.transports import process_groups
-from schedir.transports.gloo import GlooTransport, ProcessTransport
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.process_transport import ProcessTransport
 from schedir.transports.shared_memory import (
     SharedMemoryTransport,
     close_connections,

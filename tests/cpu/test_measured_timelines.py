@@ -23,11 +23,11 @@ from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.recording import clock_sync as runtime_clock
 from schedir.runtime.recording import recorder as runtime_stamps
 from schedir.runtime.recording.measured_timeline import gather_timeline
 from schedir.runtime.recording.recorder import read_step_times
 from schedir.schedules import one_f_one_b
-from schedir.transports import clock_sync as runtime_clock
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
 from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch, paired_1f1b

@@ -22,8 +22,9 @@ from schedir.runtime.parameters import buckets
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.tensor_parallel import mappings
-from schedir.transports.gloo import GlooTransport, ProcessTransport
+from schedir.transports.gloo import GlooTransport
 from schedir.transports.nccl import count_streams
+from schedir.transports.process_transport import ProcessTransport
 from tests.cases import cases
 from tests.cpu.gloo_processes import run
 from tests.cpu.nccl_stand_in import Kind, NcclStandIn

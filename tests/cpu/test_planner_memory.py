@@ -13,8 +13,8 @@ from schedir.ir.cost.cluster import Cluster
 from schedir.models import gpt
 from schedir.models.gpt_config import GPTConfig
 from schedir.planner import ParallelPlan, TransformerSpec
-from schedir.planner.config_export import CPU_COMPILE_OPTIONS, build_pipeline_shape, plan_program
 from schedir.planner.estimate.simulated_estimate import simulate_plan
+from schedir.planner.plan_compilation import CPU_COMPILE_OPTIONS, build_pipeline_shape, plan_program
 from schedir.planner.trainer_profile import compute_trainer_sizes
 from schedir.runtime import Boundary, measure_sizes
 from schedir.transports.gloo import GlooTransport

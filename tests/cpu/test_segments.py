@@ -28,7 +28,7 @@ from schedir.runtime import (
     measure_sizes,
 )
 from schedir.runtime.boundaries.boundary import ModelBoundaries
-from schedir.runtime.boundaries.boundary_table import require_fit
+from schedir.runtime.boundaries.microbatch_boundaries import require_fit
 from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.cpu.gloo_processes import RankError, run
 

@@ -15,9 +15,9 @@ from schedir.errors import ModelError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.schedules import dualpipe, interleaved, one_f_one_b
 from schedir.transports import process_groups
-from schedir.transports.gloo import ProcessTransport
 from schedir.transports.gpu_selection import HOST_ID_VARIABLE, require_distinct_gpus
 from schedir.transports.p2p_groups import EdgeGroups
+from schedir.transports.process_transport import ProcessTransport
 
 WORLD = 1024
 import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend "fake"

@@ -18,7 +18,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, SlotCounts
 from schedir.passes.pass_types import BufferSharing
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.boundary_table import BoundaryTable
+from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable
 from schedir.runtime.handlers.handler_registry import HANDLERS
 from schedir.runtime.rank_resources import RankOptions, RankResources
 from schedir.runtime.rank_state import State

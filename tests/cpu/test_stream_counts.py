@@ -17,9 +17,9 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.runtime import nccl_transport
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b
-from schedir.transports.gloo import LaneWork
 from schedir.transports.gpu_selection import QUEUES_VARIABLE
 from schedir.transports.nccl import count_streams, require_enough_queues
+from schedir.transports.process_transport import LaneWork
 from tests.cpu.virtual_gpu import Stream, install_virtual_gpu
 
 GOLDEN = Path(__file__).parents[1] / "golden"

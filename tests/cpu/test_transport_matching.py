@@ -18,13 +18,13 @@ from schedir.ir.program import Program
 from schedir.passes.pass_types import BufferSharing
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.transports import process_groups
-from schedir.transports.gloo import ProcessTransport
 from schedir.transports.p2p_groups import (
     EdgeGroups,
     GroupedMessages,
     directed_edges,
     partition_disjoint_edges,
 )
+from schedir.transports.process_transport import ProcessTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
 from schedir.transports.transport import Work
 from schedir.verify.check import check

@@ -16,7 +16,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.passes.pass_types import BufferSharing
 from schedir.runtime.autograd.splittable_layers import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.boundary_table import PerMicrobatchBoundary
+from schedir.runtime.boundaries.microbatch_boundaries import PerMicrobatchBoundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor

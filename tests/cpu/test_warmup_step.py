@@ -21,8 +21,8 @@ from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.step_inputs import StepInputs
 from schedir.schedules import dualpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.transports.collectives import Collective, GroupKey
-from schedir.transports.gloo import ProcessTransport
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
+from schedir.transports.process_transport import ProcessTransport
 from schedir.transports.transport import CompletedWork, Work
 from tests.cpu.caching_allocator import CachingAllocator
 from tests.cpu.gloo_processes import run

@@ -18,7 +18,7 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, overlapped_pair
-from schedir.transports.gloo import ProcessTransport
+from schedir.transports.process_transport import ProcessTransport
 
 CONTEXT, HIDDEN, BATCH = 8, 16, 2
 BOUNDARY = Boundary((BATCH, CONTEXT, HIDDEN))

@@ -28,7 +28,8 @@ from schedir.runtime.recording.allocator_growth import count_allocations
 from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.training.processes.process_exit import RunMember
 from schedir.training.processes.watchdog import Watchdog
-from schedir.transports.gloo import GlooTransport, ProcessTransport
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.process_transport import ProcessTransport
 from tests.cpu.gloo_processes import RankError
 from tests.cpu.gloo_processes import run_fresh as run
 from tests.cpu.tiny_stages import gpt_executor, make_batch, make_replica_batch

@@ -25,7 +25,7 @@ BUDGET = {
     "schedir/passes": 2_800,
     "schedir/planner": 4_430,
     "schedir/predict": 1_650,
-    "schedir/runtime": 10_180,
+    "schedir/runtime": 10_215,
     "schedir/schedule_search": 3_000,
     "schedir/schedules": 840,
     "schedir/tensor_parallel": 340,
@@ -33,7 +33,7 @@ BUDGET = {
     "schedir/torch_pipelining": 1_850,
     "schedir/traces": 970,
     "schedir/training": 3_890,
-    "schedir/transports": 2_080,
+    "schedir/transports": 2_045,
     "schedir/verify": 1_270,
     "viz": 2_580,
 }

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from schedir import Cluster, Costs, compile, planner, simulate
 from schedir.errors import UsageError
 from schedir.ir.isa.instructions import Opcode
-from schedir.planner.config_export import build_pipeline_shape, plan_program
 from schedir.planner.estimate import closed_form
 from schedir.planner.estimate.instruction_costs import (
     compute_costs,
@@ -26,6 +25,7 @@ from schedir.planner.estimate.instruction_costs import (
 from schedir.planner.estimate.simulated_estimate import simulate_plan
 from schedir.planner.parallel_plan import PhaseTimes, StageTimes
 from schedir.planner.plan_columns import PlanColumns
+from schedir.planner.plan_compilation import build_pipeline_shape, plan_program
 from schedir.planner.schedule_improvement import improve_schedule
 from schedir.planner.transformer.layer_division_search import (
     balance_layers,

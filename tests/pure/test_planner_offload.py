@@ -26,10 +26,10 @@ from schedir.commands.common.schedule_options import parse_costs
 from schedir.errors import MemoryLimitError, UsageError
 from schedir.ir.cost.sizes import add_tolerance
 from schedir.ir.isa.instructions import Opcode
-from schedir.planner.config_export import plan_program
 from schedir.planner.estimate.instruction_costs import compute_costs, compute_stage_times
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.plan_columns import simulation_only_error
+from schedir.planner.plan_compilation import plan_program
 from schedir.planner.transformer.stage_sizes import compute_sizes
 from schedir.predict.activation_bytes import Recompute
 from tests.commands import run_command, run_refused_command

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from schedir import planner, to_text
 from schedir.__main__ import main
 from schedir.errors import UsageError
-from schedir.planner.config_export import plan_program, train_config
 from schedir.planner.launch_options import launcher_options
+from schedir.planner.plan_compilation import plan_program
+from schedir.planner.train_config_export import train_config
 from schedir.predict.activation_bytes import Recompute
 from schedir.training.config import config_file
 

@@ -1,4 +1,4 @@
-"""Number the processes by replica, pipeline rank and tensor-parallel rank, and describe them."""
+"""Count and number the processes by replica, pipeline rank and tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -21,6 +21,24 @@ def make_process_mesh(ranks: int, tp: int, dp: int) -> NDArray[np.int64]:
         The process numbers from 0, shape (dp, ranks, tp).
     """
     return np.arange(dp * ranks * tp, dtype=np.int64).reshape(dp, ranks, tp)
+
+
+def find_process_count_error(processes: int, ranks: int, tp: int, dp: int) -> str:
+    """Return an error about the number of processes.
+
+    Args:
+        processes: Number of processes that exist.
+        ranks: Number of pipeline ranks.
+        tp: Size of the tensor-parallel groups.
+        dp: Number of replicas.
+
+    Returns:
+        One clause, or an empty string if the mesh has this number of processes.
+    """
+    needed = ranks * tp * dp
+    if processes == needed:
+        return ""
+    return f"there are {processes} processes, but pp {ranks} x tp {tp} x dp {dp} needs {needed}"
 
 
 def describe_process(process: int, ranks: int, tp: int, dp: int) -> str:

@@ -34,7 +34,6 @@ from schedir.ir.isa.instructions import (
     find_producers,
 )
 from schedir.ir.program import Program
-from schedir.planner.config_export import build_pipeline_shape, plan_program
 from schedir.planner.estimate.instruction_costs import compute_costs, compute_stage_times
 from schedir.planner.estimate.link_time import compute_expected_maximum
 from schedir.planner.hardware.software_constants import SoftwareConstants
@@ -47,6 +46,7 @@ from schedir.planner.parallel_plan import (
     StageTimes,
     StepBreakdown,
 )
+from schedir.planner.plan_compilation import build_pipeline_shape, plan_program
 from schedir.planner.plan_estimate import attach_estimates
 from schedir.planner.trainer_profile import Trainer, get_trainer
 from schedir.planner.transformer.memory_estimate import StateBytes

@@ -14,12 +14,12 @@ from schedir.errors import UsageError
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.planner.config_export import plan_program
 from schedir.planner.estimate.instruction_costs import compute_costs, compute_stage_times
 from schedir.planner.estimate.offload_plans import require_no_offload
 from schedir.planner.estimate.simulated_estimate import simulate_on_cluster
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import ParallelPlan
+from schedir.planner.plan_compilation import plan_program
 from schedir.planner.plan_estimate import strip_estimates
 from schedir.planner.trainer_profile import Trainer, get_trainer
 from schedir.planner.transformer.layer_division import divide_evenly

@@ -36,10 +36,10 @@ from schedir.runtime.boundaries.boundary import (
     require_output_tensors,
     split_skip_output,
 )
-from schedir.runtime.boundaries.boundary_table import PerMicrobatchBoundary
+from schedir.runtime.boundaries.microbatch_boundaries import PerMicrobatchBoundary
 from schedir.runtime.model_checks.tensor_fingerprint import compute_checksums, has_same_bits
 from schedir.runtime.parameters.buckets import BUCKET_BYTES, ShardSpec, make_buckets
-from schedir.runtime.parameters.mixed_precision import unwrap_optimizer
+from schedir.runtime.parameters.optimizer_inspection import unwrap_optimizer
 from schedir.runtime.rank_resources import Loss
 from schedir.runtime.step_inputs import require_input_tensors
 

@@ -15,8 +15,8 @@ from schedir.ir.program import Program
 from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.model_checks.memory_overlap import require_no_views
 from schedir.runtime.model_checks.step_isolation import ON_DEVICE_HINT, make_offload_error
-from schedir.runtime.parameters.mixed_precision import (
-    MainOptimizer,
+from schedir.runtime.parameters.mixed_precision import MainOptimizer
+from schedir.runtime.parameters.optimizer_inspection import (
     OptimizerLike,
     describe_options,
     has_known_effects,

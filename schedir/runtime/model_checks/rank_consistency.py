@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from schedir.ir.program import Program
-from schedir.runtime.boundaries.boundary_table import BoundaryTable
+from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable
 from schedir.runtime.model_checks.tied_weight_requirements import (
     ParameterFingerprint,
     StageFingerprints,
     fingerprint_parameters,
 )
 from schedir.runtime.parameters.buckets import describe_slice, is_expert, is_summed_over_tp
-from schedir.runtime.parameters.mixed_precision import OptimizerLike
+from schedir.runtime.parameters.optimizer_inspection import OptimizerLike
 from schedir.runtime.rank_resources import RankOptions
 from schedir.transports.transport import Transport, require_all_processes
 

@@ -11,7 +11,7 @@ from torch import nn
 from schedir.errors import ModelError
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
-from schedir.runtime.boundaries.boundary_table import BoundaryTable
+from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable
 from schedir.runtime.in_process_copies import find_shared_parameters
 from schedir.runtime.model_checks.memory_overlap import require_copyable, require_rank_local_memory
 from schedir.runtime.model_checks.optimizer_requirements import (
@@ -35,7 +35,7 @@ from schedir.runtime.model_checks.tied_weight_requirements import (
     list_local_tied_weights,
     require_no_max_norm,
 )
-from schedir.runtime.parameters.mixed_precision import OptimizerLike
+from schedir.runtime.parameters.optimizer_inspection import OptimizerLike
 from schedir.runtime.parameters.parameter_copies import require_no_node_hooks
 from schedir.runtime.parameters.tied_parameters import TiedWeight
 from schedir.runtime.rank_resources import RankOptions

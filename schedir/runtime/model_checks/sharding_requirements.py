@@ -12,7 +12,7 @@ from schedir.errors import ModelError
 from schedir.ir.program import Program
 from schedir.runtime.model_checks.memory_overlap import require_no_overlap
 from schedir.runtime.model_checks.step_isolation import state_shares_memory
-from schedir.runtime.parameters.mixed_precision import (
+from schedir.runtime.parameters.optimizer_inspection import (
     find_optimizers,
     is_torch_optimizer,
     unwrap_optimizer,

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from schedir.errors import ModelError
 from schedir.runtime.model_checks.memory_overlap import find_overlaps
 from schedir.runtime.model_checks.tensor_fingerprint import get_versions
-from schedir.runtime.parameters.mixed_precision import is_torch_optimizer
+from schedir.runtime.parameters.optimizer_inspection import is_torch_optimizer
 
 ON_DEVICE_HINT: Final = "compile(..., optimizer_placement='device')"
 # `_list_attributes` leaves these out. The first two are checked separately, and the third does not

@@ -19,7 +19,7 @@ from schedir.ir.pipeline.tied_weights import (
     format_tied_stages,
 )
 from schedir.ir.program import Program
-from schedir.runtime.parameters.mixed_precision import describe_options
+from schedir.runtime.parameters.optimizer_inspection import describe_options
 from schedir.runtime.parameters.tied_parameters import TiedWeight
 
 SAMPLE_SIZE = 4096  # elements in the digest of a large parameter, to limit the time

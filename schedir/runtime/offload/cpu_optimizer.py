@@ -29,7 +29,7 @@ from schedir.runtime.offload.host_optimizer_state import (
 )
 from schedir.runtime.offload.snapshot_copies import copy_pairs
 from schedir.runtime.parameters.gradient_buffers import scale_buffer
-from schedir.runtime.parameters.mixed_precision import OptimizerLike, is_torch_optimizer
+from schedir.runtime.parameters.optimizer_inspection import OptimizerLike, is_torch_optimizer
 from schedir.runtime.parameters.parameter_copies import make_parameter_like
 from schedir.runtime.stage_state import StageState
 

@@ -32,7 +32,7 @@ from schedir.runtime.offload.host_optimizer_state import (
 from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.runtime.offload.snapshot_copies import copy_pairs
 from schedir.runtime.offload.spill_file import SpillFile
-from schedir.runtime.parameters.mixed_precision import OptimizerLike
+from schedir.runtime.parameters.optimizer_inspection import OptimizerLike
 
 ErrorWrapper = Callable[[Exception], Exception]  # adds the instruction to an error
 

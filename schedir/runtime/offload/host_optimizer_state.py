@@ -26,13 +26,13 @@ from schedir.runtime.model_checks.step_isolation import (
 )
 from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob, LaneObserver
 from schedir.runtime.offload.snapshot_copies import copy_pairs
-from schedir.runtime.parameters.mixed_precision import (
-    MainOptimizer,
+from schedir.runtime.parameters.mixed_precision import MainOptimizer
+from schedir.runtime.parameters.optimizer_inspection import (
     OptimizerLike,
     has_step_hooks,
-    step_if_finite,
     unwrap_optimizer,
 )
+from schedir.runtime.parameters.step_skipping import step_if_finite
 
 
 class StateCopy(NamedTuple):

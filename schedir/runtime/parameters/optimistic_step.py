@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.model_checks.optimizer_requirements import require_known_optimizer
-from schedir.runtime.parameters.mixed_precision import unwrap_optimizer
+from schedir.runtime.parameters.optimizer_inspection import unwrap_optimizer
 from schedir.runtime.parameters.unvalidated_update_guard import (
     UnvalidatedUpdateGuard,
     list_optimizer_tables,

@@ -26,8 +26,8 @@ from schedir.runtime.model_checks.storage_references import StorageReferences
 from schedir.runtime.model_checks.tensor_fingerprint import compute_checksums
 from schedir.runtime.parameters.buckets import Bucket, ShardSpec
 from schedir.runtime.parameters.gradient_buffers import GradientBuffers
-from schedir.runtime.parameters.mixed_precision import (
-    MainOptimizer,
+from schedir.runtime.parameters.mixed_precision import MainOptimizer
+from schedir.runtime.parameters.optimizer_inspection import (
     find_optimizers,
     has_step_hooks,
     is_torch_optimizer,

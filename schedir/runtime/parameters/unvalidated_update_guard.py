@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
 from schedir.runtime.model_checks.tensor_fingerprint import compute_checksums, get_write_traces
-from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike, unwrap_optimizer
+from schedir.runtime.parameters.mixed_precision import LossScale
+from schedir.runtime.parameters.optimizer_inspection import OptimizerLike, unwrap_optimizer
 
 VALIDATE_HINT: Final = (
     "call executor.validate_last_update() on all ranks before you read or write weights"

@@ -1,1 +1,1 @@
-"""Measurements of a step: timestamps, live memory, progress of a GPU, and the first NaN."""
+"""Measurements of a step: timestamps, clock offsets, live memory, GPU progress, first NaN."""

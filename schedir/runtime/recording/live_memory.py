@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from schedir.ir.isa.table_schema import TIERS
 from schedir.runtime.executor import Executor
-from schedir.runtime.parameters.mixed_precision import MainOptimizer, unwrap_optimizer
+from schedir.runtime.parameters.mixed_precision import MainOptimizer
+from schedir.runtime.parameters.optimizer_inspection import unwrap_optimizer
 from schedir.runtime.rank_state import Call
 
 

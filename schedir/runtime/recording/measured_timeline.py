@@ -11,10 +11,10 @@ from schedir.errors import ModelError
 from schedir.predict.recorded_timeline import build_timeline
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
+from schedir.runtime.recording.clock_sync import measure_clock_offset
 from schedir.runtime.recording.recorder import read_step_times
-from schedir.transports.clock_sync import measure_clock_offset
-from schedir.transports.gloo import ProcessTransport
 from schedir.transports.json_collectives import gather_bytes
+from schedir.transports.process_transport import ProcessTransport
 
 
 def gather_timeline(executor: Executor, transport: ProcessTransport) -> Timeline | None:

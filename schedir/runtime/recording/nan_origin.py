@@ -28,12 +28,12 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.program import Program
 from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.executor import Executor
-from schedir.runtime.parameters.mixed_precision import are_finite
+from schedir.runtime.parameters.step_skipping import are_finite
 from schedir.runtime.rank_state import Call
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.step_inputs import Keywords, Microbatches
-from schedir.transports.gloo import ProcessTransport
 from schedir.transports.json_collectives import gather
+from schedir.transports.process_transport import ProcessTransport
 
 # The opcodes that produce the gradient of an update from the gradients of its microbatches.
 _REDUCTION_OPS = find_producers(Value.GRAD)

@@ -17,7 +17,7 @@ from schedir.ir.isa.instructions import (
     Value,
 )
 from schedir.ir.program import Program
-from schedir.runtime.boundaries.boundary_table import BoundaryTable
+from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable
 from schedir.runtime.rank_resources import RankResources, RankService
 from schedir.transports.transport import SlotKey, allocate_bytes
 

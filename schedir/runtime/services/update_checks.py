@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from schedir.runtime.autograd.preserved_state import PreservedState
-from schedir.runtime.parameters.mixed_precision import are_finite, step_if_finite
 from schedir.runtime.parameters.sharded_parameters import guard_shard_step
+from schedir.runtime.parameters.step_skipping import are_finite, step_if_finite
 from schedir.runtime.rank_resources import RankResources, RankService
 from schedir.runtime.rank_state import ProgramService, State
 
