@@ -220,8 +220,9 @@ class Cluster:
     def _find_ring(self, processes: GroupProcesses) -> _Ring:
         """Return the ring of a group. Raises UsageError if the group is invalid."""
         # The planner asks for the same few groups many thousand times.
-        is_hashable = isinstance(processes, int | tuple)
-        return _find_ring_cached(self, processes) if is_hashable else self._build_ring(processes)
+        if isinstance(processes, int | tuple):
+            return _find_ring_cached(self, processes)
+        return self._build_ring(processes)
 
     def _build_ring(self, processes: GroupProcesses) -> _Ring:
         group = np.arange(processes) if isinstance(processes, int) else np.array(processes)
