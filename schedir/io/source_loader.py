@@ -16,7 +16,7 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING
 
 from schedir.errors import CommandHint, SchedirError, UsageError, describe_exception
-from schedir.io.files import open_regular_file, read_text
+from schedir.io.files import is_perfetto_export, open_regular_file, read_text
 from schedir.io.timeline_file import TIMELINE_SUFFIX, load_timeline
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
@@ -126,6 +126,8 @@ def suggest_source(source: str) -> str:
         return hint
     if timeline := _find_timeline(source):
         return f"did you mean {timeline}?"
+    if isfile(source) and _is_trace(source) and is_perfetto_export(Path(source)):
+        return f"give the FILE.timeline or FILE.sched that was exported to {source}"
     if _is_trace(source):
         folder = source if isdir(source) else str(Path(source).parent)
         words = shlex.join(["schedir", "import", folder, "-o", "run.timeline"])

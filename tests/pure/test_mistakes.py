@@ -4,8 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from schedir import F, compile, from_text, planner, save_timeline, simulate, to_text, torch_csv
-from schedir.errors import DeadlockError, ParseError, UsageError
+from schedir import (
+    F,
+    compile,
+    from_text,
+    load_timeline,
+    planner,
+    save_timeline,
+    simulate,
+    to_text,
+    torch_csv,
+)
+from schedir.errors import DeadlockError, ParseError, TraceError, UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.schedules import get_built_in_schedules, suggest_schedules
 from schedir.training.config.config_file import read_config
@@ -49,6 +59,12 @@ def test_import_refuses_perfetto_export(capsys: pytest.CaptureFixture[str], name
     error = run_refused_command(capsys, "import", name, "-o", "x.timeline")
     assert f"{name} was written by schedir export --to perfetto" in error
     assert "hint: use the FILE.timeline or FILE.sched that was exported" in error
+    hint = f"that was exported to {name}"
+    assert f"hint: give the FILE.timeline or FILE.sched {hint}" in run_refused_command(
+        capsys, "explain", name
+    )
+    with pytest.raises(TraceError, match=f"hint: give the FILE.timeline {hint}"):
+        load_timeline(name)
 
 
 @pytest.mark.parametrize(
