@@ -6,6 +6,7 @@ import pytest
 
 from schedir import (
     F,
+    check,
     compile,
     from_text,
     load_timeline,
@@ -15,7 +16,7 @@ from schedir import (
     to_text,
     torch_csv,
 )
-from schedir.errors import DeadlockError, ParseError, TraceError, UsageError
+from schedir.errors import CompletenessError, DeadlockError, ParseError, TraceError, UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.schedules import get_built_in_schedules, suggest_schedules
 from schedir.training.config.config_file import read_config
@@ -166,6 +167,13 @@ def test_cut_off_program_file_gets_hint() -> None:
     with pytest.raises(ParseError, match="there is no instruction 'reduc'") as caught:
         from_text(text[: text.rindex("reduce_grads") + 5])
     assert caught.value.hint.endswith("the file may be cut off: its last line has no line break")
+
+
+def test_changed_microbatches_of_program_file_get_hint() -> None:
+    text = Path("mine.sched").read_text().replace("microbatches 2", "microbatches 8")
+    with pytest.raises(CompletenessError, match="stage 0 has 2 F for 8 microbatches") as caught:
+        check(from_text(text))
+    assert caught.value.hint == "set microbatches to 2, or compile the schedule again for 8"
 
 
 def test_rank_schedule_is_not_reversible() -> None:
