@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 import shlex
 import sys
+from collections.abc import Sequence
 from functools import cached_property, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from os import listdir
-from os.path import isdir, isfile  # Unlike Path.is_file, these allow names of any length.
+from os.path import exists, isdir, isfile  # Unlike Path.is_file, these allow names of any length.
 from pathlib import Path
 from traceback import extract_tb
 from types import FunctionType, ModuleType
@@ -110,6 +112,29 @@ def load_source(source: str) -> Schedule | Program:
             hint=suggest_source(source) or suggest_schedules(source, [*built_in]),
         )
     return built_in[source]
+
+
+def require_schedule_names(sources: Sequence[str]) -> None:
+    """Raise one error if several names of built-in schedules are wrong.
+
+    `load_source` raises the error for a single wrong name.
+
+    Args:
+        sources: The sources of a command. Names of files are not checked.
+
+    Raises:
+        UsageError: Several names are unknown.
+    """
+    built_in = [*get_built_in_schedules()]
+    unknown = [
+        name
+        for name in dict.fromkeys(sources)
+        if re.fullmatch(r"[\w-]+", name) and name not in built_in and not exists(name)
+    ]
+    if len(unknown) > 1:
+        hints = [f"{name}: {suggest_schedules(name, built_in)}" for name in unknown]
+        names = ", ".join(map(repr, unknown))
+        raise UsageError(f"there are no built-in schedules {names}", hint="; ".join(hints))
 
 
 def suggest_source(source: str) -> str:

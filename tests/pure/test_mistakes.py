@@ -181,6 +181,13 @@ def test_rank_schedule_is_not_reversible() -> None:
         reversed(3 * F)
 
 
+@pytest.mark.parametrize("command", ["compare", "draw"])
+def test_all_wrong_names_are_reported(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    error = run_refused_command(capsys, command, "gpipe", "1f1b", "zb-h1", "mine.sched")
+    assert "there are no built-in schedules '1f1b', 'zb-h1'" in error
+    assert "hint: 1f1b: did you mean 'one_f_one_b'?; zb-h1: did you mean 'zb_h1'?" in error
+
+
 def test_setting_without_set_option_gets_hint(capsys: pytest.CaptureFixture[str]) -> None:
     error = run_refused_command(capsys, "train", "mine.toml", "train.steps=3")
     assert "hint: --set train.steps=3" in error
