@@ -191,7 +191,7 @@ def _open_directory(args: argparse.Namespace) -> CheckpointDirectory:
     steps = folder.list_steps()
     if steps and args.step in (None, *steps):
         return folder
-    hint = ""
+    hint = "give the folder that train.checkpoint_dir names" if args.step is None else ""
     if steps:
         first = f"{len(steps) - 8} older, " if len(steps) > 8 else ""
         hint = f"the steps are {first}{join_words([str(step) for step in steps[-8:]])}"

@@ -31,6 +31,7 @@ from schedir.commands.common.timeline_facts import (
     describe_costs,
 )
 from schedir.errors import MemoryLimitError, UsageError, format_bytes
+from schedir.io.source_loader import require_schedule_names
 from schedir.io.terminal_output import format_json, format_table
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def run(args: argparse.Namespace) -> str:
         require_no_chart_options(args, "a table")
     elif args.tradeoff:
         require_no_chart_options(args, "a chart of bubble against memory")
+    require_schedule_names(args.source)
     requests = [make_request(args, source, for_comparison=True) for source in args.source]
     requests, warning = use_times_of_run(requests)
     require_unsharded_stages(requests)

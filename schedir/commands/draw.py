@@ -16,6 +16,7 @@ from schedir.commands.common.least_memory import describe_request_memory
 from schedir.commands.common.schedule_options import add_compile_options, add_source, make_request
 from schedir.commands.common.timeline_facts import describe_costs
 from schedir.errors import UsageError
+from schedir.io.source_loader import require_schedule_names
 
 if TYPE_CHECKING:
     from schedir.io.program_request import Request
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace) -> str:
         require_no_chart_options(
             args, "a page" if page else "an idle map" if args.idle_map else "a text chart"
         )
+    require_schedule_names(args.source)
     requests = [make_request(args, source) for source in args.source]
     timelines = [request.timeline for request in requests]
     if args.output is None:

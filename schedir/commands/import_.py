@@ -100,6 +100,13 @@ def _import_csv(args: argparse.Namespace, source: str) -> str:
     from schedir.io.source_loader import Source
     from schedir.ir.text_format import to_text
 
+    if args.output.endswith(".timeline"):
+        program_file = Path(args.output).with_suffix(".sched")
+        raise UsageError(
+            f"-o {args.output}: a CSV contains no times, so its import is a program, not a run",
+            hint=f"first schedir import {source} -o {program_file}, then schedir simulate "
+            f"{program_file} -o {args.output}",
+        )
     require_suffix(args.output, "the file of a program", ".sched")
     text = read_text(source)
     try:

@@ -20,6 +20,7 @@ from schedir.commands.common.schedule_options import (
     format_shape_options,
     parse_count,
     parse_number,
+    require_size_units,
 )
 from schedir.commands.common.schedule_ranking import (
     Excess,
@@ -239,6 +240,7 @@ def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
             fields=["max_in_flight"],
         )
     options = {f.name: getattr(shape, f.name) for f in SHAPE_FIELDS}
+    require_size_units(args.sizes, args.memory_limit)
     sizes = args.sizes or (None if run is None else run.sizes)
     request = Request(
         Source(""), options, options, costs=costs, sizes=sizes, memory_limit=args.memory_limit

@@ -255,7 +255,11 @@ def _read_dump_file(path: str) -> dict[str, Any]:
             raise TraceError("the file is empty")
         file_format = "pickle" if data[:1] == b"\x80" else "json"
         if file_format == "json" and data.lstrip()[:1] != b"{":
-            raise TraceError("this is not a flight recorder dump: it is neither JSON nor a pickle")
+            raise TraceError(
+                "this is not a flight recorder dump: it is neither JSON nor a pickle",
+                hint="give the files that TORCH_FR_DUMP_TEMP_FILE names, one for each rank; "
+                "docs/how-to/find-a-hang.md shows how to record them",
+            )
         max_bytes = MAX_BYTES[file_format]
         is_too_large = os.fstat(file.fileno()).st_size > max_bytes
         if (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 import stat
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from glob import glob
@@ -15,6 +17,7 @@ from schedir.errors import UsageError, describe, format_bytes
 
 MAX_TEXT_BYTES: Final = 2**28  # bytes of a text file: a larger one is probably a mistake
 _READ_SIZE: Final = 2**20  # bytes of one read, so that memory grows only with the bytes that exist
+_EXPORT_HEADER_BYTES: Final = 4096  # The facts of an export are within its first bytes.
 _SPECIAL_FILE_KINDS: Final = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -178,6 +181,19 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     finally:
         if temporary.is_file() and temporary != target:
             temporary.unlink()
+
+
+def is_perfetto_export(path: Path) -> bool:
+    """Return whether a file has the facts that `schedir.io.perfetto` writes at its beginning.
+
+    Args:
+        path: A regular file, which is read with gzip if its name ends in .gz.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return b'"microseconds_per_unit":' in file.read(_EXPORT_HEADER_BYTES)
+    except (OSError, EOFError, zlib.error):  # The file is not readable, or not compressed.
+        return False
 
 
 # Suffix of a file -> the command that writes such files.

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import ast
+import re
 import shlex
 import sys
+from collections.abc import Sequence
 from functools import cached_property, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from os import listdir
-from os.path import isdir, isfile  # Unlike Path.is_file, these allow names of any length.
+from os.path import exists, isdir, isfile  # Unlike Path.is_file, these allow names of any length.
 from pathlib import Path
 from traceback import extract_tb
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING
 
 from schedir.errors import CommandHint, SchedirError, UsageError, describe_exception
-from schedir.io.files import open_regular_file, read_text
+from schedir.io.files import is_perfetto_export, open_regular_file, read_text
 from schedir.io.timeline_file import TIMELINE_SUFFIX, load_timeline
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
@@ -112,6 +114,29 @@ def load_source(source: str) -> Schedule | Program:
     return built_in[source]
 
 
+def require_schedule_names(sources: Sequence[str]) -> None:
+    """Raise one error if several names of built-in schedules are wrong.
+
+    `load_source` raises the error for a single wrong name.
+
+    Args:
+        sources: The sources of a command. Names of files are not checked.
+
+    Raises:
+        UsageError: Several names are unknown.
+    """
+    built_in = [*get_built_in_schedules()]
+    unknown = [
+        name
+        for name in dict.fromkeys(sources)
+        if re.fullmatch(r"[\w-]+", name) and name not in built_in and not exists(name)
+    ]
+    if len(unknown) > 1:
+        hints = [f"{name}: {suggest_schedules(name, built_in)}" for name in unknown]
+        names = ", ".join(map(repr, unknown))
+        raise UsageError(f"there are no built-in schedules {names}", hint="; ".join(hints))
+
+
 def suggest_source(source: str) -> str:
     """Return a hint for a name that `load_source` does not accept, or an empty string.
 
@@ -126,6 +151,8 @@ def suggest_source(source: str) -> str:
         return hint
     if timeline := _find_timeline(source):
         return f"did you mean {timeline}?"
+    if isfile(source) and _is_trace(source) and is_perfetto_export(Path(source)):
+        return f"give the FILE.timeline or FILE.sched that was exported to {source}"
     if _is_trace(source):
         folder = source if isdir(source) else str(Path(source).parent)
         words = shlex.join(["schedir", "import", folder, "-o", "run.timeline"])

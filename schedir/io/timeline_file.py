@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import InstructionSite, SchedirError, TraceError, UsageError
-from schedir.io.files import atomic_write, open_regular_file
+from schedir.io.files import atomic_write, is_perfetto_export, open_regular_file
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.input_trust import RAISE_LIMIT_HINT, get_max_file_instructions
 from schedir.ir.isa.instructions import Lane
@@ -176,7 +176,10 @@ def load_timeline(path: str | Path) -> Timeline:
             elif first_bytes.startswith((b"{", b"[", b"\x1f\x8b")):
                 name = Path(path).stem
                 hint = (
-                    f"schedir import FOLDER -o {name}.timeline reads torch.profiler traces (.json)"
+                    f"give the FILE.timeline that was exported to {path}"
+                    if is_perfetto_export(Path(path))
+                    else f"schedir import FOLDER -o {name}.timeline reads torch.profiler traces "
+                    "(.json)"
                 )
             raise TraceError(fact, hint=hint) from None
 

@@ -107,7 +107,8 @@ class Executor:
             gradient is detached before it goes to the next stage. An input that a stage does not
             use gets a gradient of zeros.
         optimizer: The optimizer of the local parameters. Its `step` runs at OptimizerStep, after
-            clipping. By default the weights do not change.
+            clipping. Do not also call `optimizer.step()` after `step`: that call would be a second
+            update from the same gradients. By default the weights do not change.
         gradients: The options of gradients: their clipping, their scale, and their accumulation. By
             default the largest norm is 1.0, if the program clips gradients.
         seed: The seed of the random numbers that modules draw from torch's default generators.

@@ -119,7 +119,7 @@ class InProcessExecutor:
         execution: ExecutionOptions = ExecutionOptions(),
     ) -> None:
         program = require_program(program)
-        make_optimizer = require_factory(optimizer, "the optimizer", "optimizer=torch.optim.AdamW")
+        make_optimizer = require_factory(optimizer, "the optimizer", _suggest_optimizer(optimizer))
         if (program.tp, program.dp) != (1, 1):
             raise ModelError(
                 f"InProcessExecutor needs a program with tp 1 and dp 1, not tp {program.tp} and "
@@ -475,6 +475,18 @@ def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
                 yield rank, next_position - int(program.offsets[rank])
                 is_issued[next_position] = has_progressed = True
                 next_positions[rank] += 1
+
+
+def _suggest_optimizer(optimizer: object) -> str:
+    """Return an example of the argument `optimizer`, with the class and the learning rate given."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return "optimizer=torch.optim.AdamW"
+    name = type(optimizer).__name__
+    if hasattr(torch.optim, name):
+        name = f"torch.optim.{name}"
+    learning_rate = optimizer.defaults.get("lr")
+    option = f", lr={learning_rate:g}" if isinstance(learning_rate, float) else ""
+    return f"optimizer=lambda parameters: {name}(parameters{option})"
 
 
 def _create_optimizer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import ScheduleError
 from schedir.schedules.schedule_algebra import (
     EMPTY,
@@ -83,6 +84,9 @@ def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
 
 
 @with_placement("loop")
+@explain_wrong_calls(
+    "compile(functools.partial(schedules.interleaved, group=4), ranks=4, microbatches=8)"
+)
 def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> RankSchedule:
     """Run interleaved 1F1B: v stages per rank, placed in a loop.
 

@@ -63,9 +63,10 @@ class Schedule(CheckedRuntime):
     first step, schedir proves that the program is complete and cannot deadlock under the progress
     model of the stages' process group (`program_selection.get_progress_model`).
 
-    `step` and `eval` work as in torch. Both methods take complete batches or microbatches
-    (`arg_mbs`, `kwarg_mbs` and `target_mbs`, a list each). `eval` runs only the forwards of the
-    program.
+    `step` and `eval` work as in torch. `step` adds gradients, and updates no weights, even if the
+    program has optimizer steps. Call `optimizer.step()` once after each `step`. `step` and `eval`
+    take complete batches or microbatches (`arg_mbs`, `kwarg_mbs` and `target_mbs`, a list each).
+    `eval` runs only the forwards of the program.
 
     Stages may be wrapped by `fully_shard` or by DistributedDataParallel. Gradients are reduced once
     per step, after all full and split backwards have added to them. Gradients of tied weights are

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,13 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from schedir.errors import TraceError, UsageError
-from schedir.io.files import expand_paths
+from schedir.io.files import expand_paths, is_perfetto_export
 from schedir.traces.kineto import Trace, read_trace
 
 FILE_PATTERNS: Final = ("*.json", "*.json.gz")
 # Bytes. Larger inputs are read in several processes, and the command shows its progress.
 PARALLEL_READ_BYTES: Final = 2**26
-_EXPORT_HEADER_BYTES: Final = 4096  # A Perfetto export has its metadata within these first bytes.
 
 
 def find_trace_files(sources: Iterable[str | Path]) -> list[Path]:
@@ -84,7 +82,7 @@ def read_traces(
             on_read(path)
     if not any(trace.instruction_ranges for trace in traces):
         for path in files:
-            if _is_perfetto_export(path):
+            if is_perfetto_export(path):
                 raise TraceError(
                     f"{path} was written by schedir export --to perfetto, and cannot be imported: "
                     "it contains no profiler ranges",
@@ -99,12 +97,6 @@ def read_traces(
             "DeepSpeed, to add the ranges",
         )
     return traces
-
-
-def _is_perfetto_export(path: Path) -> bool:
-    """Return whether a file begins with the metadata that `schedir.io.perfetto` writes."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        return b'"microseconds_per_unit":' in file.read(_EXPORT_HEADER_BYTES)
 
 
 def _count_cores() -> int:

@@ -544,7 +544,7 @@ class SharedMemoryTransport(ProcessTransport):
                 "transport 'shared_memory' needs a slot for each message, but the program shares "
                 "slots",
                 program=program.name,
-                hint='transport = "gloo"',
+                hint='GlooTransport(program); in a configuration, transport = "gloo"',
             )
         return super().describe_missing_channels(program)
 

@@ -294,10 +294,17 @@ def _require_compute(inspector: Inspector) -> None:
     if not has_forward.all():
         key = int((~has_forward).argmax())
         stage, microbatches = inspector.stage[key], inspector.shape.microbatches
-        forwards = int(has_forward.reshape(-1, microbatches)[stage].sum())
+        forwards_by_stage = has_forward.reshape(-1, microbatches).sum(axis=1)
+        forwards = int(forwards_by_stage[stage])
+        # If all stages lack the same number, `microbatches` is probably wrong.
+        hint = (
+            f"set microbatches to {forwards}, or compile the schedule again for {microbatches}"
+            if forwards and (forwards_by_stage == forwards).all()
+            else ""
+        )
         plural = "es" * (microbatches > 1)
         reason = f": stage {stage} has {forwards} F for {microbatches} microbatch{plural}"
-        inspector.refuse_missing(FORWARD, key, reason)
+        inspector.refuse_missing(FORWARD, key, reason, hint=hint)
     if not inspector.program.has_backward:
         return
     ix, is_frozen = inspector.index, inspector.stage < inspector.program.frozen_stages

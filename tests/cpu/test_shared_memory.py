@@ -299,4 +299,5 @@ def request_shared_slots(rank: int) -> str:
 
 
 def test_shared_slots_are_refused() -> None:
-    assert run(request_shared_slots, 2) == ['transport = "gloo"'] * 2
+    hint = 'GlooTransport(program); in a configuration, transport = "gloo"'
+    assert run(request_shared_slots, 2) == [hint] * 2

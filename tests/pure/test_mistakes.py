@@ -4,8 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from schedir import F, compile, from_text, planner, save_timeline, simulate, to_text, torch_csv
-from schedir.errors import DeadlockError, ParseError, UsageError
+from schedir import (
+    F,
+    check,
+    compile,
+    from_text,
+    load_timeline,
+    planner,
+    save_timeline,
+    simulate,
+    to_text,
+    torch_csv,
+)
+from schedir.errors import CompletenessError, DeadlockError, ParseError, TraceError, UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.schedules import get_built_in_schedules, suggest_schedules
 from schedir.training.config.config_file import read_config
@@ -49,6 +60,12 @@ def test_import_refuses_perfetto_export(capsys: pytest.CaptureFixture[str], name
     error = run_refused_command(capsys, "import", name, "-o", "x.timeline")
     assert f"{name} was written by schedir export --to perfetto" in error
     assert "hint: use the FILE.timeline or FILE.sched that was exported" in error
+    hint = f"that was exported to {name}"
+    assert f"hint: give the FILE.timeline or FILE.sched {hint}" in run_refused_command(
+        capsys, "explain", name
+    )
+    with pytest.raises(TraceError, match=f"hint: give the FILE.timeline {hint}"):
+        load_timeline(name)
 
 
 @pytest.mark.parametrize(
@@ -152,9 +169,23 @@ def test_cut_off_program_file_gets_hint() -> None:
     assert caught.value.hint.endswith("the file may be cut off: its last line has no line break")
 
 
+def test_changed_microbatches_of_program_file_get_hint() -> None:
+    text = Path("mine.sched").read_text().replace("microbatches 2", "microbatches 8")
+    with pytest.raises(CompletenessError, match="stage 0 has 2 F for 8 microbatches") as caught:
+        check(from_text(text))
+    assert caught.value.hint == "set microbatches to 2, or compile the schedule again for 8"
+
+
 def test_rank_schedule_is_not_reversible() -> None:
     with pytest.raises(TypeError, match="not reversible"):
         reversed(3 * F)
+
+
+@pytest.mark.parametrize("command", ["compare", "draw"])
+def test_all_wrong_names_are_reported(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    error = run_refused_command(capsys, command, "gpipe", "1f1b", "zb-h1", "mine.sched")
+    assert "there are no built-in schedules '1f1b', 'zb-h1'" in error
+    assert "hint: 1f1b: did you mean 'one_f_one_b'?; zb-h1: did you mean 'zb_h1'?" in error
 
 
 def test_setting_without_set_option_gets_hint(capsys: pytest.CaptureFixture[str]) -> None:

@@ -385,6 +385,10 @@ def test_imported_names_are_not_listed_as_schedules(
         ("check gpipe --progress-model nccl", "--progress-model must be one of per_edge"),
         ("recommend --memory-limit 40GB", "--memory-limit needs sizes"),
         ("search --memory-limit 40GB", "--memory-limit needs sizes"),
+        (
+            "recommend --memory-limit 40GB --sizes saved=1.2,params=2",
+            "--sizes params=2 is 2 B, and --memory-limit is 40 GB",
+        ),
     ],
 )
 def test_errors_name_the_option(

@@ -151,6 +151,7 @@ def test_wrong_counts_are_refused(
         ("print gpipe --costs F=nan", "F"),
         ("print gpipe --costs F=1:2", "4 stages"),
         ("print f.sched --ranks 8", "f.sched has ranks 4, not 8"),
+        ("check f.sched --ranks 8", "leave out --ranks, or compile the schedule again"),
         ("check f.sched --microbatches 9", "microbatches 8"),
         ("simulate f.sched --stages-per-rank 2", "--stages-per-rank"),
         ("draw f.sched --placement vee -o x.png", "placement loop"),

@@ -118,6 +118,15 @@ def test_dir_lists_public_names(module: ModuleType) -> None:
     assert {*module.__all__} <= {*dir(module)}
 
 
+def test_call_of_schedule_with_options_only_is_refused() -> None:
+    interleaved: Any = schedir.schedules.interleaved
+    with pytest.raises(UsageError, match="interleaved needs r, P, m and v") as caught:
+        interleaved(group=2)
+    assert "functools.partial(schedules.interleaved, group=4)" in caught.value.hint
+    with pytest.raises(UsageError, match=r"no argument 'groups'\n.*did you mean 'group'"):
+        interleaved(groups=2)
+
+
 def test_schedule_string_with_options_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
         schedir.compile("interleaved(group=4)", shape)

@@ -72,7 +72,7 @@ def test_command_checks_once(
     ["simulate f.sched --progress-model per_edge", "draw f.sched --progress-model per_edge",
      "print f.sched",
      "export f.sched --progress-model per_edge --to torch -o x.csv",
-     "simulate f.sched --progress-model per_edge --sizes saved=1 --memory-limit 1GB"],
+     "simulate f.sched --progress-model per_edge --sizes saved=1MB --memory-limit 1GB"],
 )  # fmt: skip
 def test_program_file_is_checked_once(
     argv: str, capsys: pytest.CaptureFixture[str], check_calls: list[tuple[str, str]]

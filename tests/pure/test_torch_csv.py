@@ -329,6 +329,7 @@ def test_wrong_export_and_import_arguments_are_refused(
     for argv, says in [
         ("import missing.csv -o x.sched", "missing.csv"),
         ("import good.csv -o x.csv", ".sched"),
+        ("import good.csv -o x.timeline", "hint: first schedir import good.csv -o x.sched, then"),
         ("import good.csv", "-o"),
         ("import bad.csv -o x.sched", "row 2, column 2"),
         ("import bad.csv -o x.sched", "in bad.csv"),

@@ -9,11 +9,13 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from schedir.analysis.progress_models import MODELS
 from schedir.commands.common.program_options import PROGRAM_OPTIONS, add_program_options
-from schedir.errors import SchedirError, ShapeError, UsageError
+from schedir.errors import SchedirError, ShapeError, UsageError, format_bytes
 from schedir.io.cluster_file import load_cluster
 from schedir.io.files import read_text
 from schedir.io.option_spelling import FIELDS_WITH_FLAGS, option_name, option_words
@@ -34,6 +36,9 @@ SOURCE_HELP = (
 )
 # The default shape is small, so that users can read the output.
 DEFAULT_RANKS, MICROBATCHES_PER_RANK = 4, 2
+# Sizes below these bytes and below this share of the memory limit probably lack their unit.
+_MIN_PLAUSIBLE_SIZE: Final = 1000
+_MIN_PLAUSIBLE_SHARE: Final = 1e-6
 _COSTS_HELP = (
     "times of instructions: F=1,B=2,send=0.1; ':' separates stages (F=1:1:2), '/' separates "
     "microbatches (F=10/20 for all stages, F=10/20:30/40 for two stages); @FILE reads them from a "
@@ -322,6 +327,7 @@ def make_request(args: argparse.Namespace, source: str, **extra_fields: Any) -> 
     Raises:
         UsageError: The cluster file or the progress model is invalid.
     """
+    require_size_units(args.sizes, args.memory_limit)
     values = {f.name: getattr(args, f.name, None) for f in HEADER_FIELDS}
     specified = {name: value for name, value in values.items() if value is not None}
     ranks = specified.get("ranks", DEFAULT_RANKS)
@@ -344,6 +350,29 @@ def make_request(args: argparse.Namespace, source: str, **extra_fields: Any) -> 
         make_conflict_error=_make_conflict_error,
         **extra_fields,
     )
+
+
+def require_size_units(sizes: Sizes | None, memory_limit: float | None) -> None:
+    """Raise UsageError if the sizes probably lack their units.
+
+    Args:
+        sizes: The sizes of `--sizes`.
+        memory_limit: The bytes of `--memory-limit`.
+    """
+    if sizes is None or memory_limit is None:
+        return
+    largest_sizes = {
+        f.name: float(np.max(size)) for f in fields(sizes) if (size := getattr(sizes, f.name))
+    }
+    name = max(largest_sizes, key=largest_sizes.__getitem__, default="")
+    size = largest_sizes.get(name, 0.0)
+    if 0 < size < _MIN_PLAUSIBLE_SIZE and size <= memory_limit * _MIN_PLAUSIBLE_SHARE:
+        raise UsageError(
+            f"--sizes {name}={size:g} is {format_bytes(size)}, and --memory-limit is "
+            f"{format_bytes(memory_limit)}: the sizes probably lack their unit",
+            hint=f"--sizes {name}={size:g}GB",
+            fields=["sizes"],
+        )
 
 
 def _read_cluster(path: str) -> Cluster:
@@ -389,7 +418,9 @@ def format_shape_options(
 def _make_conflict_error(source: str, field: Field, actual: str, specified: str) -> UsageError:
     return UsageError(
         f"{source} has {field.name} {actual}, not {specified}",
-        hint=f"leave out {option_name(field.name)}",
+        hint=f"leave out {option_name(field.name)}, or compile the schedule again"
+        if source.endswith(".sched")
+        else f"leave out {option_name(field.name)}",
         fields=[field.name],
     )
 
