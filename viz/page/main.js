@@ -344,7 +344,7 @@ async function showData(next) {
     made.onclick = () => selectRuns(k);
     return made;
   }));
-  Object.assign(state, { chosen: null, gap: null, hover: null, chain: [], exchanged: NO_EXCHANGE });
+  Object.assign(state, { chosen: null, gap: null, hover: null, cursor: null, chain: [], exchanged: NO_EXCHANGE });
   $("tip").hidden = true;
   view.shown = runs;
   ratio = 0; // `resize` then computes colours and sizes again

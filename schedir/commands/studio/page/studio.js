@@ -24,12 +24,12 @@ const GROUPS = [
   ["Costs", [
     ...COMPUTES.map((name) => [name, { F: "F forward", B: "B backward", I: "I input", W: "W weights" }[name], "range", [0, 4, 0.05]]),
     ["send", "message", "range", [0, 2, 0.05]],
-    ["factors", "uneven", "text", [], "factor per stage: 1:1:2"],
+    ["factors", "uneven", "text", [], "by stage: 1:1:2"],
     ["other_costs", "other costs", "text", [], "step=1,R=1"],
   ]],
   ["Memory", [
-    ["saved", "activations", "text", [], "per microbatch: 1GB"],
-    ["other_sizes", "other sizes", "text", [], "params=2GB,activation=16MB"],
+    ["saved", "activations", "text", [], "1GB"],
+    ["other_sizes", "other sizes", "text", [], "params=2GB"],
     ["memory_limit", "rank limit", "text", [], "40GB"],
     ["recompute", "recompute", "text", ["all", "half", "fit"], "none"],
     ["offload", "offload", "text", ["all", "half", "fit"], "none"],
@@ -39,7 +39,7 @@ const GROUPS = [
     ["dp", "replicas", "text", [], "1"],
     ["progress_model", "progress", "select", ["", ...SETUP.progress_models], "per_device"],
     ["overlap", "overlap", "check"],
-    ["more", "options", "text", [], "tp=2 clip_grad_norm"],
+    ["more", "options", "text", [], "tp=2"],
   ]],
 ];
 const LABELS = Object.fromEntries(GROUPS.flatMap(([, list]) => list));
@@ -73,7 +73,9 @@ function readState({ options }) {
 // A cost, multiplied by the factors of the stages.
 function timesFactors(text, factors) {
   const own = text.split(":"), all = factors.split(":");
-  if (own.some((x) => x.trim() === "" || isNaN(x)) || all.some((x) => x.trim() === "" || isNaN(x))) return text;
+  const hasOther = (list) => list.some((x) => x.trim() === "" || isNaN(x));
+  if (hasOther(own)) return text;
+  if (hasOther(all)) return factors; // so that the answer is an error
   return all.map((factor, k) => +(own[own.length > 1 ? k : 0] * factor).toPrecision(9)).join(":");
 }
 
@@ -258,14 +260,22 @@ function updateControls() {
   inputs.stages_per_rank.placeholder = inputs.stages_per_rank.value || !answer.ranks ? "" : `${answer.stages / answer.ranks}`;
 }
 
+// Return the names of the controls whose texts an error is about.
+function findControls({ kind, fact, fields }) {
+  const all = { CostsError: ["costs"], MemoryLimitError: ["memory_limit"] }[kind] || (fact.startsWith("-O: ") ? ["more"] : fields);
+  const words = new Set(fact.split(/\W+/)), has = (name) => words.has(name);
+  return all.flatMap((field) => {
+    if (!["costs", "sizes"].includes(field)) return field in inputs ? [field] : field in SETUP.help ? ["more"] : [];
+    const own = field === "costs" ? [...COMPUTES, "send"] : ["saved"], rest = `other_${field}`;
+    const named = own.filter((name) => inputs[name].value && has(name));
+    if (splitFields(inputs[rest].value).some(([name]) => has(name))) return [rest];
+    return named.length ? [...named, ...(field === "costs" && inputs.factors.value ? ["factors"] : [])] : [...own, ...(field === "costs" ? ["factors"] : []), rest];
+  });
+}
+
 function showProblem(error, stale = !!error && !error.is_refused) {
-  const bar = $("problem"), fields = !error ? [] : error.kind === "CostsError" ? ["costs"] : error.fields;
-  for (const [name, input] of Object.entries(inputs)) {
-    const own = { costs: [...COMPUTES, "send", "factors", "other_costs"], sizes: ["saved", "other_sizes"] };
-    const bad = fields.includes(name) || (error && Object.entries(own).some(([field, names]) => fields.includes(field) && names.includes(name)
-      && (new RegExp(`\\b${name}\\b`).test(error.fact) || (field === "sizes") === (name === "saved"))));
-    input.setAttribute("aria-invalid", !!bad);
-  }
+  const bar = $("problem"), bad = new Set(error ? findControls(error) : []);
+  for (const [name, input] of Object.entries(inputs)) input.setAttribute("aria-invalid", bad.has(name));
   bar.hidden = !error;
   setStale(stale);
   if (!error) return bar.replaceChildren();
