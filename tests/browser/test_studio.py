@@ -227,6 +227,9 @@ def test_code_runs_and_errors_have_lines(studio: Opener) -> None:
     browser = studio()
     press(browser, "code-tab")
     assert "def mine(" in get_value(browser, "editor")
+    type_code(browser, " ")
+    press(browser, "run-code")
+    assert "The editor is empty" in get_text(browser, "code-message")
 
     def write(code: str) -> None:
         run_code(browser, code)
@@ -382,6 +385,19 @@ def test_address_restores_state_without_running_code(studio: Opener) -> None:
     assert "This is zb_v" in get_text(browser, "verdict") and get_value(browser, "editor") == CODE
     wait_for_answer(browser, lambda: press(browser, "run-code"))
     assert "mine, predicted: 2 ranks" in get_text(browser, "summary")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["{", "null", "[]", "5", '{"options": null}', '{"options": []}', '{"options": {"costs": 5}}',
+     '{"options": {"sizes": {}}}', '{"options": {}, "code": 5}'],
+)  # fmt: skip
+def test_address_without_valid_state_is_reported(studio: Opener, address: str) -> None:
+    browser = studio(address=f"#{address}")
+    browser.until(lambda: "no valid state" in get_text(browser, "problem"))
+    assert "This is one_f_one_b" in get_text(browser, "verdict")
+    enter(browser, "control-ranks", "2")
+    assert get_text(browser, "problem") == "" and "2 ranks" in get_text(browser, "summary")
 
 
 def test_two_schedules_have_linked_cursors(studio: Opener) -> None:

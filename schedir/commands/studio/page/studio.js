@@ -46,6 +46,7 @@ const LABELS = Object.fromEntries(GROUPS.flatMap(([, list]) => list));
 const SHAPE = ["schedule", "ranks", "microbatches", "stages_per_rank", "placement"];
 const PREDICTION = ["other", ...COMPUTES, "send", "factors", "other_costs", "saved", "other_sizes", "memory_limit", "progress_model"];
 const TABS = { controls: "Controls", code: "Code", ...(SETUP.challenges.length ? { challenges: "Challenges" } : {}) };
+const WRONG_ADDRESS = { fact: "The address contains no valid state, so the page shows the first state of the studio.", hint: "", fields: [], sites: [], picture: "" };
 const FROM_TIMELINE = "Replace the code by the order of the timeline";
 const SOLVED = "schedir-solved"; // the key of the solved challenges in the browser's storage
 const inputs = {}, sliders = {}, solved = readSolved();
@@ -376,6 +377,7 @@ function showCode(error, state) {
 const describeCode = () => (editor.value === shownState.code ? "The timeline shows this code." : "Run shows the timeline of this code.");
 
 function runCode() {
+  if (!editor.value.trim()) $("code-message").textContent = "The editor is empty: write a function of (rank, ranks, microbatches).";
   if (!editor.value.trim() || $("run-code").disabled) return;
   const same = shownState.code && editor.value === SETUP.state.code;
   const state = { ...writeState(), code: editor.value, program: "", run: false, function: same ? SETUP.state.function : "" };
@@ -748,9 +750,9 @@ function buildPanel() {
 function readAddress() {
   if (location.hash.length < 2) return null;
   try {
-    const state = JSON.parse(decodeURIComponent(location.hash.slice(1)));
-    if (typeof state.options !== "object") return null;
-    return state;
+    const state = JSON.parse(decodeURIComponent(location.hash.slice(1))), { options, code = "" } = state;
+    const isObject = typeof options === "object" && !Array.isArray(options);
+    return isObject && [code, ...Object.values(options)].every((text) => typeof text === "string") ? state : null;
   } catch { return null; }
 }
 
@@ -769,6 +771,6 @@ function beginStudio() {
     shownState = given;
     committedState = JSON.stringify(given);
     requestState(given).then(() => { if (code) { $("code-message").textContent = "This code is from the address. Read it, then press Run."; numberLines(); } });
-  } else showAnswer(SETUP.answer, shownState);
+  } else showAnswer(SETUP.answer, shownState).then(() => { if (!given && location.hash.length > 1) showProblem(WRONG_ADDRESS, false); });
 }
 beginStudio();
