@@ -140,9 +140,9 @@ def _make_state(args: argparse.Namespace) -> tuple[StudioState, Source | None]:
 
     For other sources, the second result is None.
     """
-    from schedir.commands.common.program_options import option_name
     from schedir.commands.studio.state import StudioState, applies_to
     from schedir.io.files import read_text
+    from schedir.io.option_spelling import option_name
     from schedir.io.source_loader import Source
 
     options = read_options(args.command_words)
