@@ -151,11 +151,9 @@ def _make_state(args: argparse.Namespace) -> tuple[StudioState, Source | None]:
     loaded = source.schedule_or_program  # Raises an error if the file is wrong.
     for name in options:
         if not applies_to(name, loaded):
-            raise UsageError(
-                f"{option_name(name)} does not apply to {args.source}, whose program defines it",
-                hint=f"leave out {option_name(name)}",
-                fields=[name],
-            )
+            flag = option_name(name)
+            fact = f"{flag} does not apply to {args.source}, whose program defines it"
+            raise UsageError(fact, hint=f"leave out {flag}", fields=[name])
     if source.timeline is not None:
         return StudioState(run=True, options=options), source
     if colon and path.endswith(".py"):

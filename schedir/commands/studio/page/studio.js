@@ -73,10 +73,8 @@ function readState({ options }) {
 
 // A cost, multiplied by the factors of the stages.
 function timesFactors(text, factors) {
-  const own = text.split(":"), all = factors.split(":");
-  const hasOther = (list) => list.some((x) => x.trim() === "" || isNaN(x));
-  if (hasOther(own)) return text;
-  if (hasOther(all)) return factors; // so that the answer is an error
+  const own = text.split(":"), all = factors.split(":"), hasOther = (list) => list.some((x) => x.trim() === "" || isNaN(x));
+  if (hasOther(own) || hasOther(all)) return hasOther(own) ? text : factors; // wrong factors: the answer is an error
   return all.map((factor, k) => +(own[own.length > 1 ? k : 0] * factor).toPrecision(9)).join(":");
 }
 
@@ -263,14 +261,11 @@ function updateControls() {
 
 // Return the names of the controls whose texts an error is about.
 function findControls({ kind, fact, fields }) {
-  const all = { CostsError: ["costs"], MemoryLimitError: ["memory_limit"] }[kind] || (fact.startsWith("-O: ") ? ["more"] : fields);
-  const words = new Set(fact.split(/\W+/)), has = (name) => words.has(name);
+  const all = { CostsError: ["costs"], MemoryLimitError: ["memory_limit"] }[kind] || (fact.startsWith("-O: ") ? ["more"] : fields), words = new Set(fact.split(/\W+/)), has = (name) => words.has(name);
   return all.flatMap((field) => {
     if (!["costs", "sizes"].includes(field)) return field in inputs ? [field] : field in SETUP.help ? ["more"] : [];
-    const own = field === "costs" ? [...COMPUTES, "send"] : ["saved"], rest = `other_${field}`;
-    const named = own.filter((name) => inputs[name].value && has(name));
-    if (splitFields(inputs[rest].value).some(([name]) => has(name))) return [rest];
-    return named.length ? [...named, ...(field === "costs" && inputs.factors.value ? ["factors"] : [])] : [...own, ...(field === "costs" ? ["factors"] : []), rest];
+    const own = field === "costs" ? [...COMPUTES, "send"] : ["saved"], rest = `other_${field}`, named = own.filter((name) => inputs[name].value && has(name));
+    return splitFields(inputs[rest].value).some(([name]) => has(name)) ? [rest] : named.length ? [...named, ...(field === "costs" && inputs.factors.value ? ["factors"] : [])] : [...own, ...(field === "costs" ? ["factors"] : []), rest];
   });
 }
 
@@ -750,8 +745,7 @@ function buildPanel() {
 function readAddress() {
   if (location.hash.length < 2) return null;
   try {
-    const state = JSON.parse(decodeURIComponent(location.hash.slice(1))), { options, code = "" } = state;
-    const isObject = typeof options === "object" && !Array.isArray(options);
+    const state = JSON.parse(decodeURIComponent(location.hash.slice(1))), { options, code = "" } = state, isObject = typeof options === "object" && !Array.isArray(options);
     return isObject && [code, ...Object.values(options)].every((text) => typeof text === "string") ? state : null;
   } catch { return null; }
 }
