@@ -34,6 +34,12 @@ def test_notebook_widget_shows_timeline(chromium: Chromium, tmp_path: Path) -> N
     roots = "[...document.querySelectorAll('div > div')].map((host) => host.shadowRoot)"
     ready = f"{roots}.filter((root) => root.host.dataset.ready).length"
     chromium.until(lambda: bool(chromium.js(f"{ready} === 2")))
+    dark = f"{roots}.map((root) => root.host.classList.contains('dark'))"
+    assert chromium.js(dark) == [False, False]
+    for is_light in (False, True):  # JupyterLab sets this attribute for its theme.
+        chromium.js(f"document.body.dataset.jpThemeLight = {json.dumps(is_light)}")
+        chromium.frame()
+        assert chromium.js(dark) == [not is_light] * 2
     words = f"{roots}.map((root) => root.querySelector('#facts').innerText)"
     assert (
         all("bubble" in shown for shown in chromium.js(words)) and chromium.console_messages == []

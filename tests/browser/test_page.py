@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from io import BytesIO
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from matplotlib.image import imread
 
 from schedir.compiler.compile import compile
 from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
@@ -204,6 +206,44 @@ def test_keyboard_selects_and_toggles(page: Page) -> None:
     browser.key("?")
     assert browser.js("document.getElementById('keys').open")
     browser.js("document.getElementById('keys').close()")
+
+
+RECORD_TEXTS = """
+const proto = CanvasRenderingContext2D.prototype, draw = proto.fillText;
+window.texts = [];
+proto.fillText = function (text, x, y, most = Infinity) {
+  const { width, actualBoundingBoxAscent: up, actualBoundingBoxDescent: down } =
+    this.measureText(text);
+  const wide = Math.min(width, most), left = x - { left: 0, center: wide / 2, right: wide }[
+    this.textAlign];
+  window.texts.push([text, left, y - up, left + wide, y + down]);
+  draw.call(this, text, x, y, most);
+};
+0
+"""
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 5, 6, 8])
+@pytest.mark.parametrize("names", [["one_f_one_b"], ["one_f_one_b", "zb_h1"]])
+def test_row_labels_do_not_overlap(page: Page, ranks: int, names: list[str]) -> None:
+    programs = [compile(name, ranks=ranks, microbatches=8, costs=COSTS) for name in names]
+    browser = page(*(simulate(program, COSTS, sizes=Sizes(saved=1e9)) for program in programs))
+    if browser.js("document.getElementById('curves').ariaPressed") == "false":
+        browser.key("c")
+    browser.js(RECORD_TEXTS)
+    browser.key("0")
+    texts = browser.js("window.texts")
+    labels = [t for t in texts if t[0] and t[3] <= GUTTER and t[4] > HEAD]
+    shown = [text for text, *_ in labels]
+    assert [f"rank {rank}" for rank in range(ranks)] == [t for t in shown if t[:4] == "rank"]
+    if len(names) == 2:
+        assert all(shown.count(name) == ranks for name in names)
+    overlaps = [
+        (a[0], b[0])
+        for a, b in combinations(labels, 2)
+        if a[1] < b[3] and b[1] < a[3] and a[2] < b[4] - 1 and b[2] < a[4] - 1
+    ]
+    assert overlaps == []
 
 
 def test_light_and_dark_theme(page: Page) -> None:

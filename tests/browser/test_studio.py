@@ -32,6 +32,17 @@ from tests.pure.test_studio import BACKWARD_FIRST, CODE, HANG
 
 ANSWERED = "+(document.documentElement?.dataset.answered || 0)"
 Opener = Callable[..., Chromium]
+CUT_TEXTS = """(() => {
+  const pen = document.createElement("canvas").getContext("2d");
+  const isCut = (element) => {
+    const { font, paddingLeft, paddingRight } = getComputedStyle(element);
+    pen.font = font;
+    const wide = pen.measureText(element.placeholder ?? element.innerText).width;
+    return wide > element.clientWidth - parseFloat(paddingLeft) - parseFloat(paddingRight) + 1;
+  };
+  return [...document.querySelectorAll("[placeholder], .control label")]
+    .filter((e) => e.checkVisibility() && isCut(e)).map((e) => e.placeholder || e.innerText);
+})()"""
 
 
 @pytest.fixture(scope="module")
@@ -194,10 +205,31 @@ def test_controls_change_the_timeline(studio: Opener) -> None:
     browser.until(lambda: "finishes under per_edge" in get_text(browser, "verdict"))
 
 
+def test_wrong_value_marks_its_control(studio: Opener) -> None:
+    browser = studio()
+    marked = "[...document.querySelectorAll('[aria-invalid=true]')].map((e) => e.id.slice(8))"
+    for name, wrong, valid in (
+        ("F", "x", "1"), ("saved", "1XB", "1GB"), ("more", "none=1", ""), ("more", "tp=x", ""),
+        ("memory_limit", "1GB", ""), ("other_costs", "R=x", ""), ("other_costs", "(=1", ""),
+        ("other_sizes", "params=x", ""), ("offload", "x", ""), ("dp", "x", ""),
+    ):  # fmt: skip
+        enter(browser, f"control-{name}", wrong)
+        assert get_text(browser, "problem") and name in browser.js(marked), (name, wrong)
+        assert name == "other_costs" or browser.js(marked) == [name]
+        enter(browser, f"control-{name}", valid)
+        assert get_text(browser, "problem") == "" and browser.js(marked) == []
+    enter(browser, "control-factors", "1:z")
+    assert "F must be a number" in get_text(browser, "problem")
+    assert "factors" in browser.js(marked)
+
+
 def test_code_runs_and_errors_have_lines(studio: Opener) -> None:
     browser = studio()
     press(browser, "code-tab")
     assert "def mine(" in get_value(browser, "editor")
+    type_code(browser, " ")
+    press(browser, "run-code")
+    assert "The editor is empty" in get_text(browser, "code-message")
 
     def write(code: str) -> None:
         run_code(browser, code)
@@ -355,8 +387,24 @@ def test_address_restores_state_without_running_code(studio: Opener) -> None:
     assert "mine, predicted: 2 ranks" in get_text(browser, "summary")
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["{", "null", "[]", "5", '{"options": null}', '{"options": []}', '{"options": {"costs": 5}}',
+     '{"options": {"sizes": {}}}', '{"options": {}, "code": 5}'],
+)  # fmt: skip
+def test_address_without_valid_state_is_reported(studio: Opener, address: str) -> None:
+    browser = studio(address=f"#{address}")
+    browser.until(lambda: "no valid state" in get_text(browser, "problem"))
+    assert "This is one_f_one_b" in get_text(browser, "verdict")
+    enter(browser, "control-ranks", "2")
+    assert get_text(browser, "problem") == "" and "2 ranks" in get_text(browser, "summary")
+
+
 def test_two_schedules_have_linked_cursors(studio: Opener) -> None:
     browser = studio()
+    canvas = "document.getElementById('canvas').toDataURL()"
+    browser.mouse("mouseMoved", 10, 10)
+    canvas_before = browser.js(canvas)
     choose(browser, "control-other", "zb_h1")
     names = browser.js("[...document.querySelectorAll('#runs button')].map((b) => b.innerText)")
     assert names == ["one_f_one_b", "zb_h1", "both"]
@@ -367,6 +415,8 @@ def test_two_schedules_have_linked_cursors(studio: Opener) -> None:
     choose(browser, "control-other", "forward_only")
     choose(browser, "control-other", "")
     assert get_text(browser, "runs") == ""
+    browser.frame()
+    assert browser.js(canvas) == canvas_before  # the cursor of the comparison is gone
 
 
 def test_schedule_is_exported_and_copied(studio: Opener) -> None:
@@ -437,6 +487,11 @@ def test_exported_page_works_without_server(chromium: Chromium, tmp_path: Path) 
     assert "precomputed timelines" in get_text(chromium, "problem")
     chromium.key("b")
     chromium.until(lambda: "precomputed" in get_text(chromium, "selected"))
+    size = {"height": 860, "deviceScaleFactor": 1, "mobile": False}
+    chromium.call("Emulation.setDeviceMetricsOverride", width=390, **size)  # a phone
+    outside = "[...document.querySelectorAll('*')].filter((e) => e.checkVisibility()"
+    assert chromium.js(f"{outside} && e.getBoundingClientRect().right > 391).length") == 0
+    chromium.call("Emulation.setDeviceMetricsOverride", width=1400, **size)
     assert (
         all(url.startswith("file:") for url in chromium.requested_urls)
         and chromium.console_messages == []
@@ -464,6 +519,7 @@ def test_controls_have_names_and_keys_and_fit_width(
         assert browser.js(nameless) == []
         outside = f"{controls}.filter((e) => e.getBoundingClientRect().right > {width}).length"
         assert browser.js(outside) == 0
+        assert browser.js(CUT_TEXTS) == []
     browser.call("Emulation.setDeviceMetricsOverride", width=1400, **size | {"height": 860})
 
 

@@ -13,7 +13,7 @@ BUDGET = {
     "schedir": 1_090,
     "schedir/analysis": 1_970,
     "schedir/checkpoints": 2_080,
-    "schedir/commands": 5_640,
+    "schedir/commands": 5_650,
     "schedir/compiler": 530,
     "schedir/data": 460,
     "schedir/hang_diagnosis": 2_220,

@@ -77,11 +77,12 @@ def test_command_line_mistake_is_one_error(
 ) -> None:
     (tmp_path / "mine.py").write_text(CODE)
     (tmp_path / "bad.sched").write_text("abc")
+    (tmp_path / "good.sched").write_text(to_text(compile("gpipe", ranks=2, microbatches=2)))
     for arguments in (
         ["none.sched"], ["none.timeline"], ["none.py:f"], ["no_schedule"], ["--relower"],
         ["--port", str(server.server_port)], ["--port", "-1"], ["--port", "99999"],
         ["--no-code", f"{tmp_path}/mine.py:mine"], ["--ranks", "x"], [f"{tmp_path}/bad.sched"],
-        [f"{tmp_path}/mine.py:nope"],
+        [f"{tmp_path}/mine.py:nope"], [f"{tmp_path}/good.sched", "--ranks", "3"],
     ):  # fmt: skip
         assert main(["studio", "--no-browser", *arguments]) == 2
         output = capsys.readouterr()

@@ -304,7 +304,8 @@ function addListeners() {
     if (event.key === "Enter") { event.preventDefault(); chooseMatch(event.shiftKey ? -1 : 1); }
   });
   new ResizeObserver(resize).observe($("stage"));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", (event) => switchTheme(event.matches));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => switchTheme(prefersDark()));
+  new MutationObserver(() => switchTheme(prefersDark())).observe(document.body, { attributeFilter: ["data-jp-theme-light"] });
 }
 
 // Write the title, the summary and the tables into a page whose HTML does not contain them.
@@ -343,7 +344,7 @@ async function showData(next) {
     made.onclick = () => selectRuns(k);
     return made;
   }));
-  Object.assign(state, { chosen: null, gap: null, hover: null, chain: [], exchanged: NO_EXCHANGE });
+  Object.assign(state, { chosen: null, gap: null, hover: null, cursor: null, chain: [], exchanged: NO_EXCHANGE });
   $("tip").hidden = true;
   view.shown = runs;
   ratio = 0; // `resize` then computes colours and sizes again
@@ -353,8 +354,14 @@ async function showData(next) {
   describeSelection();
 }
 
+// The theme of JupyterLab, if the page is in a notebook, or else that of the system.
+function prefersDark() {
+  const { jpThemeLight } = document.body.dataset;
+  return jpThemeLight ? jpThemeLight === "false" : matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
 async function startPage() {
-  host.classList.toggle("dark", matchMedia("(prefers-color-scheme: dark)").matches);
+  host.classList.toggle("dark", prefersDark());
   await showData(DATA);
   if (runs.length && runs.length * runs[0].ranks <= MAX_ROWS_WITH_CURVES) toggle("curves");
   showAllTimes();

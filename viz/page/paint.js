@@ -276,17 +276,21 @@ function paintGutter() {
   for (const block of view.blocks) {
     const y = block.y - view.top + HEAD_HEIGHT, two = view.shown.length > 1;
     if (y > view.high || y + block.high < HEAD_HEIGHT) continue;
-    const line = y + Math.min(block.work, 26) / 2, roomy = block.work >= 24;
+    const line = y + Math.min(block.work, 26) / 2, roomy = block.work >= 24, right = GUTTER_WIDTH - (two && !roomy ? 4 : 10);
     if (line - free < 12) continue;
     free = line;
+    const under = y + Math.min(22, block.work - 5); // ends above the label of the next lane
     pen.fillStyle = colours.text;
     pen.font = `600 ${Math.min(12, Math.max(9, block.work * 0.6))}px ${FONT}`;
-    pen.fillText(block.nth && two ? "" : `rank ${block.rank}`, GUTTER_WIDTH - 10, roomy || two ? y + 8 : line);
+    const title = block.nth && two ? "" : `rank ${block.rank}`;
+    if (two && !roomy) { pen.textAlign = "left"; pen.fillText(title, 2, line, 36); pen.textAlign = "right"; }
+    else pen.fillText(title, right, roomy ? y + 8 : line);
     pen.fillStyle = colours.soft;
-    pen.font = `10.5px ${FONT}`;
+    pen.font = `${roomy ? 10.5 : 9}px ${FONT}`;
     const idle = `${formatPercent(block.run.idle[block.rank])} idle`;
-    if (two && block.work >= 16) pen.fillText(block.run.label, GUTTER_WIDTH - 10, y + (block.nth ? 7 : block.work >= 24 ? 21 : 7), 62);
-    else if (roomy) pen.fillText(idle, GUTTER_WIDTH - 10, y + 22);
+    if (two) pen.fillText(block.run.label, right, !roomy ? line : block.nth ? y + 7 : under, roomy ? 62 : right - 40);
+    else if (roomy) pen.fillText(idle, right, under);
+    pen.font = `10.5px ${FONT}`;
     if (block.curve) block.run.curves.forEach((curve, c) => {
       const strip = Math.max(c - 1, 0) * block.curve.pitch;
       pen.fillStyle = colours[c ? curve.name : "focus"];

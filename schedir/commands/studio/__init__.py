@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> int | str:
         args: The parsed options of `studio`.
 
     Raises:
-        UsageError: A file cannot be read, or the port cannot be used.
+        UsageError: A file cannot be read, an option does not apply to its program, or the port
+            cannot be used.
     """
     from schedir.commands.studio.answers import Studio
     from schedir.commands.studio.code_process import CodeRunner
@@ -139,14 +140,20 @@ def _make_state(args: argparse.Namespace) -> tuple[StudioState, Source | None]:
 
     For other sources, the second result is None.
     """
-    from schedir.commands.studio.state import StudioState
+    from schedir.commands.studio.state import StudioState, applies_to
     from schedir.io.files import read_text
+    from schedir.io.option_spelling import option_name
     from schedir.io.source_loader import Source
 
     options = read_options(args.command_words)
     path, colon, function = args.source.rpartition(":")
     source = Source(args.source)
-    _ = source.schedule_or_program  # Raises an error if the file is wrong.
+    loaded = source.schedule_or_program  # Raises an error if the file is wrong.
+    for name in options:
+        if not applies_to(name, loaded):
+            flag = option_name(name)
+            fact = f"{flag} does not apply to {args.source}, whose program defines it"
+            raise UsageError(fact, hint=f"leave out {flag}", fields=[name])
     if source.timeline is not None:
         return StudioState(run=True, options=options), source
     if colon and path.endswith(".py"):

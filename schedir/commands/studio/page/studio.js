@@ -24,12 +24,12 @@ const GROUPS = [
   ["Costs", [
     ...COMPUTES.map((name) => [name, { F: "F forward", B: "B backward", I: "I input", W: "W weights" }[name], "range", [0, 4, 0.05]]),
     ["send", "message", "range", [0, 2, 0.05]],
-    ["factors", "uneven", "text", [], "factor per stage: 1:1:2"],
+    ["factors", "uneven", "text", [], "by stage: 1:1:2"],
     ["other_costs", "other costs", "text", [], "step=1,R=1"],
   ]],
   ["Memory", [
-    ["saved", "activations", "text", [], "per microbatch: 1GB"],
-    ["other_sizes", "other sizes", "text", [], "params=2GB,activation=16MB"],
+    ["saved", "activations", "text", [], "1GB"],
+    ["other_sizes", "other sizes", "text", [], "params=2GB"],
     ["memory_limit", "rank limit", "text", [], "40GB"],
     ["recompute", "recompute", "text", ["all", "half", "fit"], "none"],
     ["offload", "offload", "text", ["all", "half", "fit"], "none"],
@@ -39,13 +39,14 @@ const GROUPS = [
     ["dp", "replicas", "text", [], "1"],
     ["progress_model", "progress", "select", ["", ...SETUP.progress_models], "per_device"],
     ["overlap", "overlap", "check"],
-    ["more", "options", "text", [], "tp=2 clip_grad_norm"],
+    ["more", "options", "text", [], "tp=2"],
   ]],
 ];
 const LABELS = Object.fromEntries(GROUPS.flatMap(([, list]) => list));
 const SHAPE = ["schedule", "ranks", "microbatches", "stages_per_rank", "placement"];
 const PREDICTION = ["other", ...COMPUTES, "send", "factors", "other_costs", "saved", "other_sizes", "memory_limit", "progress_model"];
 const TABS = { controls: "Controls", code: "Code", ...(SETUP.challenges.length ? { challenges: "Challenges" } : {}) };
+const WRONG_ADDRESS = { fact: "The address contains no valid state, so the page shows the first state of the studio.", hint: "", fields: [], sites: [], picture: "" };
 const FROM_TIMELINE = "Replace the code by the order of the timeline";
 const SOLVED = "schedir-solved"; // the key of the solved challenges in the browser's storage
 const inputs = {}, sliders = {}, solved = readSolved();
@@ -72,8 +73,8 @@ function readState({ options }) {
 
 // Return a cost, multiplied by the factor of each stage.
 function timesFactors(text, factors) {
-  const own = text.split(":"), all = factors.split(":");
-  if (own.some((x) => x.trim() === "" || isNaN(x)) || all.some((x) => x.trim() === "" || isNaN(x))) return text;
+  const own = text.split(":"), all = factors.split(":"), hasOther = (list) => list.some((x) => x.trim() === "" || isNaN(x));
+  if (hasOther(own) || hasOther(all)) return hasOther(own) ? text : factors; // wrong factors: the answer is an error
   return all.map((factor, k) => +(own[own.length > 1 ? k : 0] * factor).toPrecision(9)).join(":");
 }
 
@@ -258,14 +259,19 @@ function updateControls() {
   inputs.stages_per_rank.placeholder = inputs.stages_per_rank.value || !answer.ranks ? "" : `${answer.stages / answer.ranks}`;
 }
 
+// Return the names of the controls whose texts an error is about.
+function findControls({ kind, fact, fields }) {
+  const all = { CostsError: ["costs"], MemoryLimitError: ["memory_limit"] }[kind] || (fact.startsWith("-O: ") ? ["more"] : fields), words = new Set(fact.split(/\W+/)), has = (name) => words.has(name);
+  return all.flatMap((field) => {
+    if (!["costs", "sizes"].includes(field)) return field in inputs ? [field] : field in SETUP.help ? ["more"] : [];
+    const own = field === "costs" ? [...COMPUTES, "send"] : ["saved"], rest = `other_${field}`, named = own.filter((name) => inputs[name].value && has(name));
+    return splitFields(inputs[rest].value).some(([name]) => has(name)) ? [rest] : named.length ? [...named, ...(field === "costs" && inputs.factors.value ? ["factors"] : [])] : [...own, ...(field === "costs" ? ["factors"] : []), rest];
+  });
+}
+
 function showProblem(error, stale = !!error && !error.is_refused) {
-  const bar = $("problem"), fields = !error ? [] : error.kind === "CostsError" ? ["costs"] : error.fields;
-  for (const [name, input] of Object.entries(inputs)) {
-    const own = { costs: [...COMPUTES, "send", "factors", "other_costs"], sizes: ["saved", "other_sizes"] };
-    const bad = fields.includes(name) || (error && Object.entries(own).some(([field, names]) => fields.includes(field) && names.includes(name)
-      && (new RegExp(`\\b${name}\\b`).test(error.fact) || (field === "sizes") === (name === "saved"))));
-    input.setAttribute("aria-invalid", !!bad);
-  }
+  const bar = $("problem"), bad = new Set(error ? findControls(error) : []);
+  for (const [name, input] of Object.entries(inputs)) input.setAttribute("aria-invalid", bad.has(name));
   bar.hidden = !error;
   setStale(stale);
   if (!error) return bar.replaceChildren();
@@ -366,6 +372,7 @@ function showCode(error, state) {
 const describeCode = () => (editor.value === shownState.code ? "The timeline shows this code." : "Run shows the timeline of this code.");
 
 function runCode() {
+  if (!editor.value.trim()) $("code-message").textContent = "The editor is empty: write a function of (rank, ranks, microbatches).";
   if (!editor.value.trim() || $("run-code").disabled) return;
   const same = shownState.code && editor.value === SETUP.state.code;
   const state = { ...writeState(), code: editor.value, program: "", run: false, function: same ? SETUP.state.function : "" };
@@ -738,9 +745,8 @@ function buildPanel() {
 function readAddress() {
   if (location.hash.length < 2) return null;
   try {
-    const state = JSON.parse(decodeURIComponent(location.hash.slice(1)));
-    if (typeof state.options !== "object") return null;
-    return state;
+    const state = JSON.parse(decodeURIComponent(location.hash.slice(1))), { options, code = "" } = state, isObject = typeof options === "object" && !Array.isArray(options);
+    return isObject && [code, ...Object.values(options)].every((text) => typeof text === "string") ? state : null;
   } catch { return null; }
 }
 
@@ -759,6 +765,6 @@ function beginStudio() {
     shownState = given;
     committedState = JSON.stringify(given);
     requestState(given).then(() => { if (code) { $("code-message").textContent = "This code is from the address. Read it, then press Run."; numberLines(); } });
-  } else showAnswer(SETUP.answer, shownState);
+  } else showAnswer(SETUP.answer, shownState).then(() => { if (!given && location.hash.length > 1) showProblem(WRONG_ADDRESS, false); });
 }
 beginStudio();
