@@ -8,16 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
 from schedir.commands.studio import DEFAULTS
 from schedir.commands.studio.answers import Studio
-from schedir.commands.studio.code_process import CodeRunner
-from schedir.commands.studio.server import StudioServer
 from schedir.commands.studio.state import StudioState
 from schedir.commands.studio.studio_page import export_page
 from schedir.compiler.compile import compile
@@ -28,9 +25,21 @@ from schedir.ir.text_format import to_text
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from tests.browser.chromium import Chromium
+from tests.browser.studio_controls import (
+    ANSWERED,
+    choose,
+    drag,
+    enter,
+    get_text,
+    get_value,
+    locate_time,
+    press,
+    run_code,
+    type_code,
+    wait_for_answer,
+)
 from tests.pure.test_studio import BACKWARD_FIRST, CODE, HANG
 
-ANSWERED = "+(document.documentElement?.dataset.answered || 0)"
 Opener = Callable[..., Chromium]
 CUT_TEXTS = """(() => {
   const pen = document.createElement("canvas").getContext("2d");
@@ -43,124 +52,6 @@ CUT_TEXTS = """(() => {
   return [...document.querySelectorAll("[placeholder], .control label")]
     .filter((e) => e.checkVisibility() && isCut(e)).map((e) => e.placeholder || e.innerText);
 })()"""
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[CodeRunner]:
-    code_runner = CodeRunner(300_000, max_seconds=3)
-    yield code_runner
-    code_runner.close()
-
-
-@pytest.fixture
-def studio(chromium: Chromium, runner: CodeRunner) -> Iterator[Opener]:
-    """Yield a function that opens a studio.
-
-    At the end, check that the browser requested nothing from other hosts and logged nothing.
-    """
-    servers: list[StudioServer] = []
-
-    def open_studio(
-        state: StudioState | None = None, *, run: Source | None = None, code: bool = True,
-        address: str = "", scheme: str = "light",
-    ) -> Chromium:  # fmt: skip
-        studio_state = Studio(run, runner.expand if code else None)
-        server = StudioServer(studio_state, (state or StudioState(options=DEFAULTS)).to_json())
-        servers.append(server)
-        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        chromium.prefer(scheme)
-        chromium.call("Page.navigate", url=server.url + address)
-        chromium.until(lambda: bool(chromium.js(f"{ANSWERED} > 0")))
-        return chromium
-
-    chromium.console_messages.clear()
-    chromium.requested_urls.clear()
-    yield open_studio
-    hosts = {f"http://127.0.0.1:{server.server_port}/" for server in servers}
-    asked = {
-        url.partition("?")[0]
-        for url in chromium.requested_urls
-        if not url.startswith("data:image/")
-    }
-    assert asked <= hosts and chromium.console_messages == []
-    chromium.call("Page.navigate", url="about:blank")
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def get_text(browser: Chromium, name: str) -> str:
-    shown = f"((e) => e.checkVisibility() ? e.innerText : '')(document.getElementById('{name}'))"
-    return re.sub("[\u2000-\u200a]+", " ", str(browser.js(shown)))
-
-
-def get_value(browser: Chromium, name: str) -> str:
-    return str(browser.js(f"document.getElementById('{name}').value"))
-
-
-def wait_for_answer(browser: Chromium, act: Callable[[], object]) -> None:
-    """Run `act`, and wait until the studio's answer to it is drawn."""
-    before = browser.js(ANSWERED)
-    act()
-    browser.until(lambda: bool(browser.js(f"{ANSWERED} > {before}")))
-
-
-def enter(browser: Chromium, name: str, entered: str) -> None:
-    """Type a text into a control, in place of its present text."""
-    element, command = f"document.getElementById('{name}')", "document.execCommand"
-    browser.js(f"{element}.focus(); {element}.select()")
-    typed = f"{command}('insertText', false, {json.dumps(entered)}) || {command}('delete')"
-    wait_for_answer(browser, lambda: browser.js(typed))
-    browser.js("document.activeElement.blur()")
-
-
-def choose(browser: Chromium, name: str, chosen: str) -> None:
-    """Choose an entry of a list."""
-    chosen, element = json.dumps(chosen), f"document.getElementById('{name}')"
-    events = "".join(f"{element}.dispatchEvent(new Event('{e}'));" for e in ("input", "change"))
-    wait_for_answer(browser, lambda: browser.js(f"{element}.value = {chosen}; {events} 0"))
-
-
-def run_code(browser: Chromium, code: str) -> None:
-    """Type code into the editor, and run it."""
-    type_code(browser, code)
-    wait_for_answer(browser, lambda: press(browser, "run-code"))
-
-
-def type_code(browser: Chromium, code: str) -> None:
-    browser.js("document.getElementById('editor').focus()")
-    browser.js(
-        "document.getElementById('editor').select();"
-        f"document.execCommand('insertText', false, {json.dumps(code)})"
-    )
-
-
-def press(browser: Chromium, name: str) -> None:
-    left, top = browser.js(
-        f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])"
-        f"(document.getElementById('{name}').getBoundingClientRect())"
-    )
-    browser.click(left, top)
-
-
-def locate_time(browser: Chromium, t: float, rank: int = 0) -> tuple[float, float]:
-    """Return the point of a time on the row of a rank, when the complete run is in view."""
-    left, top, width = browser.js(
-        "(({x, y, width}) => [x, y, width])(document.getElementById('canvas')"
-        ".getBoundingClientRect())"
-    )
-    span = float(re.search(r"span\s+([\d.]+)", get_text(browser, "facts")).group(1))  # type: ignore[union-attr]
-    rank_height = 128 if rank else 0  # height of a rank, with its messages and curves
-    return left + 96 + (t / span + 0.005) / 1.02 * (width - 96), top + 70 + 25 + rank * rank_height
-
-
-def drag(browser: Chromium, start: tuple[float, float], end: tuple[float, float]) -> None:
-    browser.mouse("mouseMoved", *start)
-    browser.mouse("mousePressed", *start, button="left", clickCount=1)
-    for part in (0.5, 1):
-        x = start[0] + part * (end[0] - start[0])
-        browser.mouse("mouseMoved", x, end[1], button="left", buttons=1)
-    browser.mouse("mouseReleased", *end, button="left", clickCount=1)
 
 
 def test_controls_change_the_timeline(studio: Opener) -> None:

@@ -47,7 +47,9 @@ MAX_RANKS: Final = 256  # The page would take seconds to draw more ranks.
 _MAX_DRAFTS: Final = 16  # The number of drafts of user code that a studio keeps.
 _MAX_CHANGES: Final = 5  # The number of changes that the page lists.
 _COMPARISON_NOTE: Final = (
-    "In a comparison, costs and sizes are per rank. schedir divides them over the stages of a rank."
+    "In a comparison, costs and sizes are per rank, not per stage: schedir divides them by the "
+    "number of stages of a rank. So a schedule with several stages per rank changes its times when "
+    "you choose a comparison."
 )
 # `explain_gap` multiplies each cost by this factor to find its effect on a gap.
 _REDUCED_COST_FACTOR: Final = 0.9
