@@ -190,7 +190,7 @@ class FlightRecorderDump:
 def read_dumps(sources: Iterable[str]) -> tuple[dict[int, FlightRecorderDump], list[str]]:
     """Read the dumps in files, directories and patterns.
 
-    In a directory, only files whose names end in a rank are read, with or without a suffix such as
+    In a directory, a file is read only if its name ends in a rank, with or without a suffix such as
     `.json`. torch names dumps in this way.
 
     Args:

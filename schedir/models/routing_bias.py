@@ -43,7 +43,7 @@ def make_routing_bias(experts: int, rate: float, placement: ParameterPlacement) 
 
 
 def make_load_term(bias: Tensor, counts: Tensor) -> Tensor:
-    """Return a loss term of 0, whose gradient is proportional to the excess of tokens per expert.
+    """Return a loss term of 0 with a gradient proportional to the excess of tokens per expert.
 
     Args:
         bias: The bias.

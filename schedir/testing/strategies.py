@@ -400,7 +400,7 @@ def random_compute_program(
     ready = [Instr(_F, 0, mb) for mb in range(m)]
     backward_op = {(s, mb): _I if rng.random() < split else _B for s in range(S) for mb in range(m)}
     arrived_gradients: set[tuple[int, int]] = set()  # (stage, mb) whose output gradient arrived.
-    # next_backward[row][stage]: the microbatch whose backward is next. Row k of the placement has
+    # next_backward[row][stage]: the microbatch of the next backward. Row k of the placement has
     # the k-th replica of each stage.
     next_backward = [[begin] * S for begin in shape.microbatch_row_offsets[:-1]]
     # waiting_weights[row][stage]: the microbatches with an I and no W yet.

@@ -250,7 +250,7 @@ class SharedWeights:
         return {stage.stage_index: unwrap_module(stage.submod) for stage in self._stages}
 
     def _find_named_ties(self) -> TiedStages:
-        """Return all stages whose modules have a `tied_weight` as one tie, or () if fewer than two.
+        """Return all stages with a `tied_weight` as one tie, or () if fewer than two.
 
         The `tied_weight` of each of these modules is a copy of the same weight.
         """

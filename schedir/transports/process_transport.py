@@ -342,7 +342,7 @@ class LaneWork(StreamPoint):
 
     Args:
         lane_stream: The stream.
-        used_tensors: Tensors whose memory must not be reused before `wait`.
+        used_tensors: Tensors. Their memory must not be reused before `wait`.
     """
 
     def __init__(self, lane_stream: torch.cuda.Stream, used_tensors: tuple[Tensor, ...]) -> None:

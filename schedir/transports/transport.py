@@ -230,7 +230,7 @@ def describe_peer_exit(error: BaseException) -> str:
 def describe_peer_error(error: BaseException) -> str:
     """Return a description of an error that the end or a timeout of a peer caused.
 
-    Return "" for other errors, and for `PeerLate`, whose message is already a description.
+    Return "" for other errors, and for `PeerLate`: its message is already a description.
 
     Args:
         error: The error.

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from threading import Thread
 
 import pytest
@@ -10,7 +10,7 @@ from schedir.commands.studio.server import StudioServer
 from schedir.commands.studio.state import StudioState
 from schedir.io.source_loader import Source
 from tests.browser.chromium import Chromium, found
-from tests.browser.studio_controls import ANSWERED
+from tests.browser.studio_controls import ANSWERED, Opener
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def runner() -> Iterator[CodeRunner]:
 
 
 @pytest.fixture
-def studio(chromium: Chromium, runner: CodeRunner) -> Iterator[Callable[..., Chromium]]:
+def studio(chromium: Chromium, runner: CodeRunner) -> Iterator[Opener]:
     """Yield a function that opens a studio.
 
     At the end, check that the browser requested nothing from other hosts and logged nothing.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from tests.browser.chromium import Chromium
 
+Opener = Callable[..., Chromium]  # The fixture `studio`: a function that opens a studio.
 # The number of answers of the studio that the page has drawn.
 ANSWERED = "+(document.documentElement?.dataset.answered || 0)"
 

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from schedir.predict.timeline import Timeline
 from tests.browser.chromium import Chromium
 from tests.browser.studio_controls import (
     ANSWERED,
+    Opener,
     choose,
     drag,
     enter,
@@ -40,7 +40,6 @@ from tests.browser.studio_controls import (
 )
 from tests.pure.test_studio import BACKWARD_FIRST, CODE, HANG
 
-Opener = Callable[..., Chromium]
 CUT_TEXTS = """(() => {
   const pen = document.createElement("canvas").getContext("2d");
   const isCut = (element) => {

@@ -268,7 +268,7 @@ def _has_neighbors(
     begin: NDArray[np.int32], end: NDArray[np.int32], is_on_tier: NDArray[np.bool_],
     is_created: NDArray[np.bool_], is_freed: NDArray[np.bool_],
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:  # fmt: skip
-    """Return two masks: states whose previous state, and states whose next state is on the tier.
+    """Return two masks of states: the previous state is on the tier, the next state is on the tier.
 
     `is_on_tier` is the mask of the states that are on the tier.
     """

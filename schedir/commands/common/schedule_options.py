@@ -418,9 +418,8 @@ def format_shape_options(
 def _make_conflict_error(source: str, field: Field, actual: str, specified: str) -> UsageError:
     return UsageError(
         f"{source} has {field.name} {actual}, not {specified}",
-        hint=f"leave out {option_name(field.name)}, or compile the schedule again"
-        if source.endswith(".sched")
-        else f"leave out {option_name(field.name)}",
+        hint=f"leave out {option_name(field.name)}"
+        + ", or compile the schedule again" * source.endswith(".sched"),
         fields=[field.name],
     )
 

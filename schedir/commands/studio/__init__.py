@@ -152,7 +152,7 @@ def _make_state(args: argparse.Namespace) -> tuple[StudioState, Source | None]:
     for name in options:
         if not applies_to(name, loaded):
             flag = option_name(name)
-            fact = f"{flag} does not apply to {args.source}, whose program defines it"
+            fact = f"{flag} does not apply to {args.source}: its program defines it"
             raise UsageError(fact, hint=f"leave out {flag}", fields=[name])
     if source.timeline is not None:
         return StudioState(run=True, options=options), source

@@ -330,7 +330,7 @@ class _CostFiller:
         return np.maximum(act, _shift_to_next_stage(grad))
 
     def compute_message(self, cost: str) -> Floats:
-        """Return, for each stage, the time of the longest message whose instruction has this cost.
+        """Return, for each stage, the longest time of a message of the instructions with this cost.
 
         Args:
             cost: Name of the cost.

@@ -248,7 +248,7 @@ class Sizes:
             self.per_microbatch(f.name, shape)
 
     def add_expert_rows(self, shape: PipelineShape, segment_boundaries: str) -> Sizes:
-        """Return sizes whose activations at all-to-alls include `routed` and `expert_buffer`.
+        """Return sizes with `routed` and `expert_buffer` added to the activations at all-to-alls.
 
         Args:
             shape: Shape of the pipeline.

@@ -477,7 +477,7 @@ class PipelineShape:
         return tuple(row * quotient + min(row, remainder) for row in range(self.placement_rows + 1))
 
     def replica_row_of_microbatch(self, mb: ArrayLike) -> NDArray[np.intp]:
-        """Return, for each microbatch, the row of the placement whose stage replicas run it.
+        """Return, for each microbatch, the row of the placement with stage replicas that run it.
 
         Args:
             mb: Numbers of microbatches.

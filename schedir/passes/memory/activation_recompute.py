@@ -85,7 +85,7 @@ def _find_backwards(program: Program) -> Positions:
 
 
 def _find_candidates(program: Program) -> Words:
-    """Return the addresses whose forward can be recomputed.
+    """Return the addresses with a forward that can be recomputed.
 
     Such an address has another instruction between its F and its backward, and no R yet.
     """

@@ -44,8 +44,8 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
 
     The types are `nn.Linear`, `nn.Embedding`, `Conv1D` of Hugging Face's transformers, and types
     that `register_splittable_layer` has registered. `fully_shard` may have wrapped the layers.
-    Layers of other subclasses of these types do not change. Neither do layers whose `forward` was
-    replaced, nor embeddings with `max_norm`, `sparse` or `scale_grad_by_freq`.
+    Layers of other subclasses of these types do not change. Neither do layers with a replaced
+    `forward`, nor embeddings with `max_norm`, `sparse` or `scale_grad_by_freq`.
 
     In three cases I, and not W, computes the gradient of a weight:
 

@@ -150,7 +150,7 @@ def _prepare_input(x: Tensor, is_exclusive: bool) -> tuple[Tensor, Tensor]:
     """Prepare an input so that the module may overwrite it.
 
     Returns:
-        The tensor to pass to the module, and the leaf whose `grad` is the gradient of the input.
+        The tensor to pass to the module, and the leaf that gets the gradient of the input.
     """
     if not x.requires_grad:
         module_input = x if is_exclusive else _copy_aligned(x)

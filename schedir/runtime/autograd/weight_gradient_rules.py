@@ -76,7 +76,7 @@ class ProductRule(NamedTuple):
 
 
 class LookupRule(NamedTuple):
-    """The rule for the gradient of a weight whose rows are looked up, as in an embedding.
+    """The rule for the gradient of a weight with rows that are looked up, as in an embedding.
 
     Attributes:
         padding_idx: The number of the row that gets no gradient. -1 means that all rows get a
@@ -93,7 +93,7 @@ class LookupRule(NamedTuple):
         return dw
 
     def add_to(self, total: Tensor, tokens: Tensor, dy: Tensor) -> None:
-        """Add the gradient to a sum. Only the rows whose numbers are in `tokens` change.
+        """Add the gradient to a sum. Only the rows with an index in `tokens` change.
 
         If `total` has the dtype of the weight, the result has the same bits as a sum with the dense
         gradient.

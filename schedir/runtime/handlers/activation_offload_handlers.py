@@ -209,7 +209,7 @@ def _get_saved_activations(state: State, i: Instr) -> SavedActivations:
 
 
 def _find_offloaded_occupants(state: State, k: int) -> list[SavedActivations]:
-    """Return the value (at most one) whose Offload freed the slot that instruction k fills."""
+    """Return the value (at most one) that was offloaded from the slot that instruction k fills."""
     free_index = state.service(OffloadMoves).freed_by.get(k)
     is_offload = free_index is not None and state.stream[free_index].op == Opcode.Offload
     if free_index is None or not is_offload:

@@ -123,7 +123,7 @@ class FirstStepChecks:
         return noted_versions is None or noted_versions == _get_gradient_versions(inputs)
 
     def require_released(self) -> None:
-        """Check that no stage keeps a tensor whose memory is a receive buffer.
+        """Check that no stage keeps a tensor in the memory of a receive buffer.
 
         Raises:
             ModelError: The memory has more references than before the step.

@@ -74,7 +74,7 @@ class GradientReduction:
     In two cases a gradient may still change later. The first is a backward within the backward,
     such as a checkpoint with use_reentrant=True. The second is a module with backward hooks. In
     both cases all gradients are final only when the backward ends. `end` detects any other write to
-    a bucket whose reduction has started.
+    a bucket after the start of its reduction.
 
     Args:
         gradients: The gradient buffers of the stage.

@@ -306,7 +306,7 @@ class Relaxation:
         return cls(durations, codes, heads, [times[::-1] for times in tails])
 
     def jobs_of_rank(self, rank: int) -> list[_SchedulingJob]:
-        """Return the tasks of a rank, without the tasks whose tail is -inf.
+        """Return the tasks of a rank, without the tasks with tail -inf.
 
         Args:
             rank: The rank.

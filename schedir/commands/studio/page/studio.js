@@ -259,7 +259,7 @@ function updateControls() {
   inputs.stages_per_rank.placeholder = inputs.stages_per_rank.value || !answer.ranks ? "" : `${answer.stages / answer.ranks}`;
 }
 
-// Return the names of the controls whose texts an error is about.
+// Return the names of the controls with the texts that an error is about.
 function findControls({ kind, fact, fields }) {
   const all = { CostsError: ["costs"], MemoryLimitError: ["memory_limit"] }[kind] || (fact.startsWith("-O: ") ? ["more"] : fields), words = new Set(fact.split(/\W+/)), has = (name) => words.has(name);
   return all.flatMap((field) => {
