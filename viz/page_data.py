@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from base64 import b64encode
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -59,20 +60,12 @@ def describe_runs(runs: Sequence[Timeline], *, compression: int = 9) -> dict[str
             "a page shows only runs with the same number of ranks, but one run has "
             f"{a} ranks and the other {b}"
         )
-    labels, shades = label_runs(runs), _count_shades(runs)
+    labels = label_runs(runs)
     return {
         "ops": [_describe_opcode(row) for row in INSTRUCTIONS],
         "lanes": [lane.name.lower() for lane in Lane],
         "causes": [cause.text for cause in IdleCause],
-        "fills": {
-            "light": _color_instructions(runs, LIGHT_PALETTE),
-            "dark": _color_instructions(runs, DARK_PALETTE),
-        },
-        "unshardedStages": {
-            "name": UNSHARDED_LABEL,
-            "light": _color_unsharded_stages(shades, LIGHT_PALETTE),
-            "dark": _color_unsharded_stages(shades, DARK_PALETTE),
-        },
+        **_describe_colors(_count_shades(runs)),
         "runs": [
             _describe_run_data(run, label, runs[0], compression)
             for run, label in zip(runs, labels, strict=True)
@@ -193,9 +186,21 @@ def _count_shades(runs: Sequence[Timeline]) -> int:
     return min(max(run.program.shape.stages_per_rank for run in runs), _MAX_SHADES)
 
 
-def _color_instructions(runs: Sequence[Timeline], palette: Palette) -> list[list[tuple[str, str]]]:
+@cache  # The studio asks for the same colours again and again.
+def _describe_colors(shades: int) -> dict[str, Any]:
+    """Return the colours of both themes for a number of shades. Do not change the result."""
+    palettes = {"light": LIGHT_PALETTE, "dark": DARK_PALETTE}
+    return {
+        "fills": {name: _color_instructions(shades, p) for name, p in palettes.items()},
+        "unshardedStages": {
+            "name": UNSHARDED_LABEL,
+            **{name: _color_unsharded_stages(shades, p) for name, p in palettes.items()},
+        },
+    }
+
+
+def _color_instructions(shades: int, palette: Palette) -> list[list[tuple[str, str]]]:
     """Return the colours of a box and of its label, by opcode and local stage."""
-    shades = _count_shades(runs)
     fills = []
     for row in INSTRUCTIONS:
         colours = [

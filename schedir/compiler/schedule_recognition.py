@@ -67,7 +67,8 @@ def recognize(program: Program) -> Recognition:
         program: A lowered program or a draft.
 
     Returns:
-        The schedule, and the first difference. This is the difference with the smallest
+        The schedule, and the first difference. If several schedules are equally similar, one with
+        the name of the program is preferred. The first difference is the one with the smallest
         `compute_index`. If several ranks have such a difference, the function returns the lowest of
         these ranks.
 
@@ -94,10 +95,12 @@ def recognize(program: Program) -> Recognition:
         get_built_in_schedules().items(),
         # If the program delays weights, schedules that delay weights come first. Otherwise, all
         # other schedules come first. With one stage per rank, some schedules with a parameter v
-        # equal a schedule without v. The schedule without v comes first.
+        # equal a schedule without v. The schedule without v comes first. Then the schedule with
+        # the name of the program comes first: it is most often the right one.
         key=lambda item: (
             has_delay != (get_weight_delay_mark(item[1]) is not None),
             has_free_v(item[1]),
+            item[0] != program.name,
         ),
     ):
         try:

@@ -374,10 +374,19 @@ class Timeline:
                 "this Timeline has no sizes of values, so its memory in bytes is unknown",
                 hint="simulate(program, sizes=Sizes(...))",
             )
-        return tuple(
-            self._build_memory_history(rank, footprint)
-            for rank, footprint in enumerate(compute_footprints(self.program, self.sizes, tier))
+        footprints = (
+            self.footprints
+            if tier == TIERS[0]
+            else compute_footprints(self.program, self.sizes, tier)
         )
+        return tuple(
+            self._build_memory_history(rank, footprint) for rank, footprint in enumerate(footprints)
+        )
+
+    @cached_property
+    def footprints(self) -> list[Footprint]:
+        """The device memory of each rank, in the order of its Stream. Empty without sizes."""
+        return [] if self.sizes is None else compute_footprints(self.program, self.sizes)
 
     def _build_memory_history(self, rank: int, footprint: Footprint) -> MemoryHistory:
         spans = self.spans[int(self.program.offsets[rank]) :][footprint.positions]

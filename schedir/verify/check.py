@@ -43,7 +43,6 @@ from schedir.ir.isa.instructions import (
     GRADS_CHECK_OPS,
     INSTRUCTIONS,
     OPTIMIZER_STEP_OPS,
-    SLOT_VALUES,
     TRANSFER_OPS,
     VALUES,
     ProducerRule,
@@ -400,7 +399,7 @@ def _require_free_slots(graph: Graph) -> None:
     if name in HOST_SLOT_VALUES:
         min_slots = int(find_host_values(program, name).count_peak(group)[rank])
     else:
-        min_slots = int(count_min_slots(program)[rank, SLOT_VALUES.index(Value[name.upper()])])
+        min_slots = int(count_min_slots(program, [Value[name.upper()]])[rank, 0])
     raise SlotError(
         f"rank {rank} has {count} {name} slot{'s' * (count != 1)}, but {instr} needs one more",
         program=program.name,

@@ -23,7 +23,7 @@ how many stages are unsharded at the same time. By default each stage has one se
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -55,18 +55,19 @@ SlotAssignment = dict[tuple[Value, int, int], dict[int, int]]
 SLOT_KINDS: Final = tuple(dict.fromkeys((*SLOT_VALUES, *NON_BOUNDARY_VALUES)))
 
 
-def count_min_slots(program: Program) -> NDArray[np.int64]:
+def count_min_slots(program: Program, kinds: Sequence[Value] = SLOT_KINDS) -> NDArray[np.int64]:
     """Return the smallest possible number of slots of each rank and kind.
 
     Args:
         program: The program.
+        kinds: The kinds of values.
 
     Returns:
-        Numbers of shape (ranks, kinds), kinds as in `SLOT_KINDS`.
+        Numbers of shape (ranks, kinds).
     """
     flow = Dataflow.from_program(program)
     group = number_groups(InstructionIndex.from_program(program))
-    return np.stack([flow.find_lifetimes(kind).count_peak(group) for kind in SLOT_KINDS], 1)
+    return np.stack([flow.find_lifetimes(kind).count_peak(group) for kind in kinds], 1)
 
 
 def number_groups(index: InstructionIndex) -> Positions:
@@ -188,7 +189,7 @@ def find_stages(program: Program, kind: Value, rank: int) -> NDArray[np.int64]:
     ).astype(np.int64)
 
 
-def count_slots(program: Program) -> NDArray[np.int64]:
+def count_slots(program: Program, kinds: Sequence[Value] = SLOT_KINDS) -> NDArray[np.int64]:
     """Return the number of slots of each rank and kind.
 
     If the program does not specify a number, each value has a separate slot. A kind whose values
@@ -197,15 +198,16 @@ def count_slots(program: Program) -> NDArray[np.int64]:
 
     Args:
         program: The program.
+        kinds: The kinds of values.
 
     Returns:
-        Numbers of shape (ranks, kinds), kinds as in `SLOT_KINDS`.
+        Numbers of shape (ranks, kinds).
     """
     flow = Dataflow.from_program(program)
     group = number_groups(InstructionIndex.from_program(program))
     given_counts = _read_slot_counts(program)
     columns = []
-    for kind in SLOT_KINDS:
+    for kind in kinds:
         lives = flow.find_lifetimes(kind)
         value_counts = np.diff(lives.rank_offsets)
         if VALUES[kind].scope is Scope.STAGE and len(lives.filled_at):
@@ -338,7 +340,7 @@ def count_send_slots(program: Program, kind: Value) -> dict[tuple[Opcode, ...], 
     is_sent_value = is_sent(program, kind)
     ranks, value_counts = program.shape.ranks, np.diff(lives.rank_offsets)
     rank_of_value = np.repeat(range(ranks), value_counts)
-    slot_counts = count_slots(program)[:, SLOT_KINDS.index(kind)]
+    slot_counts = count_slots(program, [kind])[:, 0]
     slots_by_form = {}
     for change_ops, is_member in group_by_form(program, kind, lives.filled_at):
         is_member = is_member & is_sent_value

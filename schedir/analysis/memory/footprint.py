@@ -112,7 +112,7 @@ class OffloadSlots(NamedTuple):
             return None
         if tier == TIERS[0] and kind in SLOT_VALUES and VALUES[kind].scope is Scope.MICROBATCH:
             slot_counts = np.array([slots[SLOT_VALUES.index(kind)] for slots in program.slots])
-            slots = count_slots(program)[:, SLOT_KINDS.index(kind)]
+            slots = count_slots(program, [kind])[:, 0]
         elif tier == "host" and kind in HOST_SLOTS:
             slot_counts = slots = np.array(
                 [getattr(slots, HOST_SLOTS[kind]) for slots in program.slots]
@@ -579,7 +579,7 @@ def _compute_buffer_memory(
     lives = Dataflow.from_program(program).find_lifetimes(kind)
     value_sizes = _compute_value_sizes(program, kind, sizes)
     if kind not in _SENT_VALUES:
-        slots = count_slots(program)[:, SLOT_KINDS.index(kind)]
+        slots = count_slots(program, [kind])[:, 0]
         return slots, slots * lives.max_per_rank(value_sizes)
     is_sent_value = is_sent(program, kind)
     slot_counts = np.zeros(program.shape.ranks, np.int64)

@@ -56,7 +56,12 @@ def find_lower_bound(request: Request) -> LowerBound | None:
     if request.prediction_costs is None:
         return None
     timeline = request.timeline
-    return compute_program_bound(timeline.program, request.prediction_costs, timeline.sizes)
+    return compute_program_bound(
+        timeline.program,
+        request.prediction_costs,
+        timeline.sizes,
+        footprints=timeline.footprints,
+    )
 
 
 def describe_run_bound(timeline: Timeline, bound: LowerBound | None) -> str:

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from schedir.analysis.memory.buffer_slots import SLOT_KINDS, count_min_slots, count_slots
+from schedir.analysis.memory.buffer_slots import count_min_slots, count_slots
 from schedir.ir.instruction_index import NO_POSITION, InstructionIndex
 from schedir.ir.isa.instructions import GRAD_ADDING_OPS, Opcode, Scope, Value, find_producers
 from schedir.ir.program import WORD_DTYPE, Program, is_op, pack
@@ -82,9 +82,8 @@ def limit_unsharded_grads(program: Program) -> Program:
     Args:
         program: A program with reduce-scatters.
     """
-    column = SLOT_KINDS.index(Value.WGRAD)
-    slot_limit = count_min_slots(program)[:, column] + 1
-    max_slots = count_slots(program)[:, column]
+    slot_limit = count_min_slots(program, [Value.WGRAD])[:, 0] + 1
+    max_slots = count_slots(program, [Value.WGRAD])[:, 0]
     if (slot_limit >= max_slots).all():
         return program
     return program.with_slot_counts(_WGRAD_SLOTS, np.minimum(slot_limit, max_slots))

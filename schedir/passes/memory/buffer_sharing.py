@@ -85,7 +85,7 @@ def share_slots(
         )
     program = remove_slot_sharing(program)
     graph = Graph.from_program(program, progress_model)
-    min_slots = count_min_slots(program)[:, : len(SLOT_VALUES)]
+    min_slots = count_min_slots(program, SLOT_VALUES)
     if buffer_sharing == "minimal":
         return _set_slot_counts(program, min_slots)
     costs = costs or Costs()
@@ -122,7 +122,7 @@ def _find_sufficient_slots(
         lower_bounds,
         _count_overlaps(program, earliest_times.start, earliest_times.end, lower_bound=False),
     )
-    separate_slots = count_slots(program)[:, : len(SLOT_VALUES)]
+    separate_slots = count_slots(program, SLOT_VALUES)
     choices = (lower_bounds, upper_bounds, separate_slots)
     best = next(slots for slots in choices if keeps_time(slots))
     best = np.where(_read_slot_counts(program) == UNSHARED_SLOTS, best, lower_bounds)

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from schedir.analysis.critical_path.longest_path import compute_earliest_times
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.memory.buffer_slots import (
-    SLOT_KINDS,
     count_min_slots,
     count_slots,
     find_host_values,
@@ -32,7 +31,6 @@ from schedir.ir.isa.instructions import (
     COMPUTE_OPS,
     FORWARD,
     INSTRUCTIONS,
-    SLOT_VALUES,
     TIERS,
     Opcode,
     Value,
@@ -318,8 +316,8 @@ class SlotRange(NamedTuple):
                 host_values.count_peak(number_groups(InstructionIndex.from_program(program))),
                 np.diff(host_values.rank_offsets),
             )
-        min_slots = count_min_slots(program)[:, SLOT_VALUES.index(Value.SAVED)]
-        return cls(tier, min_slots, count_slots(program)[:, SLOT_KINDS.index(Value.SAVED)])
+        kinds = [Value.SAVED]
+        return cls(tier, count_min_slots(program, kinds)[:, 0], count_slots(program, kinds)[:, 0])
 
     def set_slots(self, program: Program, slots: Counts) -> Program:
         """Return the program with these numbers of slots.

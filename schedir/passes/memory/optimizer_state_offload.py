@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.memory.buffer_slots import (
-    SLOT_KINDS,
     count_min_slots,
     count_slots,
     find_host_values,
@@ -136,8 +135,8 @@ def set_device_buffers(program: Program) -> Program:
     Args:
         program: A program with reloads and offloads of states.
     """
-    column = SLOT_KINDS.index(Value.STATE)
-    min_slots, max_slots = count_min_slots(program)[:, column], count_slots(program)[:, column]
+    kinds = [Value.STATE]
+    min_slots, max_slots = count_min_slots(program, kinds)[:, 0], count_slots(program, kinds)[:, 0]
     if (min_slots >= max_slots).all():
         return program
     return program.with_slot_counts(_DEVICE_SLOTS, min_slots)

@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from schedir.analysis.memory.buffer_slots import SLOT_KINDS, assign_slots, count_slots
+from schedir.analysis.memory.buffer_slots import assign_slots, count_slots
 from schedir.ir.isa.instructions import (
     BOUNDARY_VALUES,
     INSTRUCTIONS,
@@ -98,8 +98,8 @@ def _compute_sizes(
     A buffer has the size of the largest value that is sent from the slot or received into it. The
     size is 0 if all values of the slot stay on the rank.
     """
-    slot_counts = dict(zip(SLOT_KINDS, count_slots(program)[rank].tolist(), strict=True))
-    sizes = {kind: [0] * slot_counts[kind] for kind in BOUNDARY_VALUES}
+    slot_counts = count_slots(program, BOUNDARY_VALUES)[rank].tolist()
+    sizes = {kind: [0] * n for kind, n in zip(BOUNDARY_VALUES, slot_counts, strict=True)}
     for (kind, stage, mb), fills in assign_slots(program, rank).items():
         if kind in sizes and program.peer_stage(kind, stage) >= 0:
             size = boundaries[mb].get_value_tensors(kind, stage).nbytes

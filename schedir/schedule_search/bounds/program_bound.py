@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -24,6 +25,7 @@ from schedir.ir.isa.instructions import (
     SLOT_VALUES,
     Value,
 )
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.schedule_search.bounds.lower_bound import compute_bound
 from schedir.schedule_search.problem import Objective, SchedulingProblem, make_problem
@@ -51,6 +53,7 @@ def compute_program_bound(
     *,
     objective: Objective = "span",
     split_backward: bool | None = None,
+    footprints: Sequence[Footprint] = (),
 ) -> LowerBound | None:
     """Return a lower bound on the length of every program with the same work and no more memory.
 
@@ -71,6 +74,8 @@ def compute_program_bound(
         split_backward: True if other programs may split some or all backwards into I and W. False
             if other programs have only full backwards. By default True if `program` splits a
             backward.
+        footprints: `Timeline.footprints` of a prediction for the program with these sizes. By
+            default they are computed.
 
     Returns:
         The bound. None if no bound applies: the program has stage replicas, several updates,
@@ -90,19 +95,27 @@ def compute_program_bound(
         return None
     if costs.has_pairing_gain(shape):
         return None
-    problem = _relax_program(program, costs, sizes, objective, split_backward=split_backward)
-    return None if problem is None else compute_bound(problem)
+    problem = _relax_program(program, costs, objective, split_backward=split_backward)
+    if problem is None:
+        return None
+    if sizes is None:
+        capacity = (float(peak_in_flight(program).max()),) * shape.ranks
+        return compute_bound(replace(problem, capacity=capacity))
+    footprints = footprints or compute_footprints(program, sizes)
+    return compute_bound(_limit_memory(problem, shape, sizes, footprints))
 
 
 def _relax_program(
     program: Program,
     costs: Costs,
-    sizes: Sizes | None,
     objective: Objective,
     *,
     split_backward: bool | None,
 ) -> SchedulingProblem | None:
-    """Return a problem whose bound applies to all programs with this work and memory, or None."""
+    """Return a problem with a bound that applies to all programs with this work, or None.
+
+    The problem does not limit memory.
+    """
     shape = program.shape
     if split_backward is None:
         split_backward = not program.used_opcodes.isdisjoint({BACKWARD_INPUT, BACKWARD_WEIGHT})
@@ -126,12 +139,25 @@ def _relax_program(
             F=_to_floats(F), I=_to_floats(I), W=_to_floats(W), B=_to_floats(B),
             send=_to_floats(send), step=_to_floats(step_costs),
         )  # fmt: skip
-        problem = make_problem(shape, min_costs, objective=objective, split_backward=split_backward)
+        return make_problem(shape, min_costs, objective=objective, split_backward=split_backward)
     except CostsError:  # The costs are all 0, or too large.
         return None
-    if sizes is None:
-        return replace(problem, capacity=(float(peak_in_flight(program).max()),) * shape.ranks)
-    footprints = compute_footprints(program, sizes)
+
+
+def _limit_memory(
+    problem: SchedulingProblem,
+    shape: PipelineShape,
+    sizes: Sizes,
+    footprints: Sequence[Footprint],
+) -> SchedulingProblem:
+    """Return the problem with the largest memory of a rank of a program as the limit.
+
+    Args:
+        problem: The problem.
+        shape: The shape of the program.
+        sizes: The sizes in bytes.
+        footprints: The memory of each rank of the program.
+    """
     max_bytes = max(float(footprint.total_bytes.max()) for footprint in footprints)
     capacity = tuple(max_bytes - _constant_bytes(footprint) for footprint in footprints)
     saved, deferred = (
@@ -139,9 +165,10 @@ def _relax_program(
     )
     # Other programs may have full backwards, which keep the saved activations until their end and
     # defer nothing. So `saved_and_deferred` has the same values as `saved`.
+    deferred = np.minimum(deferred, saved) if problem.split_backward else 0 * deferred
     return replace(
         problem, capacity=capacity, saved=_to_floats(saved), saved_and_deferred=_to_floats(saved),
-        deferred_wgrad=_to_floats(np.minimum(deferred, saved) if split_backward else 0 * deferred),
+        deferred_wgrad=_to_floats(deferred),
     )  # fmt: skip
 
 
