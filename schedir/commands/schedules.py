@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from inspect import getdoc
 from textwrap import wrap
 from typing import Any
 
 from schedir.io.terminal_output import format_json
-from schedir.schedules import get_built_in_schedules
+from schedir.schedules import get_built_in_schedules, get_summary
 from schedir.schedules.schedule_algebra import (
     Schedule,
     get_placement_mark,
@@ -48,7 +47,7 @@ def _collect_facts(name: str, schedule: Schedule) -> dict[str, Any]:
         "schedule": name,
         "stages_per_rank": get_stages_per_rank(schedule),
         "placement": str(get_placement_mark(schedule)[0] or "loop"),
-        "description": (getdoc(schedule) or "").partition("\n")[0].removeprefix("Run "),
+        "description": get_summary(schedule),
     }
 
 

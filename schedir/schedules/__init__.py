@@ -26,6 +26,7 @@ Example:
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from inspect import getdoc
 
 from schedir.errors import UsageError, describe
 from schedir.retired_names import OTHER_SCHEDULE_NAMES
@@ -73,6 +74,15 @@ def get_built_in_schedules() -> dict[str, Schedule]:
         The schedule functions, in the order of `__all__`.
     """
     return {name: globals()[name] for name in __all__}
+
+
+def get_summary(schedule: Schedule) -> str:
+    """Return one sentence about a schedule: the first line of its docstring, without "Run".
+
+    Args:
+        schedule: The schedule function.
+    """
+    return (getdoc(schedule) or "").partition("\n")[0].removeprefix("Run ")
 
 
 def find_schedule(name: str) -> Schedule:

@@ -88,11 +88,11 @@ def test_controls_change_the_timeline(studio: Opener) -> None:
     choose(browser, "control-zero", "3")
     assert "unshard" in get_text(browser, "legend")
     choose(browser, "control-progress_model", "per_edge")
-    assert "finishes under per_edge" in get_text(browser, "verdict")
+    assert "progress model per_edge" in get_text(browser, "verdict")
     press(browser, "undo")
-    browser.until(lambda: "finishes under per_device" in get_text(browser, "verdict"))
+    browser.until(lambda: "progress model per_device" in get_text(browser, "verdict"))
     press(browser, "redo")
-    browser.until(lambda: "finishes under per_edge" in get_text(browser, "verdict"))
+    browser.until(lambda: "progress model per_edge" in get_text(browser, "verdict"))
 
 
 def test_wrong_value_marks_its_control(studio: Opener) -> None:
@@ -182,6 +182,10 @@ def test_instruction_drag_is_applied_refused_and_undone(studio: Opener) -> None:
         browser, "verdict"
     )
     assert "peak in flight 5" in get_text(browser, "facts")
+    assert browser.js("document.querySelector('h1').textContent") == "one_f_one_b, edited"
+    assert "Click an instruction" in get_text(
+        browser, "selected"
+    )  # a selection would fade most of the timeline
     assert browser.js("document.getElementById('control-ranks').disabled")
     wait_for_answer(
         browser, lambda: drag(browser, locate_time(browser, 12), locate_time(browser, 0.2))
@@ -194,6 +198,20 @@ def test_instruction_drag_is_applied_refused_and_undone(studio: Opener) -> None:
     wait_for_answer(browser, lambda: press(browser, "undo"))
     assert "This is one_f_one_b." in get_text(browser, "verdict")
     assert not browser.js("document.getElementById('control-ranks').disabled")
+
+
+def test_finger_moves_no_instruction(studio: Opener) -> None:
+    browser = studio()
+    x, y = locate_time(browser, 13.3)
+    for kind, points in (
+        ("touchStart", [{"x": x, "y": y}]),
+        ("touchMove", [{"x": x - 60, "y": y}]),
+        ("touchMove", [{"x": x - 120, "y": y}]),
+        ("touchEnd", []),
+    ):
+        browser.call("Input.dispatchTouchEvent", type=kind, touchPoints=points)
+    enter(browser, "control-B", "3")
+    assert "This is one_f_one_b." in get_text(browser, "verdict")
 
 
 def test_keyboard_moves_instruction_and_explains_idle_time(studio: Opener) -> None:
@@ -211,7 +229,11 @@ def test_keyboard_moves_instruction_and_explains_idle_time(studio: Opener) -> No
     browser.key("b")
     selected = get_text(browser, "selected")
     assert selected.startswith("rank 3 is idle") or selected.startswith("rank 0 is idle")
-    browser.until(lambda: "CHANGES THAT SHORTEN THE STEP" in get_text(browser, "selected"))
+    browser.until(
+        lambda: (
+            "CHANGES, WITH THE TIME PER MICROBATCH THAT EACH SAVES" in get_text(browser, "selected")
+        )
+    )
     browser.key("b")
     assert get_text(browser, "selected") != selected
 
@@ -223,7 +245,7 @@ def test_idle_time_shows_cause_chain_and_changes(studio: Opener) -> None:
     selected = get_text(browser, "selected")
     assert selected.startswith("rank 0 is idle") and "warmup: B 1.0 on rank 1" in selected
     assert "waits for\nB 1.0, rank 1" in selected and "B of stage 3\nidle 6.6 → 6.4" in selected
-    assert "zb_v" in selected.partition("CHANGES THAT SHORTEN THE STEP")[2]
+    assert "zb_v" in selected.partition("CHANGES, WITH THE TIME PER MICROBATCH THAT EACH SAVES")[2]
     buttons = "[...document.querySelectorAll('#selected button')]"
     change = f"{buttons}.find((e) => e.innerText.startsWith('zb_v'))"
     wait_for_answer(browser, lambda: browser.js(f"{change}.click()"))

@@ -248,7 +248,11 @@ def test_gap_lists_costs_that_shorten_it() -> None:
 
 def test_state_formats_as_command() -> None:
     options = {"ranks": "4", "placement": "vee", "costs": "F=1:2", "zero": "1", "overlap": "yes"}
-    words = shlex.split(format_command(StudioState("zb_v", options=options), "zb_v"))
+    words = shlex.split(
+        format_command(
+            StudioState("zb_v", options=options), compile("zb_v", ranks=4, microbatches=8)
+        )
+    )
     assert words[:3] == ["schedir", "draw", "zb_v"] and read_options(words[3:]) == options
     parser = argparse.ArgumentParser()
     add_source(parser)

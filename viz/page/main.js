@@ -217,7 +217,8 @@ function addListeners() {
     canvas.setPointerCapture(event.pointerId);
     drag = { x, y, fromX: x, fromY: y, moved: false, what: y < OVERVIEW_HEIGHT ? "map" : y < HEAD_HEIGHT ? "ruler" : "plot" };
     if (drag.what === "map") toMap(x);
-    if (drag.what === "plot" && studio?.grab(findTarget(x, y))) drag.what = "move";
+    // A finger scrolls the timeline, also from an instruction.
+    if (drag.what === "plot" && event.pointerType !== "touch" && studio?.grab(findTarget(x, y))) drag.what = "move";
   });
   const toMap = (x) => {
     const middle = ((x - GUTTER_WIDTH) / (view.wide - GUTTER_WIDTH)) * longestSpan(), span = view.t1 - view.t0;

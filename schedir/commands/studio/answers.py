@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -22,9 +21,11 @@ from schedir.commands.studio.state import (
     CodeError,
     StudioState,
     format_command,
+    make_comparison_options,
     make_state_request,
+    scale_stage_values,
 )
-from schedir.compiler.schedule_recognition import recognize
+from schedir.compiler.schedule_recognition import Recognition, recognize
 from schedir.errors import CommandHint, SchedirError, UsageError
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
@@ -39,18 +40,13 @@ from schedir.predict.calibrate import simulate_at_mean_times
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.predict.what_if import MIN_SAVING, SimulatedChange, advise
-from schedir.schedules import get_built_in_schedules, suggest_schedules
+from schedir.schedules import get_built_in_schedules, get_summary, suggest_schedules
 from schedir.viz.deadlock_diagram import draw_deadlock
 from schedir.viz.page_data import build_table, describe_run, describe_runs, label_runs
 
 MAX_RANKS: Final = 256  # The page would take seconds to draw more ranks.
 _MAX_DRAFTS: Final = 16  # The number of drafts of user code that a studio keeps.
 _MAX_CHANGES: Final = 5  # The number of changes that the page lists.
-_COMPARISON_NOTE: Final = (
-    "In a comparison, costs and sizes are per rank, not per stage: schedir divides them by the "
-    "number of stages of a rank. So a schedule with several stages per rank changes its times when "
-    "you choose a comparison."
-)
 # `explain_gap` multiplies each cost by this factor to find its effect on a gap.
 _REDUCED_COST_FACTOR: Final = 0.9
 
@@ -144,9 +140,7 @@ class Studio:
             for name, text in state.options.items()
             if name in PROGRAM_OPTIONS and PROGRAM_OPTIONS[name].is_shape_option
         }
-        state = StudioState(
-            code=state.code, function=state.function, other=state.other, options=options
-        )
+        state = StudioState(code=state.code, function=state.function, options=options)
         key = json.dumps(state.to_json(), sort_keys=True)
         if key not in self._drafts:
             if not run_code:
@@ -161,14 +155,13 @@ class Studio:
         """Return the data for a request, with a second run if the state has a comparison."""
         if not state.other or state.run:
             return describe_request(request, state)
-        shape = request.program.shape
-        shared = {"ranks": str(shape.ranks), "microbatches": str(shape.microbatches)}
-        options = {**state.options, **shared}
+        options = make_comparison_options(state, request.program)
         for name in ("stages_per_rank", "placement"):
             options.pop(name, None)
         other_state = replace(state, options=options)
         try:
-            compared = make_state_request(other_state, load_built_in(state.other, "other")).timeline
+            source = load_built_in(state.other, "other")
+            compared = make_state_request(other_state, source, for_comparison=True).timeline
         except SchedirError as error:
             error.fields = ("other",)
             raise
@@ -250,16 +243,44 @@ def describe_request(
         "bound_explanation": bound.explanation if bound else "",
         "comparison": "" if other is None else compare_runs(timeline, other),
         "challenge": judge(request, state),
+        "title": _find_title(state, timeline.program.name, recognition),
         "recognition": str(recognition),
+        "schedule_summary": (
+            get_summary(get_built_in_schedules()[recognition.schedule])
+            if recognition.is_exact
+            else ""
+        ),
         "difference": [recognition.rank, mismatch_index] if mismatch_index >= 0 else None,
-        "notes": [_COMPARISON_NOTE] * (other is not None) + describe_costs([request]).splitlines(),
+        "notes": _describe_stages(timeline, other) + describe_costs([request]).splitlines(),
         "progress_model": timeline.progress_model,
         "source_type": _find_source_type(request),
         "ranks": shape.ranks,
         "microbatches": shape.microbatches,
         "stages": shape.stages,
-        "command": format_command(state, timeline.program.name, str(request.source)),
+        "command": format_command(state, timeline.program, str(request.source)),
     }
+
+
+def _find_title(state: StudioState, name: str, recognition: Recognition) -> str:
+    """Return the title of the page: the name of the program, and whether it was edited."""
+    is_edited = (
+        state.program
+        and name in get_built_in_schedules()
+        and not (recognition.is_exact and recognition.schedule == name)
+    )
+    return f"{name}, edited" if is_edited else name
+
+
+def _describe_stages(one: Timeline, other: Timeline | None) -> list[str]:
+    """Return a note if two compared programs divide the model into different numbers of stages."""
+    if other is None or one.program.shape.stages == other.program.shape.stages:
+        return []
+    stages, other_stages = one.program.shape.stages, other.program.shape.stages
+    return [
+        f"{other.program.name} divides the same model into {other_stages} stages instead of "
+        f"{stages}. So the costs and sizes of its stages are {stages / other_stages:.3g} times "
+        f"those of the controls, which are for {one.program.name}."
+    ]
 
 
 def compare_runs(one: Timeline, other: Timeline) -> str:
@@ -402,35 +423,16 @@ def find_changed_state(
     draft = change.row.draft
     if state.run or draft is None or draft.name not in get_built_in_schedules():
         return None
-    factor = shape.stages / draft.shape.stages
-    options = {name: text for name, text in state.options.items() if name != "placement"}
+    options = scale_stage_values(state.options, shape.stages / draft.shape.stages)
+    options.pop("placement", None)
     for name in ("ranks", "microbatches", "stages_per_rank"):
         options[name] = str(getattr(draft.shape, name))
-    for name, fields in (("costs", ("F", "B", "I", "W")), ("sizes", ("saved",))):
-        if name in options:
-            options[name] = scale_fields(options[name], fields, factor)
     changed = replace(state, schedule=draft.name, program="", code="", options=options)
     with suppress(SchedirError):
         source = load_built_in(changed.schedule, "schedule")
         if isclose(make_state_request(changed, source).timeline.span, change.run.span):
             return changed.to_json()
     return None
-
-
-def scale_fields(text: str, names: tuple[str, ...], factor: float) -> str:
-    """Multiply fields in a text of costs or sizes. Fields with several numbers do not change.
-
-    Args:
-        text: The costs or sizes, as on the command line.
-        names: The names of the fields to multiply.
-        factor: The factor.
-    """
-    field_value = re.compile(rf"\s*({'|'.join(names)})\s*=\s*([\d.]+)([A-Za-z]*)\s*")
-    parts = []
-    for part in text.split(","):
-        match = field_value.fullmatch(part)
-        parts.append(f"{match[1]}={float(match[2]) * factor:g}{match[3]}" if match else part)
-    return ",".join(parts)
 
 
 def _find_gap_costs(request: Request, rank: int, index: int) -> list[dict[str, Any]]:

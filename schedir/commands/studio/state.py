@@ -6,6 +6,7 @@ command, and errors can name the options of this command.
 
 from __future__ import annotations
 
+import re
 import shlex
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from schedir.io.option_spelling import option_name, option_words
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.ir.program import Program
+from schedir.passes.splitting.stage_segmentation import PER_CHUNK_FIELDS, SHARED_FIELDS
 
 # Name -> parser of the options that are neither fields of a program nor options of passes.
 PREDICTION_OPTIONS: Final[Mapping[str, Callable[[str], Any]]] = {
@@ -52,11 +54,11 @@ class StudioState:
         code: Python code with a schedule function, which replaces the schedule.
         function: The name of the function in `code`. "" means the last function of the code.
         run: True if the studio shows the run with which it was started.
-        other: The name of a built-in schedule for a comparison, or "". Costs and sizes are then per
-            rank, as in `schedir compare`.
+        other: The name of a built-in schedule for a comparison, or "".
         challenge: The name of the challenge that the user solves, or "".
         options: Name -> text of each option that is set. The names are those of `schedir options`,
-            and `costs`, `sizes`, `memory_limit` and `progress_model`.
+            and `costs`, `sizes`, `memory_limit` and `progress_model`. Costs and sizes are those of
+            a stage of the schedule, the program or the code.
     """
 
     schedule: str = "one_f_one_b"
@@ -102,7 +104,9 @@ class StudioState:
         return asdict(self)
 
 
-def make_state_request(state: StudioState, source: Source) -> Request:
+def make_state_request(
+    state: StudioState, source: Source, *, for_comparison: bool = False
+) -> Request:
     """Return the request for a source with the options of a state.
 
     Options that do not apply to the source are ignored. For a draft, the options of the shape are
@@ -111,6 +115,8 @@ def make_state_request(state: StudioState, source: Source) -> Request:
     Args:
         state: The state.
         source: The schedule, program or run.
+        for_comparison: See `Request`. The options of the state must be those of
+            `make_comparison_options`.
 
     Raises:
         UsageError: An option is unknown, or its value is invalid.
@@ -122,10 +128,7 @@ def make_state_request(state: StudioState, source: Source) -> Request:
         if applies_to(name, loaded):
             setattr(args, name, _parse_option(name, text.strip()))
     return make_request(
-        args,
-        source,
-        lower_drafts=isinstance(loaded, Program),
-        for_comparison=bool(state.other) and not state.run,
+        args, source, lower_drafts=isinstance(loaded, Program), for_comparison=for_comparison
     )
 
 
@@ -164,6 +167,72 @@ def _parse_option(name: str, text: str) -> Any:
         raise
 
 
+def make_comparison_options(state: StudioState, program: Program) -> dict[str, str]:
+    """Return the options of a state in the form that `schedir compare` takes.
+
+    In a comparison, options are for a model with one stage per rank.
+
+    Args:
+        state: The state.
+        program: The program of the state.
+
+    Raises:
+        UsageError: The state has an option that has no such form.
+    """
+    shape, stages_per_rank = program.unsegmented_shape, program.unsegmented_shape.stages_per_rank
+    for name in ("frozen_stages", "stage_segments"):
+        if name in state.options and stages_per_rank > 1:
+            raise UsageError(
+                f"a comparison with {name} needs one stage per rank, but {program.name} has "
+                f"{stages_per_rank}",
+                fields=["other", name],
+            )
+    options = {**state.options, "ranks": str(shape.ranks), "microbatches": str(shape.microbatches)}
+    factor = program.shape.stages / shape.ranks
+    return scale_stage_values(options, factor, program.chunks_per_microbatch)
+
+
+def scale_stage_values(
+    options: Mapping[str, str], factor: float, chunks: int = 1
+) -> dict[str, str]:
+    """Convert the costs and sizes in options to stages of another length.
+
+    Args:
+        options: Name -> text of each option, with valid costs and sizes.
+        factor: The length of a new stage, divided by the length of an old stage. Lists with one
+            number per stage are not multiplied by it.
+        chunks: The number of chunks of each microbatch, which the new microbatches are not divided
+            into.
+
+    Returns:
+        All options, with the new costs and sizes.
+
+    Example:
+        >>> scale_stage_values({"costs": "F=1,B=2:3,send=0.1", "sizes": "saved=1GB"}, 2)
+        {'costs': 'F=2,B=2:3,send=0.1', 'sizes': 'saved=2GB'}
+    """
+    scaled = dict(options)
+    costs = options.get("costs", "")
+    if not re.search(r"\bF\s*=", costs):  # the default of F does not depend on the stages
+        scaled["costs"] = ",".join(["F=1", *filter(None, [costs])])
+    for option in {"costs", "sizes"} & scaled.keys():
+        parts = []
+        for part in filter(str.strip, scaled[option].split(",")):
+            name, _, value = (text.strip() for text in part.partition("="))
+            value_factor = float(chunks) if name in PER_CHUNK_FIELDS else 1.0
+            if name in SHARED_FIELDS and ":" not in value:
+                value_factor *= factor
+            parts.append(f"{name}={_multiply_numbers(value, value_factor)}")
+        scaled[option] = ",".join(parts)
+    return scaled
+
+
+def _multiply_numbers(text: str, factor: float) -> str:
+    """Return a text with each of its numbers multiplied. Units such as "GB" stay."""
+    number = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+    return re.sub(number, lambda match: f"{float(match[0]) * factor:.12g}", text)
+
+
 def format_options(options: Mapping[str, str]) -> list[str]:
     """Return options as words of the command line.
 
@@ -179,16 +248,18 @@ def format_options(options: Mapping[str, str]) -> list[str]:
     return words
 
 
-def format_command(state: StudioState, name: str, run_file: str = "") -> str:
+def format_command(state: StudioState, program: Program, run_file: str = "") -> str:
     """Return the command that draws or compares the timelines of a state.
 
     Args:
         state: The state.
-        name: The name of the program of the state.
+        program: The program of the state.
         run_file: The file of the run, if the state shows a run.
     """
-    source = state.schedule
+    source, name = state.schedule, program.name
     options = state.options
+    if state.other and not state.run:
+        options = make_comparison_options(state, program)
     if state.run or state.program:  # The file contains the other options.
         options = {key: text for key, text in options.items() if key in PREDICTION_OPTIONS}
     if state.run:

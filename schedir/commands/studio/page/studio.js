@@ -324,8 +324,10 @@ function showVerdict() {
   const panel = $("verdict");
   if (!answer.recognition) return panel.replaceChildren();
   const [sentence] = answer.recognition;
-  const lines = [makeElement("h2", "Verdict")];
-  lines.push(makeElement("p", shownState.run ? "A measured run, and its prediction at the mean times." : `Complete, and finishes under ${answer.progress_model}.`));
+  const lines = [makeElement("h2", "Verdict")], proven = makeElement("p", shownState.run ? "A measured run, and its prediction at the mean times."
+    : `Complete, and free of deadlock under the progress model ${answer.progress_model}.`);
+  if (!shownState.run) proven.title = SETUP.help.progress_model;
+  lines.push(proven);
   const found = makeElement("p", `${sentence.toUpperCase()}${answer.recognition.slice(1)}.`);
   if (answer.difference) {
     const [rank, index] = answer.difference, run = runs[runs.length - 1], jump = makeElement("button", "Show it", "link");
@@ -333,6 +335,8 @@ function showVerdict() {
     found.append(" ", jump);
   }
   lines.push(found);
+  const summary = answer.schedule_summary;
+  if (summary) lines.push(makeElement("p", `${summary[0].toUpperCase()}${summary.slice(1)}`, "soft"));
   if (answer.comparison) lines.push(makeElement("p", answer.comparison));
   if (!answer.verdict && !shownState.run) lines.push(makeElement("p", "No lower bound is known for a program with these instructions.", "soft"));
   if (answer.verdict) lines.push(makeElement("p", `${answer.verdict[0].toUpperCase()}${answer.verdict.slice(1)}.`));
@@ -403,7 +407,7 @@ function targetOf(run, k, t) {
   return { next, previous, same: next === was };
 }
 
-async function moveSpan(run, k, { next, previous, same }) {
+async function moveSpan(run, k, { next, previous, same }, selects = false) {
   if (same) return;
   const first = run.offsets[run.rank[k]];
   const before = next >= 0 ? next - first : previous - first + 1;
@@ -415,6 +419,7 @@ async function moveSpan(run, k, { next, previous, same }) {
     commitState();
   }
   await showAnswer(got, shownState);
+  if (!selects) return; // a selection fades all unrelated instructions
   const now = runs[0];
   for (let j = 0; j < now.op.length; j++)
     if (now.rank[j] === identity[0] && now.op[j] === identity[1] && now.stage[j] === identity[2] && now.mb[j] === identity[3]) {
@@ -439,7 +444,7 @@ function shiftSelection(by) {
   const { run, k } = chosen, row = [...(laneOf(run, k)?.index || [])], to = row.indexOf(k) + by;
   if (to < 0 || to >= row.length) return;
   const rest = listOtherSpans(run, k);
-  moveSpan(run, k, { next: rest[to] ?? -1, previous: rest[to - 1] ?? -1, same: false });
+  moveSpan(run, k, { next: rest[to] ?? -1, previous: rest[to - 1] ?? -1, same: false }, true);
 }
 
 studio = {
@@ -487,7 +492,7 @@ studio = {
       if (got.gap_costs.length) lines.push(makeElement("h2", "10% less of a cost"), makeTable(got.gap_costs.slice(0, 5).map((each) =>
         [each.cost, `idle ${formatNumber(each.old_gap)} → ${formatNumber(each.new_gap)}, span ${formatNumber(each.span)}`])));
       else lines.push(makeElement("p", "No cost on its chain shortens it by itself."));
-      if (got.changes.length) lines.push(makeElement("h2", "Changes that shorten the step"), makeTable(got.changes.map((each) => [`−${formatPercent(each.saved_share)}`, changeOf(each)])));
+      if (got.changes.length) lines.push(makeElement("h2", "Changes, with the time per microbatch that each saves"), makeTable(got.changes.map((each) => [`−${formatPercent(each.saved_share)}`, changeOf(each)])));
       else lines.push(makeElement("p", "No change that schedir tries shortens the step."));
     }
     place.replaceChildren(...lines);
