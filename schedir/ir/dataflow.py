@@ -8,9 +8,10 @@ row of `INSTRUCTIONS`.
 
 An instruction that reads a value is a needer of the value. The giver is the instruction that made
 or last changed the value before the needer in the Stream.  If each value of a kind is made once and
-changed at most once, a table look-up finds the giver: the change if there is one, otherwise the
-maker.  The look-up also finds a giver that comes after the needer in the Stream.  `check` then
-reports the two instructions that are in the wrong order.
+changed at most once, a table look-up finds the giver: the instruction that changed the value if
+there is one, otherwise the instruction that made it.  The look-up also finds a giver that comes
+after the needer in the Stream.  `check` then reports the two instructions that are in the wrong
+order.
 """
 
 from __future__ import annotations
@@ -299,7 +300,8 @@ class Dataflow:
     def _find_first_present(self, ops: tuple[Opcode, ...], key: Positions) -> Positions:
         """Return, for each key, the position of its instruction, or -1 if there is none.
 
-        If several of `ops` have an instruction with the key, the first opcode of `ops` counts.
+        If several of `ops` have an instruction with the key, the result is the instruction with the
+        first of these opcodes.
         """
         tables = [op for op in ops if op in self.index.position_by_key]
         if not tables:
@@ -369,8 +371,9 @@ class Dataflow:
     def _find_last_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
         """Yield the last giver on each lane, for values that several instructions add to.
 
-        The givers belong to all stages of the rank if the needer or a giver is per rank, or if the
-        needer needs the values of all stages. Otherwise they belong to the needer's stage.
+        The givers of all stages of the rank are included if the needer or a giver is per rank, or
+        if the needer uses the values of all stages. Otherwise only givers of the needer's stage are
+        included.
         """
         index = self.index
         ops = find_possible_givers(row.op, value)
@@ -453,10 +456,7 @@ class Dataflow:
     def _find_nearest_givers(
         self, chains: ValueChains, row: Row, value: Value, needer: Positions
     ) -> Positions:
-        """Return the nearest earlier givers, for values that are made again or change state.
-
-        Also record the stale reads.
-        """
+        """Return the givers that `chains` finds for the needers. Also record the stale reads."""
         giver, stale = chains.find_givers(
             self._compute_keys(value, needer), needer, find_change(row.op, value)
         )

@@ -27,7 +27,7 @@ GroupProcesses = int | Sequence[int] | Processes
 
 
 class _Ring(NamedTuple):
-    """What the time of a collective needs of the processes of its group.
+    """The properties of a process group that determine the time of a collective.
 
     Attributes:
         size: The number of processes.
@@ -306,7 +306,7 @@ class Cluster:
         """Return the time of a reduce-scatter over a ring, in seconds.
 
         A reduce-scatter takes the time of an all-gather, with the messages in the other direction.
-        The additions take no time.
+        The time of the additions is ignored.
 
         Args:
             size: Bytes of the tensor that each process contributes.
@@ -573,7 +573,7 @@ class Cluster:
         Raises:
             UsageError: shape.ranks x tp x dp is not the number of GPUs, `mesh` has another shape,
                 or `dp` is not a multiple of `ep`. Or a required size or bandwidth is missing.
-            CostsError: F is missing, or the backwards are neither B alone, nor both I and W.
+            CostsError: F is missing, none of B, I and W is given, or only one of I and W is given.
 
         Example:
             >>> from schedir import Cluster, Costs, PipelineShape, Sizes
