@@ -35,8 +35,9 @@ from schedir.errors import UsageError
 from schedir.io.files import open_regular_file
 from schedir.ir.isa.opcodes import Lane
 
-# The name of the folder in the output folder of a run, and the names of two files in it. The first
-# file has the program of the run. The second has the id of the run and the launcher's last message.
+# The name of the folder of the black boxes, and the names of two other files in this folder. The
+# first file has the program of the run. The second has the id of the run and the launcher's last
+# message.
 BLACK_BOX_DIRECTORY: Final = "boxes"
 PROGRAM_FILE: Final = "program.sched"
 VERDICT_FILE: Final = "launcher_message"
@@ -75,8 +76,8 @@ class BlackBoxField(IntEnum):
         PHASE_TIME: The time when the process entered the current phase.
         STEP: The current step, from 1.
         DP: The number of replicas.
-        POSITION: The index in the Stream of the last instruction that the host has begun, or the
-            number of instructions after the last one has returned.
+        POSITION: The index in the Stream of the last instruction that the host has begun. After all
+            instructions have returned, this word is their number.
         POSITION_TIME: The time when the host began this instruction.
         HEARTBEAT: The time when the watchdog last ran.
         IS_WAITING: 1 if the process waits for other processes, or has lost the connection to one,
