@@ -453,7 +453,7 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
     kind, peer = _clean_text(title), -1
     if match := _MESSAGE_NAME.match(title):
         kind, group_rank = match[1], int(match[3])
-        # If the ranks of a group are unknown, the numbers in its messages count as ranks of the
+        # If the ranks of a group are unknown, the numbers in its messages are used as ranks of the
         # job.
         if group.has_ranks and group_rank >= len(group.ranks):
             raise TraceError(

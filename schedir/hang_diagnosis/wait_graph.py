@@ -200,7 +200,7 @@ class DistributedJob:
             return other, WaitReason.NO_DUMP, None
         counterpart = self.find_counterpart(rank, op, other)
         if counterpart is None:
-            # If the rank has issued later collectives, its entry for this collective was
+            # If the other rank has issued later collectives, its entry for this collective was
             # overwritten.
             has_later = (
                 not op.is_message
