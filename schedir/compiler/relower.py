@@ -71,8 +71,8 @@ def infer_options(
 def adapt_options(options: Mapping[str, Any], shape: PipelineShape) -> dict[str, Any]:
     """Adapt the options of a program to another shape.
 
-    If `unsharded_stages` is larger than the number of stages of every rank of the other shape, it
-    is reduced to the largest of these numbers.
+    If `unsharded_stages` is larger than the largest number of stages on a rank of the other shape,
+    it is reduced to this number.
 
     Args:
         options: The options that `infer_options` returned.
