@@ -242,8 +242,8 @@ def rank_schedules(
 def describe_excesses(over_limit: Mapping[str, Excess], limit: str) -> list[str]:
     """Return lines with the candidates that are over a limit.
 
-    Candidates that fit with options have a line for each set of options. The options that add no
-    compute come first.
+    For each set of options, a line lists the candidates that fit with these options. The options
+    that add no compute come first.
 
     Args:
         over_limit: Name of a candidate -> the memory that it needs.
