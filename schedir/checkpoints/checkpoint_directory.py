@@ -90,8 +90,6 @@ class CheckpointDirectory:
         if not str(path):
             raise UsageError("directory is '', not a path", hint="'.' is the current directory")
         try:
-            # An absolute path stays the same directory when the process changes its working
-            # directory.
             self.path = Path(os.path.abspath(Path(path).expanduser()))
         except RuntimeError as error:
             raise UsageError(f"directory {self.path_text} cannot be used: {error}") from None

@@ -283,8 +283,8 @@ def collect_local_state(
 ) -> LocalState:
     """Return the weights and buffers of a rank.
 
-    If the loss is a module, it counts as part of the last stage. The names in this module begin
-    with `loss.`.
+    If the loss is a module, its tensors are included as tensors of the last stage. The names in
+    this module begin with `loss.`.
 
     Args:
         rank: The state of the rank.
