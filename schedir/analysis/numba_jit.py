@@ -45,7 +45,7 @@ def add_uncompiled_time(seconds: float) -> None:
 
 
 def compile_if_worthwhile(loops: tuple[Loop, ...], seconds: float = 0.0) -> tuple[Loop, ...] | None:
-    """Return `loops` as machine code, or None if numba is missing or not worth its import yet.
+    """Return `loops` as machine code, or None if numba is missing or would not save time yet.
 
     Args:
         loops: Python functions that numba can compile.
@@ -121,7 +121,8 @@ def _compile(loops: tuple[Loop, ...]) -> tuple[Loop, ...] | None:
     for loop in loops:
         for name in loop.__code__.co_names:
             called = loop.__globals__.get(name)
-            # numba's cache only checks the file of the loop, so the callee must be in that file.
+            # numba compiles a cached loop again only if the file of the loop changes. So the called
+            # function must be in that file.
             if isinstance(called, FunctionType):
                 numba.extending.register_jitable(called)
     try:

@@ -100,8 +100,9 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
         lives = flow.find_lifetimes(kind)
         previous_free = _find_previous_users(lives, count)
         if VALUES[kind].scope is Scope.STAGE:
-            # One lane frees all these values in order. So it is enough to wait for the later one of
-            # both instructions.
+            # One lane frees all these values in order. So a fill waits only for the later of two
+            # instructions: the one that freed the slot, and the one that freed the previous value
+            # of the stage.
             previous_free = np.maximum(previous_free, _find_previous_frees(program, lives))
         if (is_reuse := previous_free != NO_POSITION).any():
             reuses[kind] = lives.filled_at[is_reuse], previous_free[is_reuse]
