@@ -237,7 +237,7 @@ class Dataflow:
 
     @property
     def stale_reads(self) -> list[StaleRead]:
-        """Return the reads of freed or changed values that are not made again before the read."""
+        """Return the reads of values that were freed or changed before, and not made again."""
         return self._stale_reads if self.givers.size else []
 
     def find_value(self, needer: int, giver: int) -> Value | None:
@@ -447,7 +447,7 @@ class Dataflow:
         sort_keys = giver_keys * span + givers
         order = np.argsort(sort_keys)
         event = np.searchsorted(sort_keys[order], needer_keys * span + needers) - 1
-        nearest = np.append(order, 0)[event]  # without an earlier giver, index -1 reads the 0
+        nearest = np.append(order, 0)[event]  # index -1, no earlier giver, selects the 0
         if not len(givers):
             return np.full(len(needers), NO_POSITION, np.int32)
         is_match = (event >= 0) & (giver_keys[nearest] == needer_keys)

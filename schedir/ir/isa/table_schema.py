@@ -223,10 +223,10 @@ class Traffic(NamedTuple):
         moves_per_byte: Number of times that each byte is moved.
         is_always_sharded: True if each replica moves 1/dp of the bytes at every level of ZeRO, also
             at level 0.
-        program_attribute: "checkpoint_snapshots" or "optimizer_placement", if all programs with one
-            of `attribute_values` have the instruction.  A cluster requires the sizes for such a
-            program.  If `program_attribute` is "", the instruction has no cost when the sizes are
-            not given.
+        program_attribute: "checkpoint_snapshots" or "optimizer_placement", if all programs in which
+            this attribute has one of `attribute_values` have the instruction.  A cluster requires
+            the sizes for such a program.  If `program_attribute` is "", the instruction has no cost
+            when the sizes are not given.
         attribute_values: The values of the attribute with which programs have the instruction.
     """
 

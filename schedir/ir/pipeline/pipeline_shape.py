@@ -455,7 +455,7 @@ class PipelineShape:
         return replica_ranks
 
     def replica_row_of_stage(self, stage: ArrayLike, rank: ArrayLike) -> NDArray[np.intp]:
-        """Return the row of the placement that puts each stage on each rank.
+        """Return, for each (stage, rank) pair, the placement row that puts the stage on the rank.
 
         Args:
             stage: Numbers of stages.
