@@ -77,7 +77,7 @@ class BlackBoxField(IntEnum):
         STEP: The current step, from 1.
         DP: The number of replicas.
         POSITION: The index in the Stream of the last instruction that the host has begun. After all
-            instructions have returned, this word is their number.
+            instructions have returned, this word is the number of instructions.
         POSITION_TIME: The time when the host began this instruction.
         HEARTBEAT: The time when the watchdog last ran.
         IS_WAITING: 1 if the process waits for other processes, or has lost the connection to one,
@@ -296,7 +296,7 @@ class BlackBoxSnapshot:
 
     @property
     def phase(self) -> ProcessPhase:
-        """The phase of the process. A number above the largest phase gives the largest phase."""
+        """The phase of the process. Numbers above the largest phase mean the largest phase."""
         return ProcessPhase(min(max(self[BlackBoxField.PHASE], 0), max(ProcessPhase)))
 
     @property
@@ -484,8 +484,7 @@ def read_process_state(pid: int, start_time: int) -> ProcessState:
             start time has reused the PID. 0 skips this check.
 
     Returns:
-        "runs", "stopped", "gone" (a zombie counts as gone), or "unknown" if the system has no
-        /proc.
+        "runs", "stopped", "gone" (also for a zombie), or "unknown" if the system has no /proc.
     """
     fields = _read_stat(pid)
     if fields is None:
