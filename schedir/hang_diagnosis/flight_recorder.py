@@ -64,7 +64,7 @@ class RecordedGroup(NamedTuple):
     has_ranks: bool = True
 
     def __hash__(self) -> int:
-        # Hashing all ranks would be slow for large groups, since each entry hashes its group.
+        # The hash of a group is computed for each entry, so a hash of all ranks would be slow.
         return hash((self.name, self.description, len(self.ranks)))
 
     def __str__(self) -> str:

@@ -154,7 +154,7 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
 
 
 def _describe_issued_by_all(job: DistributedJob, wait: PendingOperation) -> str:
-    """Describe an operation that all ranks have issued: which devices have not started it."""
+    """Describe which devices have not started an operation that all ranks have issued."""
     op = wait.op
     ranks = sorted({op.peer, wait.rank} if op.is_message else {*op.group.ranks})
     sides = {rank: job.find_counterpart(wait.rank, op, rank) for rank in ranks if rank in job.dumps}

@@ -115,7 +115,7 @@ class PositionedRanks:
         self.rank_of = graph.index.rank
         self.is_transfer = graph.index.is_op(TRANSFER_OPS)
         self.has_no_dump: NDArray[np.bool_] = ~np.array(matched.has_dump)[self.rank_of]
-        # On a rank without a dump, a transfer counts as ended if its other side has ended.
+        # On a rank without a dump, a transfer has ended if its other side has ended.
         is_undumped_transfer = self.has_no_dump & (graph.partner != NO_POSITION)
         self.ended_mask: NDArray[np.bool_] = matched.ended_mask | (
             is_undumped_transfer & matched.ended_mask[graph.partner]

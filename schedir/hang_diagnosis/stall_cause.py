@@ -296,7 +296,7 @@ class StalledRun:
         return snapshot.find_lane_position(INSTRUCTIONS[instr.op].lane) > index
 
     def _find_phase_waits(self, process: int) -> Iterator[WaitingProcess]:
-        """Yield waits for processes that are in an earlier phase, or not in the same collective."""
+        """Yield the waits for processes that are in an earlier phase, or outside the collective."""
         snapshot = self.snapshots[process]
         replica, rank, _ = self._coordinates_of(process)
         is_in_step = (
@@ -397,8 +397,8 @@ class StalledRun:
         kind = self.classify(process)
         if snapshot is None:
             return kind, process not in self.awaited, 0, 0, 0.0
-        # The process that failed first is the cause. If none has failed, it is the process that
-        # died first.
+        # The process that failed first is the cause. If no process has failed, the process that
+        # died first is the cause.
         if kind in (StallKind.FAILED, StallKind.DIED):
             time_field = (
                 BlackBoxField.FAILURE_TIME if kind is StallKind.FAILED else BlackBoxField.HEARTBEAT
