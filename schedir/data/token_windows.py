@@ -50,8 +50,8 @@ class TokenWindows(Protocol):
 class ConcatenatedWindows:
     """Windows at equal distances in a stream, across documents.
 
-    The tokens at the end of the stream that do not fill a window are left out. Each other token
-    except the first is a target once.
+    The tokens at the end of the stream that do not fill a window are left out. Each of the other
+    tokens, except the first, is a target once.
 
     Args:
         tokens: The number of tokens in the stream.
