@@ -91,7 +91,7 @@ def adapt_options(options: Mapping[str, Any], shape: PipelineShape) -> dict[str,
 def remove_recompute(draft: Program) -> Program:
     """Remove the recompute instructions (R) from a draft.
 
-    An instruction that was joined to a previous R is no longer joined.
+    An instruction that was joined to the R before it is no longer joined.
 
     Args:
         draft: The draft. It is not changed.
