@@ -232,7 +232,7 @@ def rank_schedules(
             ranking.over_limit[name] = excess
         else:
             ranking.fitting.append(request)
-    # Spans that differ only by rounding count as equal. The run with less memory then comes first.
+    # If spans differ only by rounding, the run with less memory comes first.
     ranking.fitting.sort(
         key=lambda r: (float(f"{compute_objective(r.timeline):.9g}"), r.timeline.peak_activations)
     )
