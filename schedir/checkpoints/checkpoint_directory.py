@@ -240,7 +240,8 @@ class CheckpointDirectory:
                     else "",
                 )
             return LatestCheckpoint(self.verify(step, select_files, gather_texts), ())
-        # A step that only some processes find counts as incomplete.
+        # If only some processes find the checkpoint of a step, this checkpoint is skipped as
+        # incomplete.
         for candidate in sorted(all_steps, reverse=True):
             try:
                 return LatestCheckpoint(

@@ -115,7 +115,7 @@ class TensorShard:
     Args:
         name: The name in the checkpoint. The name begins with a category, as in `weights/NAME`.
         memory: The local memory.
-        spec: Which part of the tensor the memory has.
+        spec: The part of the tensor that is in the memory.
         should_write: True if this process writes its local range.
     """
 
@@ -140,7 +140,7 @@ class SliceableWeight:
         owner_stage: The stage from which the weight has its name. For a tied weight, this stage may
             differ from `stage`.
         parameter: The parameter.
-        spec: Which part of the weight this process has.
+        spec: The part of the weight that this process has.
         should_write: True if this process writes its local range.
         aliases: Other names of the weight in the full model.
         main_parameter: The float32 copy of the parameter, or None.

@@ -86,7 +86,7 @@ def gather_checkpoint_states(
 ) -> tuple[list[RankCheckpointState], list[LocalState], list[RankManifest]]:
     """Collect the local states of this process, and the descriptions of all processes.
 
-    All processes call this. An update that is not validated yet is validated first.
+    All processes call this. The function first validates the last update, if necessary.
 
     Args:
         peers: The processes that save or load together.
