@@ -268,7 +268,7 @@ class Graph:
     # ------------------------------------------------------------ costs
 
     def get_cost_table(self, costs: Costs) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]]]:
-        """Return a table of costs, and the index of each instruction's cost in it.
+        """Return a table of costs, and the index of each instruction's cost in this table.
 
         Args:
             costs: The costs.

@@ -71,8 +71,8 @@ def find_known_ends(
     Args:
         program: The program.
         positions: Positions of the instructions.
-        count_drains: True to include the waits of the host for empty lanes. Hosts that do not block
-            have no such waits.
+        count_drains: True to include the waits of the host until a lane is empty. Hosts that do not
+            block have no such waits.
 
     Returns:
         Positions, in the shape of `positions`.

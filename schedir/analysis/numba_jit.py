@@ -2,10 +2,10 @@
 
 numba is optional (`schedir[fast]`). The import of numba and its compiled loops takes some tenths of
 a second. A small command needs less time for its computation. So a process starts without numba,
-and adds up the time of its longest-path computations. If the next one would bring this sum to the
-time of the import, the process imports numba first. So a process takes at most about twice the
-shortest possible time, and a command with one small computation never imports numba. Results with
-and without numba are bitwise equal. `enable_numba` imports numba immediately.
+and adds up the time of its longest-path computations. If the next computation would bring this sum
+to the time of the import, the process imports numba first. So a process takes at most about twice
+the shortest possible time, and a command with one small computation never imports numba. Results
+with and without numba are bitwise equal. `enable_numba` imports numba immediately.
 """
 
 from __future__ import annotations

@@ -177,10 +177,12 @@ def count_in_flight(
 
     Args:
         stream: The Stream of a rank.
-        frozen_stages: Number of frozen stages. They are the first stages, and save no activations.
+        frozen_stages: Number of frozen stages. These are the first stages of the pipeline. They
+            save no activations.
 
     Returns:
-        The indices in the Stream at which the number changes, and the number from each index on.
+        The indices in the Stream at which the number of pairs changes, and the number of pairs from
+        each index on.
     """
     change = _IN_FLIGHT_CHANGE[stream.op] * (stream.stage >= frozen_stages)
     positions = np.flatnonzero(change)
