@@ -58,8 +58,7 @@ class ValueChains(NamedTuple):
         tier: Memory tier after each event, as an index into TIERS.
         form: Form after each event, as an index into `forms`; NO_FORM is the size in the value's
             row of `VALUES`.
-        final_form: Form of each event's value after the last change of this value, as an index into
-            `forms`.
+        final_form: For each event, the last form of its value, as an index into `forms`.
         forms: The forms of the values, as names of fields of `Sizes`.
         initial_tier: The memory tier on which the values exist from the start; "" if instructions
             make them.

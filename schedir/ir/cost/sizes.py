@@ -43,7 +43,6 @@ _CHANGE_SIZES = [
     for name in (change.before, change.after)
     if name not in TIERS
 ]
-# The names of these sizes, and of the sizes in the table of values.
 _TABLE_SIZES = [row.size for row in VALUES if row.size] + [name for name, _ in _CHANGE_SIZES]
 _FORM_SIZES = [form.size for form in FORMS if form.size]
 # The names of the sizes that can differ between microbatches.

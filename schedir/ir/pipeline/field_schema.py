@@ -147,7 +147,8 @@ def parse_integers(text: str) -> tuple[int, ...]:
     return tuple(map(parse_integer, text.split(",")))
 
 
-# A function from the value of a field and the shape to the field's entries in `Program.digest`.
+# A function that takes the value of a field and the shape, and returns the entries of the field in
+# `Program.digest`.
 DigestFunction = Callable[[Any, Any], tuple[Any, ...]]
 
 
