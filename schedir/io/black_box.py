@@ -4,10 +4,10 @@ The output folder of a run has a folder `BLACK_BOX_DIRECTORY` with one file for 
 process maps its file into memory. Every process of the machine can read a value as soon as it is
 written.
 
-A file has `FILE_SIZE` bytes: 64-bit words (`BlackBoxField`), then two texts, a note and the reason
-of a failure. The main thread, the watchdog thread, and a thread that the watchdog starts for a
-failure write to the file. A lock in `process_exit` ensures that only one of them reports a failure.
-Times are those of CLOCK_MONOTONIC in nanoseconds, which all processes of a machine share.
+A file has `FILE_SIZE` bytes: 64-bit words (`BlackBoxField`), a note, and the reason of a failure.
+The main thread, the watchdog thread, and a thread that the watchdog starts for a failure write to
+the file. A lock in `process_exit` ensures that only one of them reports a failure. Times are those
+of CLOCK_MONOTONIC in nanoseconds, which all processes of a machine share.
 
 For each instruction, the dispatch loop writes two words: the index of the instruction in the
 Stream, and its start time. Without a GPU, a host runs its Stream in order. So this index is the

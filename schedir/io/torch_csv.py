@@ -329,7 +329,7 @@ class _CsvReader:
         self.sharded_actions = {
             action: int(op) << OP_SHIFT for op, action in sharded_actions.items()
         }
-        # Encoded instruction of a sharding action of a stage -> the number of such actions so far.
+        # Encoded sharding action of a stage -> the number of equal actions in the cells before.
         self.occurrences = Counter[int]()
         self.rank_words: list[list[int]] = []
         # Stage -> the first cell of the stage, and the first cell with a message to or from it.
