@@ -439,7 +439,7 @@ class ProgramVerdict:
     Args:
         positioned: The ranks with their positions.
         check_error: The error that `check` raises for the program. If there is a cycle, and `check`
-            finds an error only with blocking hosts, this error. None if there is no error.
+            finds an error only with blocking hosts, it is this error. None if there is no error.
         positions: The position of each rank with a dump.
         causes: The ends of the chains of waits.
         cycle: The waits around a cycle of transfers. Each transfer waits for the next one. Empty
