@@ -274,10 +274,10 @@ def describe_excesses(over_limit: Mapping[str, Excess], limit: str) -> list[str]
 
 
 def _find_remedy(request: Request) -> tuple[int, str, Timeline] | None:
-    """Return options with which a program fits into its memory limit, and its run, or None.
+    """Return the first options with which a program fits into its memory limit, or None.
 
     The first value is the index of the options in `_REMEDIES`. The second value is a text of the
-    options and their meanings.
+    options and their meanings. The third value is the predicted run with these options.
     """
     if request.memory_limit is None or request.schedule is None:
         return None
