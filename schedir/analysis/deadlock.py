@@ -263,7 +263,7 @@ def _find_queue_heads(graph: Graph, is_finished: NDArray[np.bool_]) -> dict[int,
 
 
 def _find_group_members(graph: Graph, head: int) -> NDArray[np.intp]:
-    """Return the positions of an instruction and of those that its rank issues together with it."""
+    """Return the positions of `head` and of the instructions that its rank issues with it."""
     entry_node, rank = graph.entry_exit_nodes[0], graph.index.rank
     return np.flatnonzero((entry_node == entry_node[head]) & (rank == rank[head]))
 

@@ -9,7 +9,7 @@ This is interval colouring: c slots suffice if and only if at most c values exis
 
 Receives fill slots of inputs (ACT_IN, GRAD_IN). Compute fills slots of outputs (ACT_OUT, GRAD_OUT).
 The slots of outputs are read by a send, or by the compute of the neighbour stage on the same rank.
-A slot from which messages are sent has the size of a value in the form in which it is sent.
+If messages send values from a slot, the slot has the size of a value in the form that is sent.
 
 The host has slots, too, for offloaded activations and for optimizer states on the disk. The
 instruction that moves a value to the host waits for a slot, and the instruction that moves the

@@ -442,9 +442,10 @@ def compute_footprints(
         program: A complete program.
         sizes: The sizes of values.
         tier: One of `TIERS`.
-        worst_case: True for an upper bound that is valid for all durations of instructions. A value
-            that a lane other than compute produces then uses memory as soon as its slot is free. A
-            value that is offloaded uses memory on the device until it is reloaded or freed.
+        worst_case: True for an upper bound that is valid for all durations of instructions. For
+            this bound, a value that a lane other than compute produces uses memory as soon as its
+            slot is free. A value that is offloaded uses memory on the device until it is reloaded
+            or freed.
 
     Returns:
         A footprint for each rank.

@@ -220,7 +220,7 @@ def _find_earliest_starts(
 
     If a compute instruction makes the value, the position is that of this instruction. If an
     instruction of another lane makes the value, the position is that of the instruction that frees
-    the slot of the value. If a slot is always free, it is the first position of the Stream.
+    the slot of the value. If the slot is always free, the position is the first one of the Stream.
 
     A value with an initial tier cannot use memory before the instruction that moves it can start.
     The move waits for the last instruction that gives it an input. That instruction also waits for
