@@ -312,7 +312,7 @@ class Dataflow:
         return giver
 
     def _find_version_givers(self, row: Row, value: Value, needer: Positions) -> Positions:
-        """Return the givers of the weights version that each instruction uses.
+        """Return the givers of the version of the weights that each instruction uses.
 
         The giver is the instruction that changes this version, or otherwise the instruction that
         makes it.  The giver is -1 for the weights from before the program, and for the weights of
@@ -398,8 +398,8 @@ class Dataflow:
             if scope is Scope.STAGE:
                 last_givers = np.maximum(last_givers, self._find_tied_sums(ops, lane, needer))
             if row.scope is Scope.OCCURRENCE:
-                # The last occurrence of a stage takes the last giver.  An earlier occurrence takes
-                # the nearest giver before it.
+                # The last occurrence of a stage needs the last giver.  An earlier occurrence needs
+                # the nearest giver before this occurrence.
                 final_by_key = np.full(index.key_count[scope], NO_POSITION, np.int32)
                 final_by_key[key] = needer
                 nearest = self._find_latest_before(

@@ -316,7 +316,7 @@ class Program:
 
         Args:
             key: The name of the object in the cache.
-            make: A function from a program to the object.
+            make: A function that makes the object from a program.
 
         Returns:
             The cached object, or a new one from `make`.
@@ -418,8 +418,8 @@ class Program:
     def takes_memory(self, value: Value) -> bool:
         """Return whether each value of a kind uses memory while it exists.
 
-        The result is False for weights and gradients whose memory a stage has all the time. It is
-        True for them if replicas have only parts of them (ZeRO).
+        The result is False for weights and gradients whose memory a stage has all the time. With
+        ZeRO, the result is True for the weights or gradients that are sharded over the replicas.
 
         Args:
             value: The kind of value, a member of `schedir.ir.isa.instructions.Value`.
