@@ -168,7 +168,7 @@ def use_times_of_run(requests: Sequence[Request]) -> tuple[list[Request], str]:
 
 
 def _describe_prediction_error(source: str, run: Timeline, simulated: Timeline) -> str:
-    """Return a line that warns if a simulation does not reproduce a run, or ""."""
+    """Return a warning line if a simulation does not reproduce a run, else ""."""
     error = compute_prediction_error(simulated, run)
     if abs(error) <= MAX_PREDICTION_ERROR:
         return ""
