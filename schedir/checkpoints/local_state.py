@@ -425,7 +425,7 @@ def _make_buffer_shard(
 
 
 def _make_equal_range(p: Tensor, rank: RankCheckpointState) -> ShardRange:
-    """Return the range that this replica writes of a parameter that is in no bucket."""
+    """Return this replica's range of a parameter that belongs to no bucket."""
     n, k, _ = rank.shard_spec.for_tensor(p)
     return ShardRange(tuple(p.shape), p.numel() * k // n, p.numel() * (k + 1) // n)
 

@@ -240,7 +240,9 @@ def _find_differing_tensors(
 
 
 def warn_of_differing_buffers(peers: CheckpointGroup, manifests: Sequence[RankManifest]) -> None:
-    """Warn if a buffer differs between processes, because replicas process different microbatches.
+    """Warn if a buffer differs between processes.
+
+    Replicas process different microbatches, so their buffers can differ.
 
     Args:
         peers: The processes that save together.
