@@ -65,7 +65,7 @@ def assign_queues(
     Args:
         index: The index of the program.
         rules: The row of the progress model.
-        shared_numbers: True to give a queue the same number in all programs with the same number of
+        shared_numbers: True to number queues in the same way in all programs that have equally many
             ranks. If False, consecutive numbers may replace large numbers.
 
     Returns:
@@ -123,9 +123,9 @@ def find_channels(
 ) -> tuple[Positions, Positions]:
     """Return the receives that have a send, sorted by channel, and the channel of each.
 
-    Messages of one channel match by position. There is a channel for each ordered pair of ranks. A
-    model with a queue for each kind of message has a channel for each kind, too. A model with batch
-    queues has a separate channel for batched receives.
+    In a channel, the k-th send matches the k-th receive. There is a channel for each ordered pair
+    of ranks. A model with a queue for each kind of message has a channel for each kind, too. A
+    model with batch queues has a separate channel for batched receives.
 
     Args:
         index: The index of the program.

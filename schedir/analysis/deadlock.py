@@ -45,9 +45,9 @@ def find_order_error(graph: Graph) -> OrderError | None:
     """Return the error for the first instruction that uses a value before its rank produces it.
 
     The producer must come earlier in the Stream. The two instructions must not be in one group,
-    which `&` joins in the text form, because the host issues all instructions of a group together.
-    Lanes run independently, but the host issues a Stream in order. A lane cannot wait for an
-    instruction that the host has not issued yet.
+    because the host issues all instructions of a group together. The text form joins the
+    instructions of a group with `&`. Lanes run independently, but the host issues a Stream in
+    order. A lane cannot wait for an instruction that the host has not issued yet.
 
     Args:
         graph: The dependency graph of a program or a draft. In a draft, values from other ranks are
@@ -263,7 +263,7 @@ def _find_queue_heads(graph: Graph, is_finished: NDArray[np.bool_]) -> dict[int,
 
 
 def _find_group_members(graph: Graph, head: int) -> NDArray[np.intp]:
-    """Return the positions of an instruction and of those that its rank issues together with it."""
+    """Return the positions of `head` and of the instructions that its rank issues with it."""
     entry_node, rank = graph.entry_exit_nodes[0], graph.index.rank
     return np.flatnonzero((entry_node == entry_node[head]) & (rank == rank[head]))
 

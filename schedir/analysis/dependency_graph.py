@@ -244,7 +244,7 @@ class Graph:
         """Return, for each instruction, the predecessor that ends last.
 
         The predecessors of its partner and of the members of its group are included. If several
-        predecessors end at the same time, the one with the lowest position counts.
+        predecessors end at the same time, the result is the one with the lowest position.
 
         Args:
             end_times: The end of each instruction, shape (n,).
@@ -268,7 +268,7 @@ class Graph:
     # ------------------------------------------------------------ costs
 
     def get_cost_table(self, costs: Costs) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]]]:
-        """Return a table of costs, and the index of each instruction's cost in it.
+        """Return a table of costs, and the index of each instruction's cost in this table.
 
         Args:
             costs: The costs.

@@ -64,15 +64,15 @@ def find_known_ends(
     """Return the position at which a blocking host first observes the end of each instruction.
 
     If the host runs the instruction itself, the result is the position of the instruction. If the
-    host only starts the instruction, the result is the first instruction that waits for it or for a
-    later instruction of its lane. If there is no such instruction, the result is the last
-    instruction of the Stream.
+    host only starts the instruction, the result is the first instruction that waits for this
+    instruction or for a later one of the same lane. If there is no such instruction, the result is
+    the last instruction of the Stream.
 
     Args:
         program: The program.
         positions: Positions of the instructions.
-        count_drains: True to include the waits of the host for empty lanes. Hosts that do not block
-            have no such waits.
+        count_drains: True to include the waits of the host until a lane is empty. Hosts that do not
+            block have no such waits.
 
     Returns:
         Positions, in the shape of `positions`.

@@ -2,10 +2,10 @@
 
 numba is optional (`schedir[fast]`). The import of numba and its compiled loops takes some tenths of
 a second. A small command needs less time for its computation. So a process starts without numba,
-and adds up the time of its longest-path computations. If the next one would bring this sum to the
-time of the import, the process imports numba first. So a process takes at most about twice the
-shortest possible time, and a command with one small computation never imports numba. Results with
-and without numba are bitwise equal. `enable_numba` imports numba immediately.
+and adds up the time of its longest-path computations. If the next computation would bring this sum
+to the time of the import, the process imports numba first. So a process takes at most about twice
+the shortest possible time, and a command with one small computation never imports numba. Results
+with and without numba are bitwise equal. `enable_numba` imports numba immediately.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_uncompiled_time(seconds: float) -> None:
 
 
 def compile_if_worthwhile(loops: tuple[Loop, ...], seconds: float = 0.0) -> tuple[Loop, ...] | None:
-    """Return `loops` as machine code, or None if numba is missing or not worth its import yet.
+    """Return `loops` as machine code, or None if numba is missing or would not save time yet.
 
     Args:
         loops: Python functions that numba can compile.
@@ -121,7 +121,8 @@ def _compile(loops: tuple[Loop, ...]) -> tuple[Loop, ...] | None:
     for loop in loops:
         for name in loop.__code__.co_names:
             called = loop.__globals__.get(name)
-            # numba's cache only checks the file of the loop, so the callee must be in that file.
+            # numba compiles a cached loop again only if the file of the loop changes. So the called
+            # function must be in that file.
             if isinstance(called, FunctionType):
                 numba.extending.register_jitable(called)
     try:

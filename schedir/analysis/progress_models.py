@@ -1,4 +1,4 @@
-"""Progress models: the order of transfers of one rank that a transport guarantees.
+"""Progress models: the order in which a transport runs the transfers of a rank.
 
 Under every model, transfers of one queue pass in order, and transfers of different queues do not
 block each other. A model defines which transfers share a queue.
@@ -19,8 +19,9 @@ ProgressModel = Literal[
 class ModelRow(NamedTuple):
     """A row of the table of progress models.
 
-    Messages of one channel match by position. There is a channel for each ordered pair of ranks.
-    With `has_kind_queues`, each kind of message between the two ranks has a separate channel.
+    In a channel, the k-th send matches the k-th receive. There is a channel for each ordered pair
+    of ranks. With `has_kind_queues`, each kind of message between the two ranks has a separate
+    channel.
 
     Attributes:
         name: The name of the model.
@@ -29,8 +30,8 @@ class ModelRow(NamedTuple):
         has_kind_queues: True if activations and gradients have separate queues.
         has_direction_queues: True if sends and receives have separate queues.
         has_batch_queues: True if groups with both sends and receives have a separate queue per
-            rank, on a communicator of all ranks. Transfers in other groups are then issued one by
-            one.
+            rank, on a communicator of all ranks. Transfers in a group that has only sends or only
+            receives are then issued one by one.
         description: The queues of transfers, as text for users.
         transports: The transports that this model describes, as text for users.
     """

@@ -54,7 +54,7 @@ class SharedQueueGraph(Graph):
         return queue
 
     def _find_merged_number(self, queue: NDArray[np.unsignedinteger], number: int) -> int:
-        """Return the number in `queue` of the queue that had `number` before the merges."""
+        """Return the present number of the queue that had `number` before the merges."""
         original = Graph.from_program(
             self.program, self.progress_model, blocking_hosts=self.blocking_hosts
         ).queue

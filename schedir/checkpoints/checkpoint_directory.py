@@ -90,8 +90,6 @@ class CheckpointDirectory:
         if not str(path):
             raise UsageError("directory is '', not a path", hint="'.' is the current directory")
         try:
-            # An absolute path stays the same directory when the process changes its working
-            # directory.
             self.path = Path(os.path.abspath(Path(path).expanduser()))
         except RuntimeError as error:
             raise UsageError(f"directory {self.path_text} cannot be used: {error}") from None
@@ -242,7 +240,8 @@ class CheckpointDirectory:
                     else "",
                 )
             return LatestCheckpoint(self.verify(step, select_files, gather_texts), ())
-        # A step that only some processes find counts as incomplete.
+        # If only some processes find the checkpoint of a step, this checkpoint is skipped as
+        # incomplete.
         for candidate in sorted(all_steps, reverse=True):
             try:
                 return LatestCheckpoint(

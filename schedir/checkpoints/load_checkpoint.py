@@ -178,7 +178,7 @@ def _read_tensors(plan: LoadPlan, manifest: Manifest, directory: Path) -> None:
 
 
 def _find_stages(names: Iterable[str]) -> set[str]:
-    """Return the numbers of the stages in names of weights that `add_stage_prefix` has made."""
+    """Return the numbers of the stages in the names of weights, see `add_stage_prefix`."""
     matches = (re.match(r"weights/stages\.(\d+)\.", name) for name in names)
     return {match[1] for match in matches if match}
 

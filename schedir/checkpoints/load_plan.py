@@ -14,7 +14,8 @@ from schedir.checkpoints.checkpoint_directory import Manifest, StoredSlice, Tens
 from schedir.checkpoints.local_state import LocalState, SliceableWeight, TensorPiece, TensorShard
 from schedir.runtime.parameters.optimizer_inspection import has_step_hooks, is_torch_optimizer
 
-# Name of a file -> the stored slices to read. Each has the slices in memory that it fills.
+# Name of a file -> the stored slices to read. Each stored slice comes with the slices in memory
+# that it fills.
 FileReads = Mapping[str, Sequence[tuple[StoredSlice, Sequence[TensorPiece]]]]
 
 

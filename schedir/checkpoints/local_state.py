@@ -115,7 +115,7 @@ class TensorShard:
     Args:
         name: The name in the checkpoint. The name begins with a category, as in `weights/NAME`.
         memory: The local memory.
-        spec: Which part of the tensor the memory has.
+        spec: The part of the tensor that is in the memory.
         should_write: True if this process writes its local range.
     """
 
@@ -140,7 +140,7 @@ class SliceableWeight:
         owner_stage: The stage from which the weight has its name. For a tied weight, this stage may
             differ from `stage`.
         parameter: The parameter.
-        spec: Which part of the weight this process has.
+        spec: The part of the weight that this process has.
         should_write: True if this process writes its local range.
         aliases: Other names of the weight in the full model.
         main_parameter: The float32 copy of the parameter, or None.
@@ -283,8 +283,8 @@ def collect_local_state(
 ) -> LocalState:
     """Return the weights and buffers of a rank.
 
-    If the loss is a module, it counts as part of the last stage. The names in this module begin
-    with `loss.`.
+    If the loss is a module, its tensors are included as tensors of the last stage. The names in
+    this module begin with `loss.`.
 
     Args:
         rank: The state of the rank.
@@ -425,7 +425,7 @@ def _make_buffer_shard(
 
 
 def _make_equal_range(p: Tensor, rank: RankCheckpointState) -> ShardRange:
-    """Return the range that this replica writes of a parameter that is in no bucket."""
+    """Return this replica's range of a parameter that belongs to no bucket."""
     n, k, _ = rank.shard_spec.for_tensor(p)
     return ShardRange(tuple(p.shape), p.numel() * k // n, p.numel() * (k + 1) // n)
 

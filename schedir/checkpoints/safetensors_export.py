@@ -64,8 +64,8 @@ def list_exported_tensors(manifest: Manifest, dtype: str | None = None) -> list[
             default all tensors keep their dtypes.
 
     Raises:
-        CheckpointError: The format does not have a dtype, a weight and a buffer have the same name,
-            or there are no weights.
+        CheckpointError: The format does not support a dtype, a weight and a buffer have the same
+            name, or there are no weights.
     """
     exported: dict[str, ExportedTensor] = {}
     for stored_name, meta in manifest.tensors.items():

@@ -235,8 +235,8 @@ def write_checkpoint(
         def begin() -> str:
             stack.enter_context(_lock_within_process(checkpoints, save_plan.step))
             path = checkpoints.begin(save_plan.step)
-            # At the end, `abandon` removes the checkpoint if it is unfinished. A complete
-            # checkpoint then has another name.
+            # At the end of the block, `abandon` removes the directory of an unfinished checkpoint.
+            # It does not find a complete checkpoint, whose directory was renamed.
             stack.callback(checkpoints.abandon, save_plan.step)
             return str(path)
 

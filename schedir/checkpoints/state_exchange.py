@@ -86,7 +86,7 @@ def gather_checkpoint_states(
 ) -> tuple[list[RankCheckpointState], list[LocalState], list[RankManifest]]:
     """Collect the local states of this process, and the descriptions of all processes.
 
-    All processes call this. An update that is not validated yet is validated first.
+    All processes call this. The function first validates the last update, if necessary.
 
     Args:
         peers: The processes that save or load together.
@@ -240,7 +240,9 @@ def _find_differing_tensors(
 
 
 def warn_of_differing_buffers(peers: CheckpointGroup, manifests: Sequence[RankManifest]) -> None:
-    """Warn if a buffer differs between processes. Replicas process different microbatches.
+    """Warn if a buffer differs between processes.
+
+    Replicas process different microbatches, so their buffers can differ.
 
     Args:
         peers: The processes that save together.

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> str:
             hint="" if args.source.endswith(".toml") else suggest_source(args.source),
         )
     timeline = load_timeline(args.source)
-    if timeline.causality_warning:  # Not on standard output, because other commands read it.
+    if timeline.causality_warning:  # Other commands read the standard output.
         print(f"{args.source}: {timeline.causality_warning}", file=sys.stderr)
     costs = calibrate(timeline, per_microbatch=args.per_microbatch)
     if note := _describe_unexplained_time(timeline, simulate_at_mean_times(timeline, costs)):

@@ -153,7 +153,8 @@ def _write_export(
 
     metadata = {"step": str(manifest.step)}
     also = manifest.state.get("also")
-    # "also" has other names of tensors. safetensors' `save_model` writes them in this format.
+    # The entry "also" has other names of tensors. safetensors' `save_model` writes such names in
+    # the same format.
     if config is None and isinstance(also, dict):
         metadata |= {str(name): str(value) for name, value in also.items()}
     is_new_folder = config is not None and not targets[0].parent.exists()

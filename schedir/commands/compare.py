@@ -120,8 +120,8 @@ def _drop_exceeded_limits(
     """Remove the memory limit from requests whose programs exceed it.
 
     Returns:
-        The requests, and source -> memory for each program over the limit. If an option such as
-        `recompute=fit` cannot make a program fit, the request of this program is left out.
+        The requests, and source -> memory for each program over the limit. If a program exceeds the
+        limit even with an option such as `recompute=fit`, the request of this program is left out.
 
     Raises:
         MemoryLimitError: All requests are left out.
@@ -159,7 +159,8 @@ def _format_comparison(
             size["peak_memory"] = float(t.peak_memory.max())
             excess = over_limit.get(request.source)
             size["is_over_limit"] = excess is not None
-            if excess is not None:  # The predicted run may need less than the program can need.
+            # The predicted run may need less memory than the program needs in the worst case.
+            if excess is not None:
                 size["peak_memory"] = excess.amount
         rows.append(facts | counts | size | collect_cost_facts(request) | sharding)
     if not as_table:

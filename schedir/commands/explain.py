@@ -132,7 +132,8 @@ def _drop_exceeded_limit(request: Request) -> tuple[Request, float | None]:
     without the limit.
 
     Raises:
-        MemoryLimitError: An option such as `recompute` is "fit", but cannot make the program fit.
+        MemoryLimitError: An option such as `recompute` has the value "fit", and the program still
+            exceeds the limit.
     """
     from dataclasses import replace
 

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> str:
     """Return a table of all options, or the description of one option.
 
     Args:
-        args: The parsed options of `options`.
+        args: The parsed arguments of `schedir options`.
 
     Raises:
         UsageError: There is no option of this name.

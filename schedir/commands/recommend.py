@@ -161,10 +161,10 @@ def _list_candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
     parameter `v`, and then the schedules of the command line.
 
     A schedule with a parameter `v` is a candidate for each value in `STAGES_PER_RANK_TRIED`, but
-    not for 1 if it defines a placement. If `--stages-per-rank` is given, the schedule is one
-    candidate with this value. With several
-    optimizer steps, the candidates are the built-in schedules with weight delay. Otherwise the
-    candidates are the built-in schedules without weight delay.
+    not for 1 if it defines a placement. If `--stages-per-rank` is given, such a schedule is one
+    candidate with this value. With several optimizer steps, the candidates are the built-in
+    schedules with weight delay. Otherwise the candidates are the built-in schedules without weight
+    delay.
     """
     from schedir.schedules.schedule_algebra import get_placement_mark, has_free_v
 

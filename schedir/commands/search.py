@@ -173,7 +173,7 @@ class _SearchRequest:
     notes: list[str] = field(default_factory=list)
 
     def find_excess(self, request: Request) -> Excess | None:
-        """Return the largest numbers in flight of a run if a rank exceeds its limit, else None.
+        """Return the largest numbers of pairs in flight if a rank exceeds its limit, else None.
 
         The text has one number, or one per rank if each rank has its own limit.
         """
@@ -479,7 +479,7 @@ def _describe_least_memory(
 
 
 def _describe_memory(timeline: Timeline) -> str:
-    """Return the largest number in flight on a rank and the largest peak memory, as text.
+    """Return the largest number of pairs in flight and the largest peak memory of a rank, as text.
 
     The memory is omitted if the sizes are unknown.
     """

@@ -128,8 +128,8 @@ def _count_ring_bytes(
         full_bytes = full_bytes / program.dp
     rounds = ring.rounds
     if program.sequence_parallel and row.op in find_segment_collectives(sequence_parallel=True):
-        # The size counts all tokens, and counts the tokens of the rank twice. The second copy of
-        # these tokens is not sent. An all-gather or a reduce-scatter goes around the ring once.
+        # The size includes all tokens, and includes the tokens of the rank twice. The second copy
+        # of these tokens is not sent. An all-gather or a reduce-scatter goes around the ring once.
         rounds, full_bytes = 1, full_bytes * members / (members + 1)
     return rounds * full_bytes * (members - 1) / members
 

@@ -116,14 +116,14 @@ def compile(
             gathers start early.
         buffer_sharing: The way in which values share static buffers. "minimal" uses the fewest
             buffers. "latency_preserving" searches for the fewest that do not lengthen the step with
-            `costs`. If messages have cost 0, this value assumes that a message takes half a
+            `costs`. If messages have cost 0, the search assumes that a message takes half a
             forward. By default each value has a separate buffer.
         sizes: Bytes of values. `memory_limit` needs them.
         memory_limit: Limit on the device memory of each rank, in bytes. None means no limit.
         blocking_hosts: If True, the host waits for the inputs of each compute, as on CPUs.
         debug: If True, the program is checked after each pass that leaves it complete.
         **extra_options: Further attributes of the program, such as `zero` and `frozen_stages` (the
-            number of first stages that are not trained), and options of passes.
+            number of stages, counted from stage 0, that are not trained), and options of passes.
             `schedir options` lists all of them.
 
             - `recompute` selects the forwards that save only their inputs and run again. It is

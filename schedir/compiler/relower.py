@@ -71,8 +71,8 @@ def infer_options(
 def adapt_options(options: Mapping[str, Any], shape: PipelineShape) -> dict[str, Any]:
     """Adapt the options of a program to another shape.
 
-    If `unsharded_stages` is larger than the number of stages of every rank of the other shape, it
-    is reduced to the largest of these numbers.
+    If `unsharded_stages` is larger than the largest number of stages on a rank of the other shape,
+    it is reduced to this number.
 
     Args:
         options: The options that `infer_options` returned.
@@ -91,7 +91,7 @@ def adapt_options(options: Mapping[str, Any], shape: PipelineShape) -> dict[str,
 def remove_recompute(draft: Program) -> Program:
     """Remove the recompute instructions (R) from a draft.
 
-    An instruction that was joined to a previous R is no longer joined.
+    An instruction that was joined to the R before it is no longer joined.
 
     Args:
         draft: The draft. It is not changed.

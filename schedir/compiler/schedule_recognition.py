@@ -1,4 +1,4 @@
-"""Find the built-in schedule with the compute order of a program, or with the most similar one."""
+"""Find the built-in schedule whose compute order equals or resembles the order of a program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from schedir.schedules.schedule_expansion import expand_schedule
 
 
 class Recognition(NamedTuple):
-    """The built-in schedule with the compute order of a program, or with the same beginning.
+    """The built-in schedule whose compute order equals the order of a program, or begins like it.
 
     Attributes:
         schedule: The name of the schedule, or "" if no built-in schedule begins like the program.
@@ -60,8 +60,9 @@ class Recognition(NamedTuple):
 def recognize(program: Program) -> Recognition:
     """Find the built-in schedule with the same compute order as a program, or the most similar one.
 
-    The most similar schedule has the most compute instructions in common with the program before
-    the first difference of each rank. R instructions, messages and reductions are not compared.
+    For each rank, the function counts the compute instructions before the first difference. The
+    most similar schedule has the largest sum of these numbers. R instructions, messages and
+    reductions are not compared.
 
     Args:
         program: A lowered program or a draft.

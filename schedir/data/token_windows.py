@@ -50,8 +50,8 @@ class TokenWindows(Protocol):
 class ConcatenatedWindows:
     """Windows at equal distances in a stream, across documents.
 
-    The tokens at the end of the stream that do not fill a window are left out. Each other token
-    except the first is a target once.
+    The tokens at the end of the stream that do not fill a window are left out. Each of the other
+    tokens, except the first, is a target once.
 
     Args:
         tokens: The number of tokens in the stream.
@@ -93,9 +93,9 @@ class PackedWindows:
     """Complete documents of a stream, packed into few windows by best-fit decreasing.
 
     From the longest to the shortest, each document goes into the fullest window in which it fits. A
-    document longer than a window is divided: all parts except the last fill a window each, and a
-    part begins with the last token of the previous part. So each token of a document except its
-    first is a target once.
+    document longer than a window is divided. Each part except the last fills a window. Each part
+    except the first begins with the last token of the previous part. So each token of a document
+    except its first is a target once.
 
     The first token of each document is not a target, and neither is padding. Attention is not
     masked: a token also attends to the earlier documents of its window.

@@ -223,8 +223,9 @@ def _split_utf8(text: bytes) -> Iterator[str | bytes]:
 def _split_long_text(text: bytes) -> Iterator[bytes]:
     """Split a text into parts of at most `MAX_TEXT_BYTES` bytes.
 
-    If possible, a part ends after an end of line between two visible characters. Patterns like
-    GPT-2's split there too, so the tokens are the same as those of the complete text.
+    If possible, a part ends after an end of line between two visible characters. GPT-2's tokenizer
+    also splits a text there. So a tokenizer with the same pattern returns the same tokens as for
+    the complete text.
     """
     begin = 0
     while len(text) - begin > MAX_TEXT_BYTES:

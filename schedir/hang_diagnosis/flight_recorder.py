@@ -64,7 +64,7 @@ class RecordedGroup(NamedTuple):
     has_ranks: bool = True
 
     def __hash__(self) -> int:
-        # Hashing all ranks would be slow for large groups, since each entry hashes its group.
+        # The hash of a group is computed for each entry, so a hash of all ranks would be slow.
         return hash((self.name, self.description, len(self.ranks)))
 
     def __str__(self) -> str:
@@ -453,7 +453,7 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
     kind, peer = _clean_text(title), -1
     if match := _MESSAGE_NAME.match(title):
         kind, group_rank = match[1], int(match[3])
-        # If the ranks of a group are unknown, the numbers in its messages count as ranks of the
+        # If the ranks of a group are unknown, the numbers in its messages are used as ranks of the
         # job.
         if group.has_ranks and group_rank >= len(group.ranks):
             raise TraceError(

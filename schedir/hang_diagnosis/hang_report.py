@@ -154,7 +154,7 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
 
 
 def _describe_issued_by_all(job: DistributedJob, wait: PendingOperation) -> str:
-    """Describe an operation that all ranks have issued: which devices have not started it."""
+    """Describe which devices have not started an operation that all ranks have issued."""
     op = wait.op
     ranks = sorted({op.peer, wait.rank} if op.is_message else {*op.group.ranks})
     sides = {rank: job.find_counterpart(wait.rank, op, rank) for rank in ranks if rank in job.dumps}
@@ -261,7 +261,7 @@ def _describe_peers(job: DistributedJob, waits: Sequence[PendingOperation]) -> s
 
 
 def _describe_age(job: DistributedJob, time: int) -> str:
-    """Return, as text, how much earlier a time is than the newest entry of all dumps.
+    """Return, as text, the difference between a time and the time of the newest entry of all dumps.
 
     `time` is in nanoseconds.
     """
@@ -430,7 +430,7 @@ class _ProgramCopyReport:
         return f"{position_text} has not been issued, and waits for no other rank{open_text}"
 
     def _describe_need(self, position: int) -> str:
-        """Describe how far the other side of an open transfer has come."""
+        """Describe the progress of the other side of a transfer that has not ended."""
         positioned = self.positioned
         other = int(positioned.graph.partner[position])
         number, instr = self.split_name(other)

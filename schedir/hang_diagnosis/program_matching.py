@@ -30,7 +30,7 @@ from schedir.hang_diagnosis.wait_graph import DistributedJob
 from schedir.ir.isa.instructions import INSTRUCTIONS, SEND_OPS, TRANSFER_OPS, Lane
 from schedir.ir.program import Program
 
-# Messages that contain shapes, votes or Python objects have these dtypes. Activations never do.
+# Messages that contain shapes or Python objects have these dtypes. Activations never do.
 _INTEGER_DTYPES: Final = {"int", "long", "byte", "char", "short", "bool"}
 
 

@@ -96,7 +96,7 @@ class StallReason(NamedTuple):
 
 
 class PositionedRanks:
-    """The ranks of a copy of a program, with their positions.
+    """The ranks of a pipeline, which runs a copy of a program, with their positions.
 
     Args:
         graph: The graph of the program under a progress model.
@@ -115,7 +115,7 @@ class PositionedRanks:
         self.rank_of = graph.index.rank
         self.is_transfer = graph.index.is_op(TRANSFER_OPS)
         self.has_no_dump: NDArray[np.bool_] = ~np.array(matched.has_dump)[self.rank_of]
-        # On a rank without a dump, a transfer counts as ended if its other side has ended.
+        # On a rank without a dump, a transfer has ended if its other side has ended.
         is_undumped_transfer = self.has_no_dump & (graph.partner != NO_POSITION)
         self.ended_mask: NDArray[np.bool_] = matched.ended_mask | (
             is_undumped_transfer & matched.ended_mask[graph.partner]
@@ -438,9 +438,8 @@ class ProgramVerdict:
 
     Args:
         positioned: The ranks with their positions.
-        check_error: The error that `check` raises for the program, or None. If there is a cycle,
-            and `check` finds no error without blocking hosts, the error that it raises with
-            blocking hosts, or None.
+        check_error: The error that `check` raises for the program. If there is a cycle, and `check`
+            finds an error only with blocking hosts, it is this error. None if there is no error.
         positions: The position of each rank with a dump.
         causes: The ends of the chains of waits.
         cycle: The waits around a cycle of transfers. Each transfer waits for the next one. Empty

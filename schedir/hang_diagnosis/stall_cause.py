@@ -36,12 +36,12 @@ from schedir.ir.pipeline.process_mesh import describe_process, make_process_mesh
 from schedir.ir.program import Program
 
 MAX_SHOWN: Final = 16  # A report lists at most this number of processes.
-# A process counts as slow instead of stuck if it reached its position a short time ago. The time
-# since then must be less than this share of the time for which other processes have waited for the
-# process.
+# A report calls a process slow instead of stuck if the process reached its position a short time
+# ago. The time is short if it is less than this share of the time for which other processes have
+# waited for the process.
 SLOW_SHARE: Final = 0.5
-# After this number of seconds without a heartbeat, a process counts as running no Python code. The
-# watchdog writes ten heartbeats per second.
+# After this number of seconds without a heartbeat, a report says that a process runs no Python
+# code. The watchdog writes ten heartbeats per second.
 SILENT_SECONDS: Final = 1.5
 
 
@@ -296,7 +296,7 @@ class StalledRun:
         return snapshot.find_lane_position(INSTRUCTIONS[instr.op].lane) > index
 
     def _find_phase_waits(self, process: int) -> Iterator[WaitingProcess]:
-        """Yield waits for processes that are in an earlier phase, or not in the same collective."""
+        """Yield the waits for processes that are in an earlier phase, or outside the collective."""
         snapshot = self.snapshots[process]
         replica, rank, _ = self._coordinates_of(process)
         is_in_step = (
@@ -370,7 +370,7 @@ class StalledRun:
         those for which others wait, and return the one with the least progress.
 
         Args:
-            reason: A text with which the fact of the cause begins, such as the reason for the
+            reason: The beginning of the text in `StallCause.fact`, such as the reason for the
                 diagnosis.
         """
         roots = self.find_roots()
@@ -397,8 +397,8 @@ class StalledRun:
         kind = self.classify(process)
         if snapshot is None:
             return kind, process not in self.awaited, 0, 0, 0.0
-        # The process that failed first is the cause. If none has failed, it is the process that
-        # died first.
+        # The process that failed first is the cause. If no process has failed, the process that
+        # died first is the cause.
         if kind in (StallKind.FAILED, StallKind.DIED):
             time_field = (
                 BlackBoxField.FAILURE_TIME if kind is StallKind.FAILED else BlackBoxField.HEARTBEAT

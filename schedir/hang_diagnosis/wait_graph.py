@@ -200,7 +200,7 @@ class DistributedJob:
             return other, WaitReason.NO_DUMP, None
         counterpart = self.find_counterpart(rank, op, other)
         if counterpart is None:
-            # If the rank has issued later collectives, its entry for this collective was
+            # If the other rank has issued later collectives, its entry for this collective was
             # overwritten.
             has_later = (
                 not op.is_message
@@ -268,7 +268,7 @@ class DistributedJob:
 
     @property
     def root_ranks(self) -> tuple[int, ...]:
-        """The ranks for which others wait, and which do not wait for others."""
+        """The ranks that do not wait for other ranks, but for which other ranks wait."""
         awaited_ranks = {wait.awaited_rank for waits in self.waits.values() for wait in waits}
         return tuple(
             sorted(

@@ -211,7 +211,7 @@ def _run_backward(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _reduce_gradients(original: Any, stages: range, *args: Any, **kwargs: Any) -> Any:
-    """Reduce the gradients of all stages of the rank in one call, inside the stages' ranges."""
+    """Reduce the gradients of all stages of the rank in one call, inside one range per stage."""
     with open_reduction_ranges(stages):
         return original(*args, **kwargs)
 

@@ -4,10 +4,10 @@ The output folder of a run has a folder `BLACK_BOX_DIRECTORY` with one file for 
 process maps its file into memory. Every process of the machine can read a value as soon as it is
 written.
 
-A file has `FILE_SIZE` bytes: 64-bit words (`BlackBoxField`), then two texts, a note and the reason
-of a failure. The main thread, the watchdog thread, and a thread that the watchdog starts for a
-failure write to the file. A lock in `process_exit` ensures that only one of them reports a failure.
-Times are those of CLOCK_MONOTONIC in nanoseconds, which all processes of a machine share.
+A file has `FILE_SIZE` bytes: 64-bit words (`BlackBoxField`), a note, and the reason of a failure.
+The main thread, the watchdog thread, and a thread that the watchdog starts for a failure write to
+the file. A lock in `process_exit` ensures that only one of them reports a failure. Times are those
+of CLOCK_MONOTONIC in nanoseconds, which all processes of a machine share.
 
 For each instruction, the dispatch loop writes two words: the index of the instruction in the
 Stream, and its start time. Without a GPU, a host runs its Stream in order. So this index is the
@@ -35,8 +35,9 @@ from schedir.errors import UsageError
 from schedir.io.files import open_regular_file
 from schedir.ir.isa.opcodes import Lane
 
-# The name of the folder in the output folder of a run, and the names of two files in it. The first
-# file has the program of the run. The second has the id of the run and the launcher's last message.
+# The name of the folder of the black boxes, and the names of two other files in this folder. The
+# first file has the program of the run. The second has the id of the run and the launcher's last
+# message.
 BLACK_BOX_DIRECTORY: Final = "boxes"
 PROGRAM_FILE: Final = "program.sched"
 VERDICT_FILE: Final = "launcher_message"
@@ -75,8 +76,8 @@ class BlackBoxField(IntEnum):
         PHASE_TIME: The time when the process entered the current phase.
         STEP: The current step, from 1.
         DP: The number of replicas.
-        POSITION: The index in the Stream of the last instruction that the host has begun, or the
-            number of instructions after the last one has returned.
+        POSITION: The index in the Stream of the last instruction that the host has begun. After all
+            instructions have returned, this word is the number of instructions.
         POSITION_TIME: The time when the host began this instruction.
         HEARTBEAT: The time when the watchdog last ran.
         IS_WAITING: 1 if the process waits for other processes, or has lost the connection to one,
@@ -295,7 +296,7 @@ class BlackBoxSnapshot:
 
     @property
     def phase(self) -> ProcessPhase:
-        """The phase of the process. A number above the largest phase gives the largest phase."""
+        """The phase of the process. Numbers above the largest phase mean the largest phase."""
         return ProcessPhase(min(max(self[BlackBoxField.PHASE], 0), max(ProcessPhase)))
 
     @property
@@ -483,8 +484,7 @@ def read_process_state(pid: int, start_time: int) -> ProcessState:
             start time has reused the PID. 0 skips this check.
 
     Returns:
-        "runs", "stopped", "gone" (a zombie counts as gone), or "unknown" if the system has no
-        /proc.
+        "runs", "stopped", "gone" (also for a zombie), or "unknown" if the system has no /proc.
     """
     fields = _read_stat(pid)
     if fields is None:

@@ -28,8 +28,8 @@ class LockHeldError(Exception):
 class DirectoryLock:
     """A lock of the operating system on an open file.
 
-    The system releases the lock when the last process that has the file open closes it or dies. The
-    lock file may then still exist, but it locks nothing.
+    Forked processes share the open file. The system releases the lock when the last of these
+    processes closes the file or dies. The lock file may then still exist, but it locks nothing.
 
     Args:
         path: The lock file. It need not exist.

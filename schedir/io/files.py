@@ -16,8 +16,8 @@ from typing import BinaryIO, Final
 from schedir.errors import UsageError, describe, format_bytes
 
 MAX_TEXT_BYTES: Final = 2**28  # bytes of a text file: a larger one is probably a mistake
-_READ_SIZE: Final = 2**20  # bytes of one read, so that memory grows only with the bytes that exist
-_EXPORT_HEADER_BYTES: Final = 4096  # The facts of an export are within its first bytes.
+_READ_SIZE: Final = 2**20  # bytes of one read, so that a short file needs little memory
+_EXPORT_HEADER_BYTES: Final = 4096  # The metadata of an export is within these first bytes.
 _SPECIAL_FILE_KINDS: Final = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -184,7 +184,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 
 
 def is_perfetto_export(path: Path) -> bool:
-    """Return whether a file has the facts that `schedir.io.perfetto` writes at its beginning.
+    """Return whether a file begins with the metadata that `schedir.io.perfetto` writes.
 
     Args:
         path: A regular file, which is read with gzip if its name ends in .gz.
@@ -239,7 +239,7 @@ def require_writable(path: str | Path) -> None:
 
 
 class _TrialDone(Exception):
-    """Leaves `atomic_write` before the rename, so that it removes the temporary file."""
+    """Ends the block of `atomic_write` before the rename, which also removes the temporary file."""
 
 
 def is_disk_full(error: BaseException) -> bool:

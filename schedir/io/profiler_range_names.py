@@ -69,7 +69,7 @@ class RangeName(NamedTuple):
         actions: The instructions that run as one. For a wait, the messages that the range waits
             for. Empty if the range is ignored.
         is_wait: True if the range is a wait for messages.
-        is_joined: True if the instruction runs as one with the instruction of the previous range.
+        is_joined: True if the instruction and the instruction of the previous range run as one.
     """
 
     actions: tuple[NamedInstruction, ...]
@@ -100,7 +100,7 @@ def format_range_name(instr: Instr, is_joined: bool = False) -> str:
 
     Args:
         instr: The instruction.
-        is_joined: True if the instruction runs as one with the instruction before it.
+        is_joined: True if the instruction and the instruction before it run as one.
 
     Example:
         >>> from schedir import Instr, Opcode

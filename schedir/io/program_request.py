@@ -63,7 +63,10 @@ def _make_conflict_error(source: str, field: Field, actual: str, specified: str)
 
 
 def _refuse_forms_with_sizes(program: Program, sizes: Sizes) -> None:
-    """Raise UsageError if messages change to a form whose size `--cluster` does not use."""
+    """Raise UsageError if messages change to a form whose size is in `sizes`.
+
+    `--cluster` does not use this size.
+    """
     for op in program.used_opcodes & {*FORM_CHANGE_OPS}:
         size = FORMS[INSTRUCTIONS[op].form or 0].size
         if size and getattr(sizes, size) is not None:

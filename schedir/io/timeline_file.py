@@ -45,7 +45,7 @@ _HEADER_FILE = "header.json"
 _PROGRAM_FILE = "program.sched"
 _START_FILE = "start.npy"
 _END_FILE = "end.npy"
-# The limit for a program's text, without the lines of its instructions.
+# The number of bytes that a program's text may have in addition to the lines of its instructions.
 _EXTRA_PROGRAM_BYTES = 2**16
 _MAX_HEADER_BYTES = 2**23  # A header may have a size per stage and microbatch.
 
@@ -270,7 +270,8 @@ class _TimelineReader:
     def _read_member(self, name: str) -> bytes:
         """Return the bytes of a member.
 
-        This reads at most one byte more than the size that the archive lists, because of zip bombs.
+        A zip bomb expands to more bytes than the archive lists. So this method reads at most one
+        byte more than the listed size.
         """
         info = self.archive.getinfo(name)
         with self.archive.open(info) as member:

@@ -117,12 +117,12 @@ def to_csv(program: Program, csv_format: str = "torch") -> str:
     with format="compute_comms". A program with zero 3 is for stages with FSDP. Other programs are
     for stages without FSDP. With zero 3, the file has UNSHARD and RESHARD where the program has
     Unshard and Reshard. torch also needs an unsharded stage for W and REDUCE_GRAD. If the program
-    shards a stage before one of these, `to_csv` places all UNSHARD and RESHARD again, with the same
-    number of unsharded stages.
+    reshards a stage before one of these actions, `to_csv` finds new places for all UNSHARD and
+    RESHARD, with the same number of unsharded stages.
 
-    Instructions without an action are left out: tensor-parallel scatters and gathers, because torch
-    sends full activations; sums of tied gradients and of norms; optimizer steps, with the copies
-    between tiers for them; and snapshots.
+    Instructions without an action are left out. These are tensor-parallel scatters and gathers,
+    sums of tied gradients and of norms, optimizer steps with their copies between tiers, and
+    snapshots. torch needs no scatters and gathers, because it sends full activations.
 
     Args:
         program: The program.
@@ -329,7 +329,7 @@ class _CsvReader:
         self.sharded_actions = {
             action: int(op) << OP_SHIFT for op, action in sharded_actions.items()
         }
-        # Encoded instruction of a sharding action of a stage -> the number of such actions so far.
+        # Encoded sharding action of a stage -> the number of equal actions in the cells before.
         self.occurrences = Counter[int]()
         self.rank_words: list[list[int]] = []
         # Stage -> the first cell of the stage, and the first cell with a message to or from it.

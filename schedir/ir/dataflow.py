@@ -8,9 +8,10 @@ row of `INSTRUCTIONS`.
 
 An instruction that reads a value is a needer of the value. The giver is the instruction that made
 or last changed the value before the needer in the Stream.  If each value of a kind is made once and
-changed at most once, a table look-up finds the giver: the change if there is one, otherwise the
-maker.  The look-up also finds a giver that comes after the needer in the Stream.  `check` then
-reports the two instructions that are in the wrong order.
+changed at most once, a table look-up finds the giver: the instruction that changed the value if
+there is one, otherwise the instruction that made it.  The look-up also finds a giver that comes
+after the needer in the Stream.  `check` then reports the two instructions that are in the wrong
+order.
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ class Dataflow:
 
     @property
     def stale_reads(self) -> list[StaleRead]:
-        """Return the reads of freed or changed values that are not made again before the read."""
+        """Return the reads of values that were freed or changed before, and not made again."""
         return self._stale_reads if self.givers.size else []
 
     def find_value(self, needer: int, giver: int) -> Value | None:
@@ -299,7 +300,8 @@ class Dataflow:
     def _find_first_present(self, ops: tuple[Opcode, ...], key: Positions) -> Positions:
         """Return, for each key, the position of its instruction, or -1 if there is none.
 
-        If several of `ops` have an instruction with the key, the first opcode of `ops` counts.
+        If several of `ops` have an instruction with the key, the result is the instruction with the
+        first of these opcodes.
         """
         tables = [op for op in ops if op in self.index.position_by_key]
         if not tables:
@@ -310,7 +312,7 @@ class Dataflow:
         return giver
 
     def _find_version_givers(self, row: Row, value: Value, needer: Positions) -> Positions:
-        """Return the givers of the weights version that each instruction uses.
+        """Return the givers of the version of the weights that each instruction uses.
 
         The giver is the instruction that changes this version, or otherwise the instruction that
         makes it.  The giver is -1 for the weights from before the program, and for the weights of
@@ -369,8 +371,9 @@ class Dataflow:
     def _find_last_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
         """Yield the last giver on each lane, for values that several instructions add to.
 
-        The givers belong to all stages of the rank if the needer or a giver is per rank, or if the
-        needer needs the values of all stages. Otherwise they belong to the needer's stage.
+        The givers of all stages of the rank are included if the needer or a giver is per rank, or
+        if the needer uses the values of all stages. Otherwise only givers of the needer's stage are
+        included.
         """
         index = self.index
         ops = find_possible_givers(row.op, value)
@@ -395,8 +398,8 @@ class Dataflow:
             if scope is Scope.STAGE:
                 last_givers = np.maximum(last_givers, self._find_tied_sums(ops, lane, needer))
             if row.scope is Scope.OCCURRENCE:
-                # The last occurrence of a stage takes the last giver.  An earlier occurrence takes
-                # the nearest giver before it.
+                # The last occurrence of a stage needs the last giver.  An earlier occurrence needs
+                # the nearest giver before this occurrence.
                 final_by_key = np.full(index.key_count[scope], NO_POSITION, np.int32)
                 final_by_key[key] = needer
                 nearest = self._find_latest_before(
@@ -444,7 +447,7 @@ class Dataflow:
         sort_keys = giver_keys * span + givers
         order = np.argsort(sort_keys)
         event = np.searchsorted(sort_keys[order], needer_keys * span + needers) - 1
-        nearest = np.append(order, 0)[event]  # without an earlier giver, index -1 reads the 0
+        nearest = np.append(order, 0)[event]  # index -1, no earlier giver, selects the 0
         if not len(givers):
             return np.full(len(needers), NO_POSITION, np.int32)
         is_match = (event >= 0) & (giver_keys[nearest] == needer_keys)
@@ -453,10 +456,7 @@ class Dataflow:
     def _find_nearest_givers(
         self, chains: ValueChains, row: Row, value: Value, needer: Positions
     ) -> Positions:
-        """Return the nearest earlier givers, for values that are made again or change state.
-
-        Also record the stale reads.
-        """
+        """Return the givers that `chains` finds for the needers. Also record the stale reads."""
         giver, stale = chains.find_givers(
             self._compute_keys(value, needer), needer, find_change(row.op, value)
         )

@@ -32,7 +32,8 @@ class InstructionIndex:
     - per rank: the rank.
 
     For instructions per stage or per rank, the keys of update 0 come first, then those of update 1,
-    and so on.  For instructions per occurrence, the occurrence replaces the update.
+    and so on.  For instructions per occurrence, the keys of occurrence 0 come first, then those of
+    occurrence 1, and so on.
 
     Programs that differ only in their slots share one index.  So `program` may have other slots
     than the program that uses the index.  Do not read the slots of `program`.
@@ -49,7 +50,7 @@ class InstructionIndex:
         valid: False for an instruction with a stage, microbatch, update or occurrence out of range.
         key: Key of each instruction, shape (instructions,).
         key_count: Scope -> number of possible keys.
-        occurrences: Number of occurrences of a stage that have keys, at least 1.
+        occurrences: Number of occurrences of each stage for which keys exist, at least 1.
         positions: Opcode -> positions of the valid instructions, ascending.
         position_by_key: Opcode -> position of the instruction with each key; -1 if there is none.
         is_all_valid: True if all instructions are valid.

@@ -17,7 +17,7 @@ def register_renderer(render: Callable[[object], str]) -> None:
     """Set the function that makes the HTML of results.
 
     Args:
-        render: A function from a result, such as a Program or a Timeline, to its HTML.
+        render: A function that returns the HTML of a result, such as a Program or a Timeline.
     """
     _RENDERERS[:] = [render]
 

@@ -104,9 +104,9 @@ class Program:
         tied_weights: One tuple for each tied weight, with the stages that have a copy of it,
             ascending: `((0, 3),)`.  True means that the first and the last stage share a weight.
         clip_grad_norm: True if gradients are clipped by their global norm.
-        frozen_stages: Number of first stages that are not trained.  These stages have no backward,
-            and no rank sends a gradient to them.  The first trained stage computes no gradient of
-            its input.
+        frozen_stages: Number of stages, counted from stage 0, that are not trained.  These stages
+            have no backward, and no rank sends a gradient to them.  The first trained stage
+            computes no gradient of its input.
         skips: The skip connections, each as (source stage, target stage): `((0, 5), (1, 4))`.
         norm_check: "before_step": an optimizer step that clips waits for the gradient norm.
             "after_step": the step runs before the norm is known, and does not clip.  If the norm
@@ -139,10 +139,11 @@ class Program:
             `segment_boundaries` need ep > 1.
         slots: The numbers of static buffers of each rank; empty if each value has a separate
             buffer.
-        message_order: Opcode of a send -> the number of each message in the order in which the
-            lowering added it, or -1 if there is no message.  The index of an entry is
-            `stage * microbatches + mb`.  This order makes `check` faster, and `check` verifies the
-            order.  A pass need not update `message_order`.
+        message_order: Opcode of a send -> array of the numbers of its messages.  The lowering
+            numbers messages in the order in which it adds them.  The number of a message is at
+            index `stage * microbatches + mb`.  The entry is -1 if there is no such message.  This
+            order makes `check` faster, and `check` verifies the order.  A pass need not update
+            `message_order`.
 
     Attributes:
         words: The instructions of all Streams, one Stream after the other.
@@ -244,8 +245,8 @@ class Program:
         object.__setattr__(self, "offsets", streams.offsets)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy runs the constructor again. So one array has the words of all its streams, and its
-        # `proofs` are empty.
+        # The constructor creates the copy. So one array has the words of all streams of the copy,
+        # and `proofs` of the copy is empty.
         arguments = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return partial(type(self), **arguments | {"streams": tuple(self.streams)}), ()
 
@@ -274,7 +275,7 @@ class Program:
         return self.slots or [SlotCounts.unspecified()] * self.shape.ranks
 
     def with_slots(self, slots: Sequence[SlotCounts]) -> Self:
-        """Return a program with the same Streams and other numbers of slots.
+        """Return a copy of the program with the given numbers of slots.
 
         The new program keeps the cached index and flow of values, because these do not depend on
         slots.
@@ -293,7 +294,7 @@ class Program:
         return program
 
     def with_slot_counts(self, slot_name: str, slot_counts: NDArray[np.int64]) -> Self:
-        """Return a program with other numbers of one kind of static buffers.
+        """Return a copy of the program with the given numbers of one kind of static buffers.
 
         Args:
             slot_name: The kind of buffers, as the name of a field of `SlotCounts`.
@@ -315,7 +316,7 @@ class Program:
 
         Args:
             key: The name of the object in the cache.
-            make: A function from a program to the object.
+            make: A function that makes the object from a program.
 
         Returns:
             The cached object, or a new one from `make`.
@@ -377,9 +378,9 @@ class Program:
     def uses_value(self, value: Value) -> bool:
         """Return whether the program can have values of a kind.
 
-        A value that passes between stages exists only if there are such stages.  A value with a
-        `ValueRow.program_attribute` exists only if this attribute is set.  An optional value exists
-        only if an instruction uses it.
+        A value that passes between stages exists only if a stage has a neighbour to exchange it
+        with.  A value with a `ValueRow.program_attribute` exists only if this attribute is set.  An
+        optional value exists only if an instruction uses it.
 
         Args:
             value: The kind of value.
@@ -417,8 +418,8 @@ class Program:
     def takes_memory(self, value: Value) -> bool:
         """Return whether each value of a kind uses memory while it exists.
 
-        Weights and gradients usually do not count, because a stage has their memory all the time.
-        They count if replicas have only parts of them (ZeRO).
+        The result is False for weights and gradients whose memory a stage has all the time. With
+        ZeRO, the result is True for the weights or gradients that are sharded over the replicas.
 
         Args:
             value: The kind of value, a member of `schedir.ir.isa.instructions.Value`.
@@ -515,8 +516,8 @@ class Program:
     def reduces_in_microbatch_order(self) -> bool:
         """Return whether each stage adds to every gradient in ascending microbatch order.
 
-        The result is False if stages have replicas. Each replica sums the gradients of its
-        microbatches, so that the sum over the replicas has another order.
+        The result is False if stages have replicas. Each replica first sums the gradients of its
+        microbatches. So the sum over the replicas does not have the order of the microbatches.
         """
         if self.shape.placement_rows > 1:
             return False

@@ -146,7 +146,7 @@ class Stream(Sequence[Instr]):
         return np.asarray(self.words & JOINED_BIT, bool)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # pickle and copy would make a writable array.  So they call the constructor instead.
+        # Without this method, pickle and copy would create a Stream with a writable array.
         return type(self), (self.words,)
 
     def __len__(self) -> int:

@@ -309,7 +309,7 @@ def from_text(text: str, max_instructions: int | None = None) -> Program:
         }
     except ShapeError as error:
         raise _locate_error(error, header_values, "ranks") from None
-    # A text with a few instructions too many is parsed: the error of `check` explains more.
+    # A text with slightly too many instructions is parsed.  `check` then raises a better error.
     shape_limit = 4 * shape.max_instructions + _EXTRA_INSTRUCTIONS
     file_limit = get_max_file_instructions()
     hint = RAISE_LIMIT_HINT if max_instructions is None and shape_limit > file_limit else ""
@@ -332,7 +332,7 @@ def from_text(text: str, max_instructions: int | None = None) -> Program:
 
 
 def _locate_error(error: ShapeError, header_values: _HeaderValues, default_key: str) -> ParseError:
-    """Convert an error to a ParseError at the first field of the header that caused it."""
+    """Convert a ShapeError to a ParseError at the first header field that caused the error."""
     key = next((name for name in error.fields if name in header_values), default_key)
     _, line, column = header_values[key]
     return line.make_error(error.fact, column, error.hint)
@@ -357,7 +357,7 @@ def _parse_header(lines: list[_Line], first_line: _Line) -> _HeaderValues:
                 raise line.make_error(f"{key} is given twice", pair.start(1))
             if not value:
                 raise line.make_error(f"{key} has no value", pair.start(1))
-            # `_NAME_PATTERN` reads the name up to the end of a line that begins with `program`.
+            # A name may contain spaces.  So the name ends at the end of its line.
             if key == "program" and not name_match:
                 raise line.make_error("program must be the first field of its line", pair.start(1))
             column = pair.start(2)

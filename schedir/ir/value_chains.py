@@ -2,8 +2,9 @@
 
 This module is for kinds of values that are made several times, or that change their state.  A state
 is a memory tier or a form.  A form is a field of `Sizes`.  A new value has the form that its first
-change of form needs.  A reader needs the value on the device, in the form after its last change of
-form.  An instruction that reads the value in another state has a `Change` in its row.
+change of form needs.  An instruction that only reads a value needs it on the device, in the form
+after its last change of form.  If an instruction reads a value in another state, its row of the
+instruction table has a `Change`.
 """
 
 from __future__ import annotations
@@ -57,8 +58,7 @@ class ValueChains(NamedTuple):
         tier: Memory tier after each event, as an index into TIERS.
         form: Form after each event, as an index into `forms`; NO_FORM is the size in the value's
             row of `VALUES`.
-        final_form: Form of each event's value after the last change of this value, as an index into
-            `forms`.
+        final_form: For each event, the last form of its value, as an index into `forms`.
         forms: The forms of the values, as names of fields of `Sizes`.
         initial_tier: The memory tier on which the values exist from the start; "" if instructions
             make them.
@@ -79,12 +79,14 @@ class ValueChains(NamedTuple):
     def from_members(
         cls, members: Sequence[ChainMember], *, accumulated: bool = False, initial_tier: str = ""
     ) -> ValueChains:
-        """Sort instructions into the chains of their values.
+        """Group instructions by value, and sort each group by position.
 
         Args:
-            members: The instructions of each row of the instruction table that uses the values.
-            accumulated: True for values that several instructions add to.  The first instruction
-                that gives such a value makes it.
+            members: One member for each row of the instruction table whose instructions make,
+                change or free the values.
+            accumulated: True for values that several instructions add to.  The first of these
+                instructions makes the value.  If the value is freed, the next of these instructions
+                makes it again.
             initial_tier: The memory tier on which the values exist from the start; "" if
                 instructions make them.
         """
@@ -147,7 +149,7 @@ class ValueChains(NamedTuple):
         )  # fmt: skip
 
     def _has_required_state(self, events: Ints, change: Change | None) -> Mask:
-        """Return a mask of the events after which a reader with `change` can use the value."""
+        """Return a mask: the events after which an instruction with `change` can use the value."""
         tier = TIERS.index(change.before) if change and change.before in TIERS else 0
         is_valid: Mask = self.is_giver[events] & (self.tier[events] == tier)
         if change is None:
@@ -161,10 +163,10 @@ class ValueChains(NamedTuple):
     ) -> tuple[Positions, list[tuple[int, int]]]:
         """Return the givers of values, and the events that leave a value in a wrong state.
 
-        The giver is the nearest earlier event, if it leaves the value in the required state.
-        Otherwise the giver is the next later event that leaves the value in this state.  If there
-        is neither such a later event nor any earlier event, the giver is the first event that makes
-        the value.
+        The giver of a value is the event that leaves the value in the state that an instruction
+        needs.  It is the nearest earlier event, if this event leaves the value in that state.
+        Otherwise it is the next later event that does.  If there is no such later event and no
+        earlier event at all, the giver is the first event that makes the value.
 
         Args:
             key: Key of the value that each instruction needs, shape (needers,).
@@ -173,9 +175,10 @@ class ValueChains(NamedTuple):
 
         Returns:
             The positions of the givers, shape (needers,), and a list of pairs of positions: an
-            instruction, and the event that left its value in a wrong state.  The position is -1 in
-            these cases: the value has no event, its initial state is the required state and no
-            earlier event changes it, or the list has a pair for the instruction.
+            instruction, and the event that left its value in a wrong state.  The position of the
+            giver is -1 if the value has no event, or if the list has a pair for the instruction.
+            It is also -1 if the value exists from the start in the required state, and no earlier
+            event changes it.
         """
         giver = np.full(len(needer), NO_POSITION, np.int32)
         stale: list[tuple[int, int]] = []
@@ -240,8 +243,9 @@ class ValueChains(NamedTuple):
             tier: The memory tier, as an index into TIERS.
 
         Returns:
-            The positions at which values are made on the tier or move to it, ascending, and the
-            positions at which these values leave the tier or are freed.
+            Two arrays.  The first has the positions at which values are made on the tier or move to
+            it, ascending. The second has the positions at which these values leave the tier or are
+            freed.
         """
         begin, end = self._find_intervals(
             np.flatnonzero(self.is_producer | self.changes_tier | ~self.is_giver)

@@ -84,8 +84,8 @@ class _Successors:
     """The successors of each node: a table with `_WIDTH` columns, and a CSR list of the rest.
 
     Attributes:
-        rows: A row per node with its first successors, and one more row that is empty. The number
-            of nodes marks an empty place, because no node has this number.
+        rows: A row per node with its first successors, and one more row that is empty. An empty
+            place contains the number of nodes, because no node has this number.
         offsets: The successors of node `a` that do not fit in its row are
             `targets[offsets[a]:offsets[a + 1]]`.
         targets: The successors that do not fit in the rows.

@@ -9,7 +9,7 @@ This is interval colouring: c slots suffice if and only if at most c values exis
 
 Receives fill slots of inputs (ACT_IN, GRAD_IN). Compute fills slots of outputs (ACT_OUT, GRAD_OUT).
 The slots of outputs are read by a send, or by the compute of the neighbour stage on the same rank.
-A slot from which messages are sent has the size of a value in the form in which it is sent.
+If messages send values from a slot, the slot has the size of a value in the form that is sent.
 
 The host has slots, too, for offloaded activations and for optimizer states on the disk. The
 instruction that moves a value to the host waits for a slot, and the instruction that moves the
@@ -101,8 +101,9 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
         lives = flow.find_lifetimes(kind)
         previous_free = _find_previous_users(lives, count)
         if VALUES[kind].scope is Scope.STAGE:
-            # One lane frees all these values in order. So it is enough to wait for the later one of
-            # both instructions.
+            # One lane frees all these values in order. So a fill waits only for the later of two
+            # instructions: the one that freed the slot, and the one that freed the previous value
+            # of the stage.
             previous_free = np.maximum(previous_free, _find_previous_frees(program, lives))
         if (is_reuse := previous_free != NO_POSITION).any():
             reuses[kind] = lives.filled_at[is_reuse], previous_free[is_reuse]

@@ -1,8 +1,8 @@
 """Compute the memory of each rank from its Stream and the sizes of values.
 
 Without sizes, memory is a number of (stage, microbatch) pairs in flight. A pair is in flight from
-its Forward until the rank no longer needs what the Forward saved. The rank needs these saved values
-until the end of the Backward, or of the BackwardWeight if the backward is split.
+its Forward until the rank no longer needs the values that the Forward saved. The rank needs these
+saved values until the end of the Backward, or of the BackwardWeight if the backward is split.
 
 With sizes, memory is in bytes, and has two parts:
 
@@ -17,8 +17,8 @@ With sizes, memory is in bytes, and has two parts:
   these starts and ends is exact.
 
 A BackwardInput converts saved activations to deferred weight gradients. While it runs, the two
-together use `Sizes.saved_and_deferred` bytes. The saved activations count with their full size,
-and the deferred weight gradients with the rest of these bytes.
+together use `Sizes.saved_and_deferred` bytes. Of these bytes, the saved activations have their full
+size, and the deferred weight gradients have the rest.
 """
 
 from __future__ import annotations
@@ -177,10 +177,12 @@ def count_in_flight(
 
     Args:
         stream: The Stream of a rank.
-        frozen_stages: Number of frozen stages. They are the first stages, and save no activations.
+        frozen_stages: Number of frozen stages. These are the first stages of the pipeline. They
+            save no activations.
 
     Returns:
-        The indices in the Stream at which the number changes, and the number from each index on.
+        The indices in the Stream at which the number of pairs changes, and the number of pairs from
+        each index on.
     """
     change = _IN_FLIGHT_CHANGE[stream.op] * (stream.stage >= frozen_stages)
     positions = np.flatnonzero(change)
@@ -408,7 +410,7 @@ def compute_static_memory(
 def find_used_tiers(program: Program) -> tuple[str, ...]:
     """Return the tiers on which a program uses memory, the device first.
 
-    A tier counts if instructions move values to it, or if a value is there from the start.
+    A program uses a tier if instructions move values to it, or if a value is there from the start.
 
     Args:
         program: The program.
@@ -433,16 +435,17 @@ def compute_footprints(
 
     Changes are in the order of the Stream, in which the host issues the instructions. Compute
     instructions also run in this order. For the other lanes, the result is conservative: a value
-    counts from the start of the instruction that produces it, until the host has waited for the end
-    of the instruction that frees it.
+    uses memory from the start of the instruction that produces it, until the host has waited for
+    the end of the instruction that frees it.
 
     Args:
         program: A complete program.
         sizes: The sizes of values.
         tier: One of `TIERS`.
-        worst_case: True for an upper bound that is valid for all durations of instructions. A value
-            that a lane other than compute produces then counts as soon as its slot is free. A value
-            that is offloaded counts on the device until it is reloaded or freed.
+        worst_case: True for an upper bound that is valid for all durations of instructions. For
+            this bound, a value that a lane other than compute produces uses memory as soon as its
+            slot is free. A value that is offloaded uses memory on the device until it is reloaded
+            or freed.
 
     Returns:
         A footprint for each rank.
@@ -598,7 +601,7 @@ def _find_handover_memory(program: Program, sizes: Sizes) -> ValueLifetimes:
 
     An output for a stage on the same rank uses memory until that stage has used it. An output that
     changes its form before it is sent uses memory in each form until the next change of form. The
-    last form uses a send slot, and does not count here.
+    last form uses a send slot, and is not included.
     """
     index = InstructionIndex.from_program(program)
     group, changes = number_groups(index).astype(np.int64), []

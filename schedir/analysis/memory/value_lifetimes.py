@@ -78,7 +78,8 @@ def compute_value_lifetimes(
     added_bytes = size.copy()
     conversions = np.empty(0, np.intp)
     if source := VALUES[kind].converted_from:
-        # While a value is converted, only its bytes beyond those of the source count.
+        # While a value is converted, its source still exists. So only the additional bytes are
+        # added.
         conversions = np.flatnonzero(is_start & is_created)
         extra_sizes = sizes.per_microbatch(source[1], shape) - sizes.per_microbatch(
             VALUES[source[0]].size, shape
@@ -159,8 +160,9 @@ def _find_longest_stays(
 ) -> tuple[NDArray[np.bool_], Positions]:
     """Return a mask of the states in which a value may be on a tier, and the end of each state.
 
-    A value may be on the tier from its first to its last state on it. It has certainly left the
-    tier when an instruction has used it on the device again.
+    In the worst case, a value is on the tier from the first to the last of its states on this tier.
+    The value has certainly left the tier when an instruction has used the value on the device
+    again.
     """
     index = InstructionIndex.from_program(program)
     key = index.compute_keys(
@@ -214,15 +216,15 @@ def compute_moved_sizes(
 def _find_earliest_starts(
     program: Program, kind: Value, begin: Positions, is_created: NDArray[np.bool_]
 ) -> Positions:
-    """Return the position from which each value can use memory at the earliest.
+    """Return the earliest position at which each value can use memory.
 
     If a compute instruction makes the value, the position is that of this instruction. If an
-    instruction of another lane makes it, the position is that of the instruction that frees its
-    slot, or the first instruction of the Stream if a slot is always free.
+    instruction of another lane makes the value, the position is that of the instruction that frees
+    the slot of the value. If the slot is always free, the position is the first one of the Stream.
 
     A value with an initial tier cannot use memory before the instruction that moves it can start.
-    This move waits for the last producer of its inputs, which waits for the last producer of its
-    own inputs. The position is not before the latter producer.
+    The move waits for the last instruction that gives it an input. That instruction also waits for
+    the last instruction that gives it an input. The position is not before the latter instruction.
     """
     index = InstructionIndex.from_program(program)
     has_initial_tier = bool(VALUES[kind].initial_tier)
@@ -251,7 +253,7 @@ def _find_host_releases(
 
     Before an instruction that reuses the slot, the host waits until the value has been moved. With
     `worst_case`, the memory is free when the move has ended, because the next value in the slot
-    counts from that time on.
+    uses memory from that time on.
     """
     known_ends, release_by_free = find_known_ends(program, end), {}
     if kind in (reuses := find_slot_reuses(program)):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from schedir.schedule_search.search_results import LowerBound
 
 # "This memory" is the largest memory that any rank of the run uses. Without sizes, it is the number
-# of microbatches in flight.
+# of (stage, microbatch) pairs in flight.
 WITHIN_MEMORY = " within this memory"
 
 

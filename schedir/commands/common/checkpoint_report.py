@@ -17,8 +17,8 @@ _GROUP_NAMES: Final = {
     "weights": "weights", "main": "float32 copies", "optimizer": "optimizer", "buffers": "buffers",
 }  # fmt: skip
 _OTHER_GROUP: Final = "others"
-# The text has separate lines for optimizers and extra state. "also" has other names of tensors.
-# Only a load uses "world".
+# The text has separate lines for optimizers and extra state. The entry "also" has other names of
+# tensors. Only a load uses the entry "world".
 _SKIPPED_STATE: Final = ("extra", "also", "optimizers", "world")
 _STATE_NAMES: Final = {"next": "step of the next random numbers"}
 _MAX_FACT_LENGTH: Final = 400  # A fact with more characters is cut off.

@@ -1,4 +1,4 @@
-"""Find a built-in schedule that is as short as a run proved shortest, but needs less memory."""
+"""Find a built-in schedule that needs less memory than the shortest run and is as short."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _has_split_backward(timeline: Timeline) -> bool:
 
 
 def _get_memory(timeline: Timeline) -> float:
-    """Return the largest memory of a rank, in bytes, or without sizes in pairs in flight."""
+    """Return the largest memory of a rank in bytes. Without sizes, return the pairs in flight."""
     memory = timeline.peak_in_flight if timeline.sizes is None else timeline.peak_memory
     return float(memory.max(initial=0))
 

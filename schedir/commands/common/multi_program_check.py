@@ -127,7 +127,7 @@ def describe_hosts(
     Args:
         blocking_hosts: True if the programs were checked with blocking hosts only.
         models: The progress models under which the programs finish.
-        cpu_models: The models of `models` under which they also finish on blocking hosts.
+        cpu_models: The models of `models` under which the programs also finish on blocking hosts.
     """
     if blocking_hosts:
         return BLOCKING_HOSTS_TEXT

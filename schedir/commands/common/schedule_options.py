@@ -36,7 +36,7 @@ SOURCE_HELP = (
 )
 # The default shape is small, so that users can read the output.
 DEFAULT_RANKS, MICROBATCHES_PER_RANK = 4, 2
-# Sizes below these bytes and below this share of the memory limit probably lack their unit.
+# A size below this number of bytes and this share of the memory limit probably lacks its unit.
 _MIN_PLAUSIBLE_SIZE: Final = 1000
 _MIN_PLAUSIBLE_SHARE: Final = 1e-6
 _COSTS_HELP = (

@@ -168,7 +168,7 @@ def use_times_of_run(requests: Sequence[Request]) -> tuple[list[Request], str]:
 
 
 def _describe_prediction_error(source: str, run: Timeline, simulated: Timeline) -> str:
-    """Return a line that warns if a simulation does not reproduce a run, or ""."""
+    """Return a warning line if a simulation does not reproduce a run, else ""."""
     error = compute_prediction_error(simulated, run)
     if abs(error) <= MAX_PREDICTION_ERROR:
         return ""
@@ -232,7 +232,7 @@ def rank_schedules(
             ranking.over_limit[name] = excess
         else:
             ranking.fitting.append(request)
-    # Spans that differ only by rounding count as equal. The run with less memory then comes first.
+    # If spans differ only by rounding, the run with less memory comes first.
     ranking.fitting.sort(
         key=lambda r: (float(f"{compute_objective(r.timeline):.9g}"), r.timeline.peak_activations)
     )
@@ -242,8 +242,8 @@ def rank_schedules(
 def describe_excesses(over_limit: Mapping[str, Excess], limit: str) -> list[str]:
     """Return lines with the candidates that are over a limit.
 
-    Candidates that fit with options have a line for each set of options. The options that add no
-    compute come first.
+    For each set of options, a line lists the candidates that fit with these options. The options
+    that add no compute come first.
 
     Args:
         over_limit: Name of a candidate -> the memory that it needs.
@@ -274,10 +274,10 @@ def describe_excesses(over_limit: Mapping[str, Excess], limit: str) -> list[str]
 
 
 def _find_remedy(request: Request) -> tuple[int, str, Timeline] | None:
-    """Return options with which a program fits into its memory limit, and its run, or None.
+    """Return the first options with which a program fits into its memory limit, or None.
 
     The first value is the index of the options in `_REMEDIES`. The second value is a text of the
-    options and their meanings.
+    options and their meanings. The third value is the predicted run with these options.
     """
     if request.memory_limit is None or request.schedule is None:
         return None

@@ -141,8 +141,9 @@ def _describe_missing_sizes(requests: Sequence[Request]) -> Iterator[str]:
 def find_unused_costs(requests: Iterable[Request]) -> list[str]:
     """Return the costs of collectives over replicas that the user gave but no program uses.
 
-    The ZeRO level of a program determines which of these collectives it has. Other costs, such as
-    I, are not reported, because the same costs apply to several schedules.
+    The ZeRO level of a program determines which of these collectives it has. Other unused costs,
+    such as I, are not reported: the same costs apply to several schedules, and some schedules do
+    not need all of them.
 
     Args:
         requests: The requests of the runs.

@@ -27,7 +27,7 @@ GroupProcesses = int | Sequence[int] | Processes
 
 
 class _Ring(NamedTuple):
-    """What the time of a collective needs of the processes of its group.
+    """The properties of a process group that determine the time of a collective.
 
     Attributes:
         size: The number of processes.
@@ -306,7 +306,7 @@ class Cluster:
         """Return the time of a reduce-scatter over a ring, in seconds.
 
         A reduce-scatter takes the time of an all-gather, with the messages in the other direction.
-        The additions take no time.
+        The time of the additions is ignored.
 
         Args:
             size: Bytes of the tensor that each process contributes.
@@ -513,8 +513,9 @@ class Cluster:
         - `tp_scatter` and `tp_gather`: splitting an activation or a gradient into the parts of the
           tensor-parallel ranks, and gathering these parts. `activation` in `sizes` has the bytes of
           the full tensor. For a sharded boundary, give tp times the bytes of one rank's part.
-        - `reduce_grads`: an all-reduce over the replicas, as a ring. Executors start it during the
-          last backward, so the time that remains after this backward is shorter than the cost.
+        - `reduce_grads`: an all-reduce over the replicas, as a ring. Executors start this
+          all-reduce during the last backward, so the time that remains after this backward is
+          shorter than the cost.
         - `reduce_replicated_stages`: an all-reduce over the ranks that have a replica of the stage.
         - With `zero` from 1 on, instead of `reduce_grads`: `reduce_scatter`, a reduce-scatter of
           the stage's `grads`, and `unshard`, an all-gather of its `params`. Both collectives are
@@ -524,7 +525,7 @@ class Cluster:
           replicas, within nodes or between them (`all_to_all_time`).
         - `reduce_norm`: an all-reduce of 8 bytes over all processes of a replica.
         - `step`: the optimizer step reads and writes `params` and `optimizer`, and reads `grads`,
-          at `hbm_bandwidth`. With `zero` from 1 on, it moves 1/dp of these bytes.
+          at `hbm_bandwidth`. With `zero` from 1 on, the step moves 1/dp of these bytes.
         - With `checkpoint_snapshots`: `snapshot`, a copy of the replica's part of a stage's
           `params` and `optimizer` to the host (`host_transfer_time`).
         - With `optimizer_placement` "host" or "disk": `reload_state` and `offload_state`, copies of
@@ -573,7 +574,7 @@ class Cluster:
         Raises:
             UsageError: shape.ranks x tp x dp is not the number of GPUs, `mesh` has another shape,
                 or `dp` is not a multiple of `ep`. Or a required size or bandwidth is missing.
-            CostsError: F is missing, or the backwards are neither B alone, nor both I and W.
+            CostsError: F is missing, none of B, I and W is given, or only one of I and W is given.
 
         Example:
             >>> from schedir import Cluster, Costs, PipelineShape, Sizes

@@ -66,8 +66,8 @@ _MODEL_STATE_SIZES: Final = frozenset(OPTIMIZER_STEP_SIZES)
 _EXAMPLE_SIZES: Final = {"params": "2GB", "grads": "2GB", "optimizer": "12GB"}
 # An array of process numbers: the mesh, shape (dp, ranks, tp), or one process group.
 Processes = NDArray[np.int64]
-# A function from the ranks that have a replica of a stage to an array with one process group of
-# these ranks in each row.
+# A function that divides the processes of some ranks into process groups. Its argument is the ranks
+# that have a replica of a stage. Its result is an array with one group in each row.
 GroupFunction = Callable[[Processes], Processes]
 
 
@@ -163,7 +163,7 @@ def fill_cluster_costs(
 
     Raises:
         UsageError: A size or a bandwidth that is needed is missing.
-        CostsError: F is missing, or the backwards are neither B alone, nor both I and W.
+        CostsError: F is missing, none of B, I and W is given, or only one of I and W is given.
     """
     filled_costs = _split_backward_cost(costs)
     filler = _CostFiller(cluster, shape, sizes, mesh, zero, ep)
@@ -320,7 +320,7 @@ class _CostFiller:
     def compute_send(self) -> Floats:
         """Return the time of each stage's longer message: its activation or its gradient.
 
-        If a stage has replicas, the slowest of their links counts.
+        If a stage has replicas, the time is that of the slowest of their links.
 
         Returns:
             Seconds, shape (stages, microbatches) or (stages, 1).
@@ -330,7 +330,7 @@ class _CostFiller:
         return np.maximum(act, _shift_to_next_stage(grad))
 
     def compute_message(self, cost: str) -> Floats:
-        """Return, for each stage, the longest time of a message of the instructions with this cost.
+        """Return the time of each stage's longest message among the instructions with this cost.
 
         Args:
             cost: Name of the cost.
@@ -413,8 +413,8 @@ class _CostFiller:
     def _find_changed_bytes(self, cost: str) -> Floats:
         """Return, for each stage, the bytes of the value that instructions with this cost change.
 
-        If these instructions change several values, the largest value counts. `Sizes` lists the
-        bytes of a boundary under the earlier of its two stages.
+        If these instructions change several values, the result is the size of the largest value.
+        `Sizes` lists the bytes of a boundary under the earlier of its two stages.
         """
         act, grad = self._find_sent_bytes(cost)
         sizes = [
@@ -547,8 +547,8 @@ class _CostFiller:
     def _sum_microbatch_sizes(self, cost: str, names: Collection[str]) -> Floats:
         """Return the sum of the named sizes that an instruction per microbatch moves.
 
-        If the instructions with this cost use several values with the same size name, the largest
-        value counts.
+        If the instructions with this cost use several values with the same size name, only the
+        largest of these values is added.
 
         Returns:
             Bytes, shape (stages, microbatches) or (stages, 1).
@@ -665,7 +665,7 @@ def compute_step_bytes(params: Floats, grads: Floats, optimizer: Floats) -> Floa
 
 
 def _sum_named_sizes(size_by_name: Mapping[str, Floats], names: Collection[str]) -> Floats:
-    """Return the sum of the named sizes. A size counts as often as its name occurs."""
+    """Return the sum of the named sizes. A size is added once for each occurrence of its name."""
     return np.asarray(sum(count * size_by_name[name] for name, count in Counter(names).items()))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 from typing import Final
 
 # Types that are neither numbers nor ordered collections of numbers.  Python would convert some
-# values of these types.
+# values of these types to numbers.
 NON_NUMBER_TYPES: Final = (str, bytes, bool, Set, Mapping)
 
 # The largest numbers of a model and a cluster.  With larger numbers, sums of bytes and operations

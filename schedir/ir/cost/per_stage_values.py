@@ -274,9 +274,9 @@ def sum_segments(each: Floats, segments: Sequence[int]) -> Floats:
 
 
 def average_stages(value: PerStage, segments: Sequence[int]) -> PerStage:
-    """Return a value per segment that has the same sum for each stage.
+    """Change a value per segment so that the segments of each stage have the same sum.
 
-    This sum is the mean over all stages. The segments of a stage have equal parts of it.
+    This sum is the mean of the sums of all stages. The segments of a stage have equal parts of it.
 
     Args:
         value: A value per segment.

@@ -43,7 +43,6 @@ _CHANGE_SIZES = [
     for name in (change.before, change.after)
     if name not in TIERS
 ]
-# The names of these sizes, and of the sizes in the table of values.
 _TABLE_SIZES = [row.size for row in VALUES if row.size] + [name for name, _ in _CHANGE_SIZES]
 _FORM_SIZES = [form.size for form in FORMS if form.size]
 # The names of the sizes that can differ between microbatches.
@@ -91,9 +90,9 @@ class Sizes:
         deferred_wgrad: Tensors that a BackwardInput keeps for its BackwardWeight: a part of
             `saved`, and gradients of outputs. The default is `saved`.
         saved_and_deferred: Peak of the sum of `saved` and `deferred_wgrad` while a BackwardInput
-            runs. Tensors that are part of both count once. The default is the larger of the two
-            sizes, which is the lowest possible value. This default matches arXiv 2401.10241, where
-            M_W <= M_B. `measure_sizes` measures the actual size.
+            runs. Tensors that are part of both are counted once. The default is the larger of the
+            two sizes, which is the lowest possible value. This default matches arXiv 2401.10241,
+            where M_W <= M_B. `measure_sizes` measures the actual size.
         recompute_inputs: Inputs of the stage, which a Forward saves if a Recompute runs the forward
             again. The default is the `activation` of the previous stage. For the first stage the
             default is 0, because its inputs exist all the time.

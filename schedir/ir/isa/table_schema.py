@@ -73,23 +73,24 @@ class ValueRow(NamedTuple):
         scope: The unit for which there is one value: a microbatch of a stage, a stage, or a rank.
         producer_rule: The rule that finds the instruction that gives the value.
         phrase: The name of the value in messages: "the activation".
-        size: The field of `Sizes` with the bytes of the value; "" if they do not count. For
-            example, the bytes of PARAMS do not count, because a stage has its weights all the time.
+        size: The field of `Sizes` with the bytes of the value; "" if the bytes are not counted. For
+            example, the bytes of PARAMS are not counted, because a stage has its weights all the
+            time.
         peer: For a value that passes between stages, the rule that leads to the other stage.  The
             value exists only if there is such a stage.  `Sizes` lists its bytes under the earlier
             of the two stages.
         local_source: For an input that a stage gets from another stage, the kind of value that the
             other stage makes.  If both stages are on one rank, the two values are the same tensor.
-        converted_from: For a value that an instruction makes from another value, which this
-            instruction frees: the kind of the other value, and the field of `Sizes` with the bytes
-            of both values together.
+        converted_from: Set if an instruction makes this value from another value and frees the
+            other value: the kind of the other value, and the field of `Sizes` with the bytes of
+            both values together.
         program_attribute: An attribute of programs.  The value exists only in programs in which the
             attribute has one of `attribute_values`.  If `attribute_values` is empty, the value
             exists in programs in which the attribute differs from its default.
         initial_tier: One of TIERS, for a value that exists from the start and that no instruction
-            makes or frees.  If the attribute `program_attribute` is the name of a tier, the value
-            starts on that tier, and otherwise on `initial_tier`.  The value uses memory on its
-            first tier all the time.  Each replica has a part of the value.
+            makes or frees.  If a program sets `program_attribute` to the name of a tier, the value
+            starts on that tier.  Otherwise, it starts on `initial_tier`.  The value uses memory on
+            its first tier all the time.  Each replica has a part of the value.
         attribute_values: See `program_attribute`.
         reserved_memory: Additional memory that the value has all the time: one of TIERS, and the
             field of `Sizes` with the bytes.  A replica has a part of this memory if it has a part
@@ -222,10 +223,10 @@ class Traffic(NamedTuple):
         moves_per_byte: Number of times that each byte is moved.
         is_always_sharded: True if each replica moves 1/dp of the bytes at every level of ZeRO, also
             at level 0.
-        program_attribute: "checkpoint_snapshots" or "optimizer_placement", if all programs with one
-            of `attribute_values` have the instruction.  A cluster requires the sizes for such a
-            program.  If `program_attribute` is "", the instruction has no cost when the sizes are
-            not given.
+        program_attribute: "checkpoint_snapshots" or "optimizer_placement", if all programs in which
+            this attribute has one of `attribute_values` have the instruction.  A cluster requires
+            the sizes for such a program.  If `program_attribute` is "", the instruction has no cost
+            when the sizes are not given.
         attribute_values: The values of the attribute with which programs have the instruction.
     """
 
@@ -258,7 +259,7 @@ class Row(NamedTuple):
         group: For a collective of pipeline ranks, its members: all ranks ("model"), the ranks that
             have the stage ("stage_replicas"), or the ranks that share a tied weight
             ("tied_weights").  An instruction of the group "tied_weights" needs and gives the values
-            of all stages with a tied weight together.
+            of all stages of its rank that have a tied weight.
         host_sync: "always" if a blocking host first waits for all earlier instructions of the lane;
             "replicas" if the host waits only in programs with dp > 1.
         changes: The changes of the states of values that the instruction needs.
@@ -272,8 +273,9 @@ class Row(NamedTuple):
             instructions, and passes place all others.
         form: The form to which the instruction converts an output of its stage, or from which it
             converts an input of its stage.
-        between_segments: Set for a tensor-parallel or expert-parallel collective between two
-            segments of a stage: "always", or only in programs with "sequence_parallel".
+        between_segments: For a tensor-parallel or expert-parallel collective between two segments
+            of a stage: "always", or "sequence_parallel" if only programs with sequence parallelism
+            have the instruction.
         idle_cause: The `IdleCause` of a rank that waits for the instruction; "" for the `IdleCause`
             of the lane.
         traffic: The bytes that the instruction moves over a link of the machine.  A `Cluster`

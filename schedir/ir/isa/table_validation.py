@@ -52,8 +52,8 @@ _LATEST_RULES: Final = (ProducerRule.LATEST, ProducerRule.LATEST_OR_START)
 _DEFAULTED_ATTRIBUTES: Final = {
     f.name for f in fields(Program) if f.metadata and f.default is not MISSING
 }
-# Producer rules of values that can have a size.  The memory of such a value counts from the
-# instruction that makes the value.
+# Producer rules of values that can have a size.  Such a value uses memory after an instruction has
+# made it.
 _LIFETIME_RULES: Final = (*_CHAINED_RULES, ProducerRule.ALL)
 _SKIP_PEERS: Final = (PeerRule.SKIP_TO, PeerRule.SKIP_FROM)
 _NEIGHBOR_SIZES: Final = {"activation", "activation_grad"}

@@ -66,7 +66,7 @@ class FieldType:
             The value.
 
         Raises:
-            ValueError: The text has no value of this type, or its number is out of range.
+            ValueError: The text is not a value of this type, or its number is out of range.
         """
         value = self.from_text(text)
         min_value, max_value = self.min_value, self.max_value
@@ -147,7 +147,8 @@ def parse_integers(text: str) -> tuple[int, ...]:
     return tuple(map(parse_integer, text.split(",")))
 
 
-# A function from the value of a field and the shape to the field's entries in `Program.digest`.
+# A function that takes the value of a field and the shape, and returns the entries of the field in
+# `Program.digest`.
 DigestFunction = Callable[[Any, Any], tuple[Any, ...]]
 
 
@@ -175,8 +176,9 @@ class Field:
         default: The default value, or `dataclasses.MISSING` if there is none.
         help: Description on the command line.
         is_always_shown: If True, the text's header always has the field.
-        shown_with: Name of another field. The header has this field if the other field differs from
-            its default. "" means that this field must differ from its default.
+        shown_with: Name of another field. The header shows this field if the other field differs
+            from its default. With "", the header shows this field if its own value differs from its
+            default.
         digest: A function that returns the field's entries in `Program.digest`. If `digest` is
             None, the digest contains the field only if its value is not the default. So a new field
             does not change the digests of existing programs.

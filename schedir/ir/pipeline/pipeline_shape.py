@@ -132,8 +132,8 @@ class PipelineShape:
             - "mirror", for DualPipe and Chimera: each stage has two replicas. The first replicas
               are placed as in "loop", with half as many stages per rank. If the first replica of a
               stage is on rank r, the second replica is on rank ranks - 1 - r.
-            - "mirror-vee", for BitPipe: two replicas as in "mirror", but the first as in "vee".
-              The default is four stages per rank.
+            - "mirror-vee", for BitPipe: two replicas as in "mirror", but the first replicas are
+              placed as in "vee". The default is four stages per rank.
             - Several tuples: one row for each replica of the stages. The microbatches are divided
               into one part per row, larger parts first. Each part passes through the replicas of
               its row.
@@ -415,7 +415,7 @@ class PipelineShape:
 
         Args:
             has_backward: Include backwards in the count.
-            frozen_stages: Number of first stages that have no backward.
+            frozen_stages: Number of stages, counted from stage 0, that have no backward.
             max_instructions: See `require_instruction_limit`.
 
         Raises:
@@ -455,7 +455,7 @@ class PipelineShape:
         return replica_ranks
 
     def replica_row_of_stage(self, stage: ArrayLike, rank: ArrayLike) -> NDArray[np.intp]:
-        """Return the row of the placement that puts each stage on each rank.
+        """Return, for each (stage, rank) pair, the placement row that puts the stage on the rank.
 
         Args:
             stage: Numbers of stages.
@@ -477,7 +477,7 @@ class PipelineShape:
         return tuple(row * quotient + min(row, remainder) for row in range(self.placement_rows + 1))
 
     def replica_row_of_microbatch(self, mb: ArrayLike) -> NDArray[np.intp]:
-        """Return, for each microbatch, the row of the placement with stage replicas that run it.
+        """Return, for each microbatch, the row of the placement whose stage replicas run it.
 
         Args:
             mb: Numbers of microbatches.

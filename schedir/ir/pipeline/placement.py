@@ -15,7 +15,7 @@ from schedir.ir.pipeline.field_schema import FieldType, parse_integers
 
 Placement = str | tuple[int, ...] | tuple[tuple[int, ...], ...]
 Ranks = NDArray[np.int64]  # One entry for each stage.
-# A function from the numbers of the stages and the number of ranks to the rank of each stage.
+# A function of the numbers of the stages and the number of ranks: returns each stage's rank.
 PlacementRow = Callable[[Ranks, int], Ranks]
 
 

@@ -318,7 +318,7 @@ NORM_CHECK: Final = make_field_metadata(
     _make_choice_type("before_step", "after_step"),
     "when the gradient norm is checked: before_step (default), or after_step, which repeats "
     "steps if gradients had to be clipped",
-    in_config=False,  # A training run reads the results of each step before the next step.
+    in_config=False,  # A training run needs the gradient norm of each step before the next step.
 )
 ZERO: Final = make_field_metadata(
     make_integer_type(0, ZERO_LEVEL_COUNT - 1), "ZeRO level, 0 to 3 (0)"

@@ -1,4 +1,4 @@
-"""Find the stages of a program that are segments of one model stage, and their collectives.
+"""Find the stages of a program that are segments of one stage of the model.
 
 A stage can be divided at its tensor-parallel collectives (Megatron-LM, arXiv 1909.08053, section
 3), and at the all-to-alls of its experts (GShard, arXiv 2006.16668). The parts are called segments.
