@@ -46,7 +46,7 @@ class ShardedStages(ProgramService):
         shard_optimizer_state(self.state.resources.optimizer, shard_ranges)
 
     def begin_update(self) -> None:
-        """Set all parameters to their full shapes."""
+        """Set `data` of all parameters to views with the full shapes."""
         for weights in self.sharded:
             weights.begin_step(has_backward=self.state.program.has_backward)
 
