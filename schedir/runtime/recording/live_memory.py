@@ -102,7 +102,7 @@ class LiveMemory(TorchDispatchMode):
 
 
 def _list_static_tensors(executor: Executor) -> Iterable[object]:
-    """Yield the tensors that a rank keeps in all steps, also while their memory is freed."""
+    """Yield the tensors that a rank keeps in all steps, including those with freed memory."""
     state = executor.state
     for stage in executor.stages.values():
         yield from stage.list_static_tensors()

@@ -1,7 +1,7 @@
 """Find the instruction that first produced inf or NaN.
 
-A step skips an update if gradients are not finite, but the intermediate values of the step are then
-already freed. To find the origin, the step runs again with the same weights.
+A step skips an update if gradients are not finite. By then, the step has freed its intermediate
+values. To find the origin, the step runs again with the same weights.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class NanOrigin(NamedTuple):
 
     @property
     def sort_key(self) -> tuple[int, ...]:
-        """The order of microbatches, and of data flow in each of them. Reductions come last."""
+        """A key that sorts origins by microbatch, and then by data flow. Reductions come last."""
         op, stage, mb = self.instr
         if op not in COMPUTE_OPS:  # a reduction, where `mb` is the update
             return 1, 0, 0, -stage, self.process

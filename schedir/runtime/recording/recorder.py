@@ -213,8 +213,8 @@ class _ObservedWork:
 
     def wait(self) -> None:
         self.work.wait()
-        # Do not call `end_instruction`: the instruction that waits may be another one, and has not
-        # ended.
+        # Do not call `end_instruction`: it would end the current instruction, which waits for this
+        # work.
         self.timestamps.end_times[self.k] = perf_counter()
 
 
@@ -332,8 +332,8 @@ class EventTimestamps(Timestamps):
             anchor_time - np.array([event.elapsed_time(anchor) for event in events]) / 1e3
             for events in (self.start_events, self.end_events)
         )
-        # Queue -> the time from which it is free for its current group. The members of a group of
-        # transfers run concurrently.
+        # Queue -> the time at which its previous group has ended. The transfers of a group run
+        # concurrently, so all of them may start at this time.
         free_times: dict[int, float] = {}
         # Queue -> its last group, and the time when all members of the group have ended.
         last_groups: dict[int, tuple[int, float]] = {}
@@ -377,7 +377,7 @@ class RecordedTransport(TransportWrapper):
         super().__init__(inner)
         self.timestamps = timestamps
         self.send = inner.send
-        self.is_in_group = False  # between `start_group` and `end_group`
+        self.is_in_group = False  # True between `start_group` and `end_group`
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """See `Transport.recv`."""
@@ -450,8 +450,9 @@ def read_step_times(
 def _record_anchor(device: torch.device) -> tuple[torch.cuda.Event, float, float]:
     """Return an event, its time on the host's clock, and the error of that time, in seconds.
 
-    The GPU is idle, so it reaches the event after the host issues it, and before the host's wait
-    returns. The shortest of several rounds has the smallest error.
+    The GPU is idle. So it reaches the event between two times that the host reads: before it
+    records the event, and after it has waited for the event. The result is the middle of these two
+    times, in the round with the smallest distance.
     """
     best = None
     torch.cuda.synchronize(device)
