@@ -189,7 +189,7 @@ class OptimisticStep(ProgramService):
             norm.read()
             self.pending_update = None
         elif self.must_repeat:
-            norm.read()  # Wait for the norm of this step, though the step is run again.
+            norm.read()  # End this step's reduction of the norm before the step runs again.
             self._redo_update()
             self.restore_step_state()
             self.random_streams.step -= 1
@@ -306,7 +306,7 @@ class OptimisticStep(ProgramService):
                 yield leaf
 
     def _redo_update(self) -> None:
-        """Restore the state before the update, and make the update with its norm.
+        """Restore the state before the update, and make the update again with its actual norm.
 
         Options that a user set after the update, such as a learning rate, apply to the next update.
         """

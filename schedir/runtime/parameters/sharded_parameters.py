@@ -1,11 +1,11 @@
 """Shard the weights of a stage over replicas, by bucket (ZeRO).
 
 Between steps the `data` of a parameter is this replica's shard of it, 1-dim and possibly empty. Its
-`grad` is a shard, too. An optimizer of the stage's parameters therefore steps shards, and no code
-can mistake old weights for full weights.
+`grad` is a shard, too. So the optimizer updates only shards, and code between steps cannot read
+outdated full weights.
 
 Within a step `data` is a view of the full weights in the bucket's flat tensor. `start_unshard`
-gathers them. They are valid from `finish_unshard` to `reshard`.
+gathers the full weights. They are valid from `finish_unshard` to `reshard`.
 """
 
 from __future__ import annotations
