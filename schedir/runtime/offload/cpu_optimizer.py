@@ -1,6 +1,6 @@
 """Run the optimizer step of each stage on the host, on a separate lane.
 
-While the host steps a stage, host parameters replace the stage's parameters in the optimizer. With
+During the step of a stage, host parameters replace the stage's parameters in the optimizer. With
 a MainOptimizer the host parameters receive the rounded main parameters. With other optimizers,
 `offload_gradient` copies the parameters to the host parameters in the first update of a step. The
 optimizer state of each parameter always stays on the host, in the same objects.
@@ -268,7 +268,9 @@ class CpuOptimizer(HostOptimizerState):
                 job.wait()
 
     def begin_step(self, stage: int, make_error: Any, observer: LaneObserver | None = None) -> None:
-        """Start the optimizer step of a stage on the host lane, after the copy of its gradient.
+        """Start the optimizer step of a stage on the host lane.
+
+        The step waits until the gradients of the stage are on the host.
 
         Args:
             stage: The number of the stage.
@@ -324,7 +326,8 @@ class CpuOptimizer(HostOptimizerState):
         host_parameters.was_stepped = not self.main_parameters or old_versions != [
             host_copy._version for host_copy in host_parameters.host_copies.values()
         ]
-        for t in self.list_state_tensors(stage):  # keep the memory of a new state tensor
+        # A state tensor that this step created is already in host memory.
+        for t in self.list_state_tensors(stage):
             self.host_memory.setdefault(t, t.detach())
 
     def reload_weights(

@@ -1,8 +1,8 @@
 """Keep the optimizer state of each stage in a file.
 
-Between steps the memory of the state tensors is a memory map of the file. So a read, for example
-for a checkpoint, reads the file, and a write changes the file. A step reads and writes the file
-through a few host buffers, and the state uses no other host memory.
+Between steps the memory of the state tensors is a memory map of the file. So code that reads a
+state tensor, such as a checkpoint, reads the file. A write to a state tensor changes the file. A
+step reads and writes the file through a few host buffers, and the state uses no other host memory.
 
 References:
     Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.3.
@@ -54,7 +54,7 @@ class _HostBuffer(NamedTuple):
 
 
 class DiskOptimizerState(HostOptimizerState):
-    """The optimizer state of a rank in a file, divided into stages.
+    """The optimizer state of a rank in a file, separately for each stage.
 
     The attribute `buffer_count` is the number of host buffers. The handlers set it from the
     program.
@@ -255,7 +255,7 @@ class DiskOptimizerState(HostOptimizerState):
     def _list_file_runs(
         self, tensors: Iterable[Tensor], memory: Tensor
     ) -> list[tuple[int, Tensor]]:
-        """Return (file offset, part of the buffer) pairs.
+        """Return the (file offset, part of the buffer) pair of each tensor.
 
         Tensors that are adjacent in the file share a pair.
         """

@@ -162,7 +162,7 @@ class HostOptimizerState:
         ]
 
     def is_on_host(self, t: Tensor) -> bool:
-        """Return whether the data of a state tensor is its host memory.
+        """Return whether the `data` of a state tensor is in the tensor's host memory.
 
         Args:
             t: A state tensor.
