@@ -97,7 +97,7 @@ def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
             end = start + _measure_span(shard)
             spans.append((str(shard.device), start, end, k, shard))
     spans.sort(key=lambda span: span[:4])
-    # Earlier spans that may reach the next span.
+    # Spans that begin before the next span, and may end after its begin.
     earlier_spans: list[tuple[str, int, int, int, Tensor]] = []
     for span in spans:
         device, start, _, k, t = span

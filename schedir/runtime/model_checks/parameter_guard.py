@@ -83,7 +83,7 @@ class ParameterGuard:
 def require_untrained(
     module: nn.Module, stage: int, inputs: Sequence[Tensor], *, is_last: bool
 ) -> None:
-    """Check that a stage whose outputs have no gradient has nothing to train.
+    """Check that a stage has nothing to train, because its outputs do not require a gradient.
 
     If the stage has trained parameters, the cause is usually `torch.no_grad()` or `detach()` in the
     stage or in the loss.
@@ -122,7 +122,7 @@ def require_stage_parameters(
     Args:
         outputs: The outputs of the stage, or its loss.
         module: The stage.
-        allowed_parameters: Other Parameters that the graph may contain.
+        allowed_parameters: Other Parameters that the autograd graph of the outputs may contain.
         stage: The number of the stage.
         optimizer: The optimizer, or None.
 

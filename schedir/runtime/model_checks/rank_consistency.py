@@ -119,7 +119,7 @@ def collect_facts(
 
 
 def _describe_parameters(module: nn.Module, location: str) -> dict[str, str]:
-    """Return as facts the number of trained elements, and the name and shape of each parameter."""
+    """Return facts: the number of trained elements, and each trained parameter's name and shape."""
     counts: Counter[str] = Counter()
     facts = {}
     trained_parameters = ((name, p) for name, p in module.named_parameters() if p.requires_grad)

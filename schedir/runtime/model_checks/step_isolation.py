@@ -239,7 +239,7 @@ def _collect_leaves(value: object, label: str, key: tuple[object, ...]) -> dict[
     if isinstance(value, Tensor):
         is_single = value.numel() == 1 and not value.is_meta
         return {key: (label, value.item() if is_single else _TensorTrace(value))}
-    # Leave out bools, because they do not count steps.
+    # A bool is also a Number, but no counter of steps.
     if isinstance(value, Number) and not isinstance(value, bool):
         return {key: (label, value)}
     entries: dict[object, _Entry] = {}

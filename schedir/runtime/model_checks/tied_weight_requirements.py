@@ -104,10 +104,10 @@ def _fingerprint(
         sample = flat[:: max(1, flat.numel() // SAMPLE_SIZE)]
         is_constant = bool((sample == sample[:1]).all())
         if is_constant and not bool((flat == flat[:1]).all()):
-            sample, is_constant = flat, False  # the sample lacks the different elements
+            sample, is_constant = flat, False  # the sample missed the elements that differ
 
-        # Copy, because `numpy` fixes the size of a storage, but FSDP must be able to free the
-        # weight's storage.
+        # Copy, because `numpy()` makes a storage non-resizable. FSDP frees the storage of a weight
+        # by a resize.
         copy = sample.clone(memory_format=torch.contiguous_format)
         raw_bytes = copy.view(torch.uint8).cpu().numpy().tobytes()
         values_digest = sha256(kind.encode() + raw_bytes).hexdigest()[:16]
@@ -280,7 +280,7 @@ class ParameterTable:
                     )
 
     def _require_same_copies(self, first: ParameterLocation, second: ParameterLocation) -> None:
-        """Check that copy `second` is trained, and has the values and options of copy `first`."""
+        """Check that copy `second` is trained, and has the same values and options as `first`."""
         a, b = self.fingerprints[first], self.fingerprints[second]
         if not b.is_trained:
             raise ModelError(
@@ -334,7 +334,7 @@ def list_local_tied_weights(
     *,
     allow_identical_stages: bool,
 ) -> list[TiedWeight]:
-    """Return the tied weights of a rank, in the order in which all ranks sum them.
+    """Return the tied weights of a rank. All ranks sum the gradients of the weights in this order.
 
     Args:
         program: The program.
@@ -377,9 +377,9 @@ def require_no_max_norm(
 ) -> None:
     """Refuse embeddings with `max_norm` if their weights have copies.
 
-    The forward of such an embedding scales rows of its weight, but not of the copies. If the only
-    copies are in data-parallel replicas, this function warns: each replica scales the rows that it
-    uses.
+    The forward of such an embedding scales rows of its own weight, but no rows of the copies. If
+    all copies are in data-parallel replicas, this function only warns that each replica scales
+    other rows.
 
     Args:
         program: The program.
