@@ -35,7 +35,7 @@ def tp_reduce(state: State, i: Instr) -> Call:
 
 
 def tp_gather(state: State, i: Instr) -> Call:
-    """Return the call of a gather of tokens between segments, or of a message's shards."""
+    """Return the call of a gather. It gathers tokens between segments, or shards of a message."""
     if i.op in find_segment_collectives(state.program.sequence_parallel):
         return make_collective_call(state, i, _gather_tokens)
     return gather_received(state, i)

@@ -233,7 +233,7 @@ def make_message_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]
 
 
 def tp_scatter(state: State, i: Instr) -> Call:
-    """Return the call of a scatter: keep this tensor-parallel rank's shard of a value to send."""
+    """Return the call of a scatter: replace a value by this tensor-parallel rank's shard of it."""
     kind = INSTRUCTIONS[i.op].gives[0]
     slot = state.find_slot(kind, i.stage, i.mb)
     form_changes = _list_form_changes(state, i, kind)
