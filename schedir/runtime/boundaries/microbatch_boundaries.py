@@ -27,8 +27,8 @@ def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
 
     Raises:
         ModelError: The program sends a gradient back over a boundary whose tensors have no
-            gradient. Or the received shape of a tensor differs from its shape after the collective
-            of the program.
+            gradient. Or the received shape of a tensor is not the shape that the program's
+            collective gives it.
     """
     crossings = [
         (s, f"after stage {s}", crossing) for s, crossing in enumerate(boundaries.stage_boundaries)

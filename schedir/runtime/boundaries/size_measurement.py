@@ -111,8 +111,8 @@ def _measure_optimizer_state(
 ) -> float:
     """Return the bytes of an optimizer's state and main parameters after its first step.
 
-    A factory gets parameters on the device "meta", so neither they nor the optimizer state need
-    memory.
+    A factory gets parameters on the device "meta". So neither the parameters nor the optimizer
+    state use memory.
     """
     if not callable(optimizer_state):
         return optimizer_state * sum(p.numel() for p in trained_parameters)
@@ -410,7 +410,8 @@ def _measure_stage(
 
     if s:
         xs = _make_zero_inputs(s, stage_inputs, device)
-    packed_tensors: WeakSet[_PackedTensor] = WeakSet()  # loses tensors that autograd frees
+    # A WeakSet contains only the tensors that autograd has not freed.
+    packed_tensors: WeakSet[_PackedTensor] = WeakSet()
 
     def pack(tensor: Tensor) -> _PackedTensor:
         # Without detach, a node that saves its output would be in a reference cycle.
@@ -508,9 +509,10 @@ class _ModuleWrites:
 
 
 class _PeakTape(DeferredGradients):
-    """Deferred weight gradients, and in `max_bytes` the largest sum of saved and deferred bytes.
+    """Deferred weight gradients that measure the bytes of saved tensors and deferred gradients.
 
-    The sum grows only when a gradient is deferred, so `defer` measures it.
+    The attribute `max_bytes` is the largest measured sum. The sum grows only when a gradient is
+    deferred, so `defer` measures it.
     """
 
     def __init__(self, measure_live_bytes: Callable[[DeferredGradients], int]) -> None:
@@ -524,7 +526,10 @@ class _PeakTape(DeferredGradients):
 
 
 class _PackedTensor:
-    """A wrapper of a saved tensor. The wrapper, unlike the tensor, is freed with the graph."""
+    """A wrapper of a saved tensor, for a WeakSet. Only the autograd graph keeps the wrapper alive.
+
+    Other code may keep the tensor itself alive.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
