@@ -14,7 +14,7 @@ weight. The backward saves the tensors for this gradient in a `DeferredGradients
     deferred.run()                          # BackwardWeight
 
 The gradients of other parameters, such as those of norms, biases and position embeddings, are cheap
-to compute. I computes them, unless the caller splits these layers.
+to compute. The instruction I computes them, unless the caller splits these layers.
 
 The gradients have the same bits as those of an unsplit backward if the deferred gradients of one
 weight run in the order of their backward passes. There is one exception: a weight that other
@@ -263,7 +263,7 @@ def _defer_or_compute_wgrad(
 ) -> Tensor | None:
     """Return a weight gradient for autograd, or None if autograd must not accumulate it.
 
-    `input_index` is the position of the weight among the tensors that the Function was applied to.
+    `input_index` is the position of the weight among the inputs of the autograd Function.
     """
     is_compiling = torch.compiler.is_compiling()
     if not _can_bypass_autograd(ctx, input_index, weight):

@@ -22,8 +22,8 @@ class SharedInputRule(NamedTuple):
 
     Attributes:
         start_reduce: A function that starts to sum the gradient of the input over the ranks,
-            perhaps in place. It returns a function that waits, and then returns the gradient of the
-            rank's input.
+            perhaps in place. It returns a second function, which waits for the sum and returns the
+            gradient of this rank's input.
         start_gather: A function that starts to gather the input from the shards of the ranks. None
             if each rank has the full input.
     """
@@ -95,8 +95,8 @@ class LookupRule(NamedTuple):
     def add_to(self, total: Tensor, tokens: Tensor, dy: Tensor) -> None:
         """Add the gradient to a sum. Only the rows with an index in `tokens` change.
 
-        If `total` has the dtype of the weight, the result has the same bits as a sum with the dense
-        gradient.
+        If `total` has the dtype of the weight, the result has the same bits as `total` plus the
+        dense gradient.
 
         Args:
             total: The sum, with the shape of the weight. Its dtype is that of the weight, or a
