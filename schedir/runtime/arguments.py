@@ -198,7 +198,7 @@ def count_microbatches(values: object, name: str, program: Program | None = None
         values: A sequence with an entry for each microbatch, or a tensor that stacks them in its
             first dimension.
         name: The name of the argument in the error message.
-        program: The program that the error names. By default the error names none.
+        program: The program, for the error. By default the error names no program.
 
     Raises:
         ExecutionError: `values` is a string, or has no length or no `__getitem__`.

@@ -55,7 +55,7 @@ class Executor:
     as running statistics, keep their new values. `finite_updates` has the result for each update of
     the last step. If the program clips gradients, all ranks decide by the global norm, so they
     decide alike. Otherwise each rank decides by its local gradients, so some ranks may make an
-    update that others skip. Then the copies of a tied weight may differ, and so may those of a
+    update that others skip. Then the copies of a tied weight may differ, and so may the copies of a
     weight on several tensor-parallel ranks. With `compile(..., clip_grad_norm=True)` and
     `GradientOptions(max_norm=math.inf)`, all ranks decide alike and nothing is clipped. A fused
     optimizer of torch reads the decision on the device. For any other optimizer, and for one with
@@ -156,7 +156,7 @@ class Executor:
         post-validation.
     """
 
-    # Parameter that virtual ranks of one process share -> the copy with which this rank computes.
+    # Parameter that several ranks of an `InProcessExecutor` share -> the copy that this rank uses.
     # The mapping is empty if each rank has a separate process.
     parameter_copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({})
 

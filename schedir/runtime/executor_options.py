@@ -21,9 +21,10 @@ class GradientOptions:
     Args:
         max_norm: The largest global norm of the gradients. None means 1.0 if the program clips
             gradients. If the program does not clip, only None is allowed.
-        loss_scale: The loss scale of float16 training. The gradients have this scale until their
-            reduction, which removes it. By default the loss is not scaled. Each virtual rank of an
-            `InProcessExecutor` has a copy of the loss scale.
+        loss_scale: The loss scale of float16 training. The backwards compute gradients that are
+            multiplied by this scale. The executor removes the scale before it reduces the
+            gradients. By default the loss is not scaled. Each rank of an `InProcessExecutor` has a
+            copy of the loss scale.
         accumulate_grads: True to add gradients to the existing ones, as autograd does. Then the
             executor does not step the optimizer, compute the global norm, sum gradients over
             replicas, or check gradients for inf and NaN. The caller must do all of this.

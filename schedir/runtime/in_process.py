@@ -478,7 +478,7 @@ def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
 
 
 def _suggest_optimizer(optimizer: object) -> str:
-    """Return an example of the argument `optimizer`, with the class and the learning rate given."""
+    """Return an example of the argument `optimizer`, with the class and lr of a given optimizer."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return "optimizer=torch.optim.AdamW"
     name = type(optimizer).__name__
