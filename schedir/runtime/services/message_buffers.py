@@ -31,7 +31,7 @@ class MessageBuffers(RankService):
     Attributes:
         sizes: Kind of value -> bytes of each slot.
         received: Slot -> memory of its received values.
-        sent: (Kind, slot, opcodes that changed the form) -> memory of sent values.
+        sent: (Kind, slot, opcodes that changed the form of the value) -> memory of the sent values.
     """
 
     def __init__(self, resources: RankResources) -> None:

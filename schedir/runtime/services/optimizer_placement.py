@@ -72,10 +72,10 @@ class OptimizerPlacement(RankService):
         return batch
 
     def fail(self, *, has_begun: bool) -> None:
-        """Wait for all running copies, and discard them.
+        """Wait until all running copies have ended, and ignore their errors.
 
         Args:
-            has_begun: True if an instruction of the step had begun.
+            has_begun: True if an instruction of the step had begun before the error.
         """
         if self.optimizer_state is not None:
             self.optimizer_state.fail()

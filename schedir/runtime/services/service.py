@@ -79,7 +79,7 @@ class Service:
         """Clean up after an error in a step.
 
         Args:
-            has_begun: True if an instruction of the step had begun.
+            has_begun: True if an instruction of the step had begun before the error.
         """
 
     def needs_rerun(self) -> bool:

@@ -51,7 +51,7 @@ class ShardedStages(ProgramService):
             weights.begin_step(has_backward=self.state.program.has_backward)
 
     def begin_optimizer_step(self) -> None:
-        """Set all parameters to their shards for the optimizer, and check the optimizer state.
+        """Set `data` of all parameters to their shards, and check the optimizer state.
 
         Raises:
             ModelError: A sharded weight was written to, or the optimizer's state is not sharded.
@@ -72,7 +72,7 @@ class ShardedStages(ProgramService):
             weights.require_unwritten()
 
     def restore(self) -> None:
-        """Set all parameters to their shards."""
+        """Set `data` of all parameters to their shards."""
         for weights in self.sharded:
             weights.to_resting_state()
 

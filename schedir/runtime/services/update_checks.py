@@ -1,4 +1,4 @@
-"""UpdateChecks: the gradient norm and the finiteness of each update, and the optimizer step."""
+"""UpdateChecks: check and clip the gradients of each update, and run the optimizer step."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class UpdateChecks(ProgramService):
         return (self.state.service(OptimizerSteps).read_last_result or self.read_result)()
 
     def check_once(self, update: int) -> Tensor:
-        """Return whether an update is finite. The first call checks and clips its gradients.
+        """Return whether an update is finite. The first call checks and clips the gradients.
 
         Args:
             update: The index of the update in the step.
