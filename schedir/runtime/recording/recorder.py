@@ -6,7 +6,7 @@ the host records CUDA events on the streams, and reads them after the step:
 - A compute instruction begins when the host has issued it and its inputs are ready. It ends when
   the compute stream has finished it.
 - A message or a reduction begins when the issuing stream has reached it and its queue is free. It
-  ends when its lane has finished it, even if the compute stream waits for it later.
+  ends when its lane has finished it. The compute stream may wait for it later.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ class Timestamps(WorkObserver, ABC):
 
     @contextmanager
     def attribute_to(self, k: int) -> Iterator[None]:
-        """Attribute work that is started within a context to another instruction.
+        """Return a context. Work that starts within the context belongs to instruction `k`.
 
-        The work may end before that instruction begins.
+        The work may end before instruction `k` begins.
 
         Args:
-            k: The index of the other instruction in the stream.
+            k: The index of the instruction in the stream.
         """
         previous = self.current_index
         self.current_index = None if previous is None else k
@@ -115,7 +115,7 @@ class Timestamps(WorkObserver, ABC):
     def on_issued(self) -> None:
         """Record the end of all pending work, which the host has now issued.
 
-        The host issues the work of a group at the end of the group.
+        The host issues the work of a group of transfers at the end of the group.
         """
 
     def make_lane_observer(self) -> LaneTimestamps | None:
@@ -141,7 +141,7 @@ class Timestamps(WorkObserver, ABC):
 
 
 class LaneTimestamps:
-    """The lane observer of one instruction. The thread or stream of the lane calls it.
+    """The lane observer of one instruction. Its methods run on the thread or stream of the lane.
 
     Args:
         timestamps: The recorder of the rank.
@@ -237,8 +237,8 @@ class EventTimestamps(Timestamps):
 
     Some transports, such as NCCL, return work without `record_end`. Then a side stream waits for
     the work and records its end. There is one side stream for each queue in which the rank
-    receives. A side stream costs the host some microseconds per message, and the GPU a wait and an
-    event.
+    receives. For each message, a side stream costs some microseconds on the host, and a wait and an
+    event on the GPU.
 
     Args:
         program: The program.
