@@ -232,7 +232,8 @@ def make_buckets(
 
     Args:
         parameters: The parameters, in the order of the module.
-        max_bytes: The most bytes of a bucket's gradients. A single parameter may have more.
+        max_bytes: The largest size of a bucket's gradients, in bytes. Only a bucket with a single
+            parameter may be larger.
         shard_spec: The index of this replica, the number of replicas and the ZeRO level.
         separate_parameters: Parameters that get a bucket each, such as tied weights. The shards of
             a tied weight then have the same elements in all stages with a copy.

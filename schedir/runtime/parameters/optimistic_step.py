@@ -358,7 +358,7 @@ def _copy_values(copies: dict[Tensor, Tensor]) -> None:
 
 
 class _Norm:
-    """The sum of squares of all gradients, 0-dim float64, which ranks may still be adding.
+    """The sum of squares of all gradients, 0-dim float64. Its reduction may still be running.
 
     On a GPU a side stream copies the sum to the host. So `read` does not wait for other kernels.
     """

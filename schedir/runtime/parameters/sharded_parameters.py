@@ -89,7 +89,7 @@ class ShardedParameters:
 
         Args:
             alias_shards: Parameter of another stage that is a value of `aliases` -> the shard of
-                its bucket. This bucket has no other parameter.
+                the parameter's bucket. This bucket has no other parameter.
         """
         for bucket in self.buckets:
             flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
@@ -425,10 +425,10 @@ def require_sharded_state(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> N
 
 @contextmanager
 def guard_shard_step(optimizer: object, zero: int) -> Iterator[None]:
-    """Return a context for an optimizer step, which steps shards if `zero` is not 0.
+    """Return a context for an optimizer step. The step updates shards if `zero` is not 0.
 
-    Hooks of the step would get shards. Such hooks are allowed only if the optimizer's attribute
-    `elementwise` is True.
+    Hooks on the step would get shards instead of full weights. So they are allowed only if the
+    optimizer's attribute `elementwise` is True.
 
     Args:
         optimizer: The optimizer.

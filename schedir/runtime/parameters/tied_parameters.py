@@ -126,7 +126,7 @@ class RankTies:
                 copy.detach().copy_(shared.detach())
 
     def begin_update(self) -> None:
-        """Set `data` of each alias again, because the caller may have replaced its Parameter's."""
+        """Let each alias use the memory of its Parameter again, if the caller replaced `data`."""
         for alias, original in self.aliases.items():
             if not self.is_sharded and alias.data_ptr() != original.data_ptr():
                 alias.data = original.data
