@@ -225,7 +225,7 @@ class CpuOptimizer(HostOptimizerState):
         Args:
             stage: The number of the stage.
             is_first_update: True if this is the first update of the step.
-            observer: An object that is notified of the begin and the end of the copy.
+            observer: An object that is notified of the start and the end of the copy.
 
         Raises:
             ModelError: The `data` of a parameter was set to another tensor in the step.
@@ -275,7 +275,7 @@ class CpuOptimizer(HostOptimizerState):
         Args:
             stage: The number of the stage.
             make_error: A function that converts an error to an error that names the instruction.
-            observer: An object that is notified of the begin and the end of the step.
+            observer: An object that is notified of the start and the end of the step.
         """
         assert self.grad_check is not None, "the checker proves that there is a norm"
         grad_check = self.grad_check
@@ -341,7 +341,7 @@ class CpuOptimizer(HostOptimizerState):
         Args:
             stage: The number of the stage.
             is_last_update: True if this is the last update of the step.
-            observer: An object that is notified of the begin and the end of the copy.
+            observer: An object that is notified of the start and the end of the copy.
         """
         host_parameters = self.host_parameters[stage]
         pairs = [

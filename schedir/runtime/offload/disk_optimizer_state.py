@@ -101,7 +101,7 @@ class DiskOptimizerState(HostOptimizerState):
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end of the copy.
+            observer: An object that is notified of the start and the end of the copy.
             wrap_error: A function that adds the instruction to an error.
         """
         block, views, nbytes = self._acquire_buffer(
@@ -123,7 +123,7 @@ class DiskOptimizerState(HostOptimizerState):
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end of the copy.
+            observer: An object that is notified of the start and the end of the copy.
         """
         buffer = self.host_buffers.pop(stage)
         if self.lanes.uses_streams:  # A stream cannot wait for the disk lane, which is a thread.
@@ -148,7 +148,7 @@ class DiskOptimizerState(HostOptimizerState):
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end of the copy.
+            observer: An object that is notified of the start and the end of the copy.
 
         Raises:
             OSError: The disk has no space for new state tensors. The state is then unchanged.
@@ -185,7 +185,7 @@ class DiskOptimizerState(HostOptimizerState):
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end of the copy.
+            observer: An object that is notified of the start and the end of the copy.
             wrap_error: A function that adds the instruction to an error.
         """
         buffer = self.host_buffers.pop(stage)

@@ -205,7 +205,7 @@ class HostOptimizerState:
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end of the copy.
+            observer: An object that is notified of the start and the end of the copy.
         """
         copied_tensors = []
         for t in self.list_state_tensors(stage):
@@ -291,7 +291,7 @@ class HostOptimizerState:
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end of the copy.
+            observer: An object that is notified of the start and the end of the copy.
 
         Raises:
             ModelError: State tensors share memory with each other or with parameters.
@@ -360,7 +360,7 @@ class HostOptimizerState:
         self.loaded_addresses.clear()  # other tensors may now get these addresses
 
     def fail(self) -> None:
-        """Wait for all running copies after an error, and discard them."""
+        """After an error, wait until all running copies have ended, and ignore their errors."""
         for state_copy in (*self.pending_loads.values(), *self.pending_stores.values()):
             with suppress(Exception):  # the first error is already being raised
                 state_copy.job.finish()
