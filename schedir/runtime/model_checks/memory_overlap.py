@@ -78,8 +78,8 @@ MODULE_ATTRIBUTES: Final = frozenset(vars(nn.Module()))
 def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Yield the pairs of tensors that have an element in the same memory.
 
-    A tensor that has no memory, or is not strided, overlaps with no tensor. The same tensor object
-    twice is not a pair.
+    A tensor that has no memory, or is not strided, overlaps with no tensor. A tensor object that
+    occurs twice in `tensors` is not a pair with itself.
 
     Args:
         tensors: The tensors. For a DTensor, the function uses its local shard.
@@ -228,7 +228,7 @@ def require_copyable(module: nn.Module, stage: int, program: str) -> None:
 
 
 def find_shared_buffers(module: nn.Module, others: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the buffers of a module that are in other modules, or overlap with their buffers.
+    """Return the buffers of a module that other modules have, or that overlap with their buffers.
 
     Args:
         module: The module.

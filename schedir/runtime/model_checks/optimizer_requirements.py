@@ -326,7 +326,7 @@ def require_own_parameters(
         program: The name of the program, for the error.
 
     Raises:
-        ModelError: The optimizer steps another parameter.
+        ModelError: The optimizer steps a parameter that is in no trained stage of the rank.
     """
     trained_parameters = {
         p for stage_parameters in parameters.values() for p in stage_parameters if p.requires_grad

@@ -39,8 +39,8 @@ def compare_processes(
         options: The options of the rank.
 
     Returns:
-        The fingerprints of the parameters of each process with the same tensor-parallel rank as
-        this process.
+        For each process with the tensor-parallel rank of this process, the fingerprints of its
+        parameters.
 
     Raises:
         ModelError: The processes differ.

@@ -135,7 +135,8 @@ class StepIsolation:
             stage: The number of the stage.
 
         Raises:
-            ModelError: A state tensor also belongs to another stage, or shares memory.
+            ModelError: A state tensor also belongs to another stage, or shares memory with another
+                tensor.
         """
         if is_torch_optimizer(self.inner):
             return
@@ -175,9 +176,9 @@ def state_shares_memory(inner: Any, state: Sequence[Tensor], parameters: Iterabl
     """Return whether a state tensor of an optimizer shares memory with another tensor.
 
     Args:
-        inner: The optimizer. Tensors in its attributes are compared.
+        inner: The optimizer. The state tensors are compared with the tensors in its attributes.
         state: The state tensors. They are also compared with each other.
-        parameters: Parameters. They and their gradients are compared.
+        parameters: Parameters. The state tensors are compared with them and with their gradients.
     """
     used_tensors = [t for p in parameters for t in (p, p.grad) if t is not None]
     if not {*map(id, state)}.isdisjoint(map(id, used_tensors)):
