@@ -66,7 +66,7 @@ def send(state: State, i: Instr) -> Call:
 
 
 def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence[Tensor]], None]:
-    """Return a function that fills the output slot of a value, in the layout of its receiver.
+    """Return a function that fills the output slot of a value, in the layout for its receiver.
 
     If the receiver is on this rank, the tensors get the layout of a received message. Otherwise the
     tensors are copied to the static send buffer, if there is one. Without a static send buffer,
@@ -138,7 +138,7 @@ def _get_receive_memory(state: State, i: Instr, kind: Value) -> tuple[Tensor, tu
 
 
 def _list_form_changes(state: State, i: Instr, kind: Value) -> tuple[Opcode, ...]:
-    """Return the opcodes that change the form of a value of the instruction's stage, in order."""
+    """Return, in order, the opcodes that change the form of a stage's value for a microbatch."""
     return tuple(op for op in find_form_changes(kind) if (op, i.stage, i.mb) in state.index_of)
 
 
@@ -167,7 +167,9 @@ class ReceivedValue(NamedTuple):
 
 
 def make_early_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]:
-    """Return a function that waits for a message before the compute instruction waits for it.
+    """Return a function that waits for a message.
+
+    An instruction between the receive and the compute instruction calls this function.
 
     Args:
         state: The state of the rank.
