@@ -172,12 +172,12 @@ def measure_sizes(
       largest optimizer state of a replica.
 
     Parameters, buffers, the input of the model and the target exist all the time. So `saved` and
-    the other activation sizes exclude them. Memory that an instruction needs only while it runs is
-    not measured.
+    the other activation sizes exclude them. The function does not measure memory that an
+    instruction needs only while it runs.
 
-    The function restores gradients, buffers, plain attributes and random generators. Hooks of the
-    modules run. All ranks of a tensor-parallel group must call this function, because their stages
-    communicate.
+    The function restores gradients, buffers, plain attributes and random generators. The forwards
+    also call the hooks of the modules. All ranks of a tensor-parallel group must call this
+    function, because their stages communicate.
 
     Args:
         stages: All stages of the model, in order. The sizes of a stage that is None are 0.
@@ -277,9 +277,9 @@ def infer_boundaries(
     no output of a stage depends on these, all outputs of a floating-point or complex dtype count as
     having a gradient. Outputs of frozen stages have no gradient.
 
-    The function restores gradients, buffers, plain attributes and random generators. Hooks of the
-    modules run. All ranks of a tensor-parallel group must call this function, because their stages
-    communicate.
+    The function restores gradients, buffers, plain attributes and random generators. The forwards
+    also call the hooks of the modules. All ranks of a tensor-parallel group must call this
+    function, because their stages communicate.
 
     Args:
         stages: All stages of the model, in order.
@@ -289,9 +289,9 @@ def infer_boundaries(
         skips: The skip connections, as pairs of stages.
 
     Returns:
-        Stage -> the boundaries of the tensors that it passes to the next stage, for all stages but
-        the last. For a skip connection the key is the pair of its two stages. `Executor` takes this
-        dict as `boundary`.
+        Stage -> the boundaries of the tensors that it passes to the next stage, for all stages
+        except the last. For a skip connection the key is the pair of its two stages. `Executor`
+        takes this dict as `boundary`.
 
     Raises:
         ModelError: The output of a stage is neither a tensor nor a tuple of tensors, or an argument
