@@ -145,7 +145,7 @@ class RandomStreams:
         self.has_warned: bool = False  # True if `warn_of_draws` has warned
 
     def begin_step(self, numbers: Sequence[int]) -> None:
-        """Compute the keys of the next step, and count the step.
+        """Compute the keys of the next step, and add 1 to `step`.
 
         Args:
             numbers: The result of `list_stream_numbers`.

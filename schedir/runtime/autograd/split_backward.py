@@ -85,7 +85,7 @@ class DeferredGradients:
     was not split: it reached no splittable layer, or torch.compile ran it.
 
     The object keeps the inputs and the output gradients of layers in memory. An output gradient may
-    be the very tensor that the caller passed to `torch.autograd.backward`. `run` raises ModelError
+    be the same tensor that the caller passed to `torch.autograd.backward`. `run` raises ModelError
     if the caller has overwritten this tensor.
     """
 
@@ -145,7 +145,7 @@ class DeferredGradients:
         use_counts = Counter(map(id, self.list_weights()))
         gradient_sums: dict[int, Tensor] = {}
         with torch.no_grad():
-            while self._deferred:  # Popping one at a time frees memory early.
+            while self._deferred:  # Remove one entry at a time, to free its memory early.
                 job = self._deferred.popleft()
                 job.require_unchanged()
                 rule, weight, saved, dy, _ = job
@@ -261,7 +261,7 @@ def _defer_or_compute_wgrad(
     saved: tuple[Tensor, ...],
     dy: Tensor,
 ) -> Tensor | None:
-    """Return a weight gradient for autograd, or None if autograd must not accumulate it.
+    """Return a weight gradient for autograd, or None if it was deferred or already accumulated.
 
     `input_index` is the position of the weight among the inputs of the autograd Function.
     """

@@ -171,7 +171,7 @@ def register_splittable_layer(
         layer_type: A subclass of nn.Module. Layers of its subclasses are not split.
         input_grad: The rule for the gradient of the input.
         deferred_grads: Parameter name -> rule, for the parameters whose gradients W computes. The
-            saved tensors and dy are kept until W.
+            saved tensors and dy are kept until W has run.
         immediate_grads: Parameter name -> rule, for the other parameters. The instruction I
             computes their gradients.
         forward: A function of (layer, x) that returns the output and the tensors that the rules
@@ -238,7 +238,7 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
     Raises:
         UsageError: The type of the layer cannot be split.
         ModelError: The output or a gradient differs by more than 0.01 % of its norm, or by more
-            than 1 % if its dtype has 16 bits. The error names the tensor.
+            than 1 % if its dtype has 16 bits. The error names the tensor that differs.
 
     Example:
         >>> import torch

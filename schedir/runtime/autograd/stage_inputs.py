@@ -25,8 +25,8 @@ from schedir.errors import ModelError
 
 CACHE_LINE_BYTES: Final = 64  # kernels may round differently at other alignments
 
-# The largest number of elements of an input that `_has_numbers_of` searches in another input. A
-# tensor is unlikely to contain 8 elements of another tensor by chance.
+# `_has_numbers_of` searches this number of elements of one input in another input. A tensor is
+# unlikely to contain 8 elements of another tensor by chance.
 _MAX_COMPARED_NUMBERS: Final = 8
 
 

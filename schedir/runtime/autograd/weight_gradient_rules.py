@@ -38,7 +38,7 @@ class ProductRule(NamedTuple):
     Attributes:
         is_transposed: True for `x @ weight.T`, False for `x @ weight`.
         start_gather: A function that starts to gather the input from the shards of the ranks. None
-            if the saved input is full.
+            if the forward saved the full input.
     """
 
     is_transposed: bool
@@ -59,7 +59,8 @@ class ProductRule(NamedTuple):
         return input_matrix, gradient_matrix
 
     def __call__(self, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
-        # Only multiply: an addmm that also adds to `grad` gives other bits than autograd.
+        # Use a plain product: an addmm that also adds to `grad` would give other bits than
+        # autograd.
         """Return the gradient in the dtype of the weight."""
         a, b = self.get_factors(x, dy)
         return (a.t() @ b).to(weight.dtype)
@@ -76,7 +77,7 @@ class ProductRule(NamedTuple):
 
 
 class LookupRule(NamedTuple):
-    """The rule for the gradient of a weight with rows that are looked up, as in an embedding.
+    """The rule for the gradient of a weight from which a layer looks up rows, as in an embedding.
 
     Attributes:
         padding_idx: The number of the row that gets no gradient. -1 means that all rows get a
