@@ -132,7 +132,7 @@ _REDUCING_WRAPPERS: Final = (
 
 
 def _find_reducing_wrapper(module: nn.Module) -> str:
-    """Return the name of the wrapper that reduces the gradients of a module, or "".
+    """Return the name of the wrapper that reduces a module's gradients, or "" if there is none.
 
     A module that `fully_shard` has wrapped counts only if its parameters are sharded.
     `schedir.torch_pipelining` gathers the parameters of such modules before it creates an executor.

@@ -60,8 +60,8 @@ class InProcessExecutor:
 
     Stage replicas: if several ranks have a stage, the first of them computes with the given module,
     and the others with copies of it. At the start of each step, a copy gets the state of the given
-    module. Tensor hooks on the module's weights also run in the copies. Post-accumulate hooks on
-    its weights raise an error.
+    module. Tensor hooks on the module's weights also run in the copies. The executor raises an
+    error if a weight has a post-accumulate hook.
 
     Shared Parameters: if stages on several ranks share a Parameter, the first of these ranks
     computes with the Parameter itself, and the others with copies. Ranks in separate processes
@@ -74,7 +74,7 @@ class InProcessExecutor:
             module.
         loss: See `Executor`.
         boundary: See `Executor`.
-        progress_model: The progress model for which `schedir.check` must prove the program.
+        progress_model: The progress model under which `schedir.check` must accept the program.
         optimizer: A function that creates the optimizer of a rank from its parameters. By default
             the weights do not change.
         gradients: See `Executor`.

@@ -51,8 +51,8 @@ class ProgramRunner:
             False.
         is_warm: True if the next step needs no warm-up steps.
         progress: The index of the current instruction and its start time in nanoseconds. By default
-            this is memory of the process. A caller may set `progress` to a view of a black box, a
-            memory-mapped file that remains if the process dies.
+            they are in memory of the process. A caller may set `progress` to a view of a black box,
+            a memory-mapped file that remains if the process dies.
     """
 
     def __init__(

@@ -90,10 +90,10 @@ class WorkObserver:
     """Observes the work that instructions start. This base class observes nothing."""
 
     def attribute_to(self, k: int) -> AbstractContextManager[object]:
-        """Return a context that attributes the work started in it to another instruction.
+        """Return a context. Work that starts within the context belongs to instruction `k`.
 
         Args:
-            k: The index of the other instruction in the stream.
+            k: The index of the instruction in the stream.
         """
         return nullcontext()
 

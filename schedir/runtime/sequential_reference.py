@@ -88,7 +88,8 @@ def run_sequential(
 
     1. The gradients of a stage are multiplied by `grad_scale`.
     2. If several ranks have a stage, each of them has a separate sum. These sums are added in the
-       order of ranks, as in `InProcessExecutor`. Three or more processes may add in another order.
+       order of ranks, as in `InProcessExecutor`. Three or more ranks in separate processes may add
+       the sums in another order.
     3. Each stage with a copy of a tied weight has a separate sum. These sums are added in the order
        of stages, and all copies get the total. The function finds tied weights as `Executor` does.
 
@@ -100,8 +101,8 @@ def run_sequential(
         grad_scale: The gradients are those of `grad_scale` times the sum of the losses.
         program: A program. Each stage runs its forwards and backwards in the order of this program,
             with the program's split backwards, frozen stages, skip connections and stage replicas.
-            With stage replicas, the forwards are in ascending order of microbatches. Without a
-            program, the backwards are, too.
+            With stage replicas, the forwards are in ascending order of microbatches. By default
+            there is no program, and forwards and backwards are in ascending order of microbatches.
         seed: The seed of the random streams, as in `Executor`. Afterwards torch's generators have
             the same state as before.
         step: The number of the step, from 0, which determines the random numbers.
@@ -346,7 +347,7 @@ def _find_tied_locations(
 def _list_backwards(
     program: Program | None, stage: int, microbatches: int
 ) -> Iterator[list[Instr]]:
-    """Yield the stage's backward instructions on each rank with the stage, in rank order."""
+    """Yield, for each rank with the stage, a list of the backward instructions of the stage."""
     if program is None:
         yield [Instr(FULL_BACKWARD_OPS[0], stage, mb) for mb in range(microbatches)]
         return

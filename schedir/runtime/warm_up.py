@@ -212,7 +212,7 @@ class ProbedMicrobatches(MicrobatchView):
     graph.
 
     Args:
-        preserved: The object to which the tensors and their gradients are added.
+        preserved: The object that preserves the tensors and their gradients.
         source: The inputs, targets or keywords of a step.
     """
 
