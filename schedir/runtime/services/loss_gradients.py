@@ -33,7 +33,7 @@ class LossGradients(ProgramService):
         gradient = (loss_scale.value * self.grad_scale).float()
         if self.initial_gradient is None:
             self.initial_gradient = gradient
-        else:  # in place, because a graph may refer to it
+        else:  # in place, because a captured CUDA graph would read this memory
             self.initial_gradient.copy_(gradient)
         self.grad_scale = loss_scale.inverse
 

@@ -94,7 +94,7 @@ class MessageBuffers(RankService):
 def _compute_sizes(
     program: Program, rank: int, boundaries: BoundaryTable
 ) -> dict[Value, list[int]]:
-    """Return kind of value -> bytes of the message buffer of each slot.
+    """Return a dict: kind of value -> bytes of the message buffer of each slot.
 
     A buffer has the size of the largest value that is sent from the slot or received into it. The
     size is 0 if all values of the slot stay on the rank.

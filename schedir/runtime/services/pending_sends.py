@@ -75,7 +75,7 @@ _SENDS_BY_CONSUMER: Final = {
 
 
 def _find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
-    """Return index of a receive -> indices of the sends whose arrival it proves.
+    """Return a dict: index of a receive -> indices of the sends whose arrival it proves.
 
     Each send appears only with the first receive that proves its arrival.
     """

@@ -113,7 +113,7 @@ class ShardedStages(ProgramService):
 
 
 def _checksum_parameters(state: State) -> dict[str, str]:
-    """Return description -> checksum for each parameter, for `check_agreement`."""
+    """Return a dict for `check_agreement`: description of a parameter -> checksum."""
     modules = {s: stage.module for s, stage in state.stages.items()}
     tp_rank = state.transport.tp_rank
     return {

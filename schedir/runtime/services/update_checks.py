@@ -156,7 +156,7 @@ class UpdateChecks(ProgramService):
 
         Returns:
             A 0-dim bool tensor: True if the gradients are finite. With clipping these are the
-            gradients of all ranks, otherwise those of the rank's stages.
+            gradients of all ranks. Without clipping they are the gradients of the rank's stages.
 
         Raises:
             ModelError: A sharded weight was written to, or the optimizer's state is not sharded.
@@ -187,6 +187,7 @@ class UpdateChecks(ProgramService):
             flat for s in state.stages.values() for flat in s.gradients.reduced_flat
         )
         # With ZeRO a replica checks only its shard, and with expert parallelism only its experts.
+        # So the replicas combine their results.
         if (state.program.zero and state.program.dp > 1) or state.program.ep > 1:
             nonfinite = finite.logical_not().to(torch.int32)
             state.transport.start_collective("all_reduce", "dp", nonfinite, nonfinite).wait()
