@@ -117,6 +117,6 @@ def _list_static_tensors(executor: Executor) -> Iterable[object]:
 
 
 def _measure_storages(values: Iterable[object]) -> dict[StorageWeakRef, int]:
-    """Return storage -> bytes for all dense tensors in `values`."""
+    """Return a dict: storage -> bytes, for all dense tensors in `values`."""
     tensors = (x for x in values if isinstance(x, Tensor) and not x.is_sparse)
     return {StorageWeakRef(x): x.nbytes() for x in (t.untyped_storage() for t in tensors)}

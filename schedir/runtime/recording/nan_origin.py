@@ -105,7 +105,7 @@ class NanOrigin(NamedTuple):
     def sort_key(self) -> tuple[int, ...]:
         """A key that sorts origins by microbatch, and then by data flow. Reductions come last."""
         op, stage, mb = self.instr
-        if op not in COMPUTE_OPS:  # a reduction, where `mb` is the update
+        if op not in COMPUTE_OPS:  # a reduction, whose `mb` is the index of the update
             return 1, 0, 0, -stage, self.process
         return 0, mb, not self.is_forward, stage if self.is_forward else -stage, self.process
 

@@ -264,7 +264,7 @@ class EventTimestamps(Timestamps):
         ]
         self.queue_by_instruction = queue.tolist()
         self.group_by_instruction = np.cumsum(~stream.joined).tolist()
-        # Indices of all instructions but sends. Only the receiver of a message records its times.
+        # Indices of all instructions except sends. Only receivers record the times of messages.
         self.lane_instructions = np.flatnonzero(~np.isin(stream.op, SEND_OPS)).tolist()
         queues = sorted(
             {
