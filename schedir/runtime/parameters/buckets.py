@@ -227,8 +227,8 @@ def make_buckets(
     """Distribute parameters over buckets.
 
     The parameters of a bucket have the same dtype, gradient dtype and device. Parameters of experts
-    get separate buckets. So do parameters whose gradients tensor-parallel ranks sum. Buckets are
-    filled from the last parameter to the first.
+    get separate buckets. Parameters whose gradients are summed over tensor-parallel ranks also get
+    separate buckets. Buckets are filled from the last parameter to the first.
 
     Args:
         parameters: The parameters, in the order of the module.

@@ -121,7 +121,7 @@ class ShardedParameters:
         _ALL_INSTANCES.add(self)
 
     def list_other_weights(self) -> dict[int, Tensor]:
-        """Return `_cdata` of storage -> full weights, for all other stages at ZeRO level 3.
+        """Return a dict: `_cdata` of storage -> full weights, for other stages at ZeRO level 3.
 
         `_cdata` is an address. The caller must keep the result while it compares addresses.
         Otherwise the garbage collector may free a stage, and a new tensor may get the same address.
