@@ -283,7 +283,8 @@ class CpuOptimizer(HostOptimizerState):
         thread_count = torch.get_num_threads()
 
         def run() -> None:
-            if torch.get_num_threads() != thread_count:  # the setting is per thread
+            # The lane's thread does not inherit this setting of the main thread.
+            if torch.get_num_threads() != thread_count:
                 torch.set_num_threads(thread_count)
             grad_factor = grad_check.grad_factor
             try:
@@ -326,7 +327,7 @@ class CpuOptimizer(HostOptimizerState):
         host_parameters.was_stepped = not self.main_parameters or old_versions != [
             host_copy._version for host_copy in host_parameters.host_copies.values()
         ]
-        # A state tensor that this step created is already in host memory.
+        # A state tensor that this step created is in host memory already. Only record its memory.
         for t in self.list_state_tensors(stage):
             self.host_memory.setdefault(t, t.detach())
 
