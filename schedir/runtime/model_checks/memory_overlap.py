@@ -171,9 +171,10 @@ def require_rank_local_memory(
 ) -> None:
     """Check that no trained parameter overlaps with a tensor of another virtual rank.
 
-    The same Parameter object in stages of several ranks is allowed: it is a tied weight, and all
-    ranks but the first compute with a copy. But another tensor in the memory of the Parameter is
-    not copied. This tensor would change at any time, when another rank updates the Parameter.
+    The same Parameter object in stages of several ranks is allowed. It is a tied weight: the first
+    rank computes with the object, and the other ranks with copies. But another tensor in the memory
+    of the Parameter is not copied. This tensor would change whenever another rank updates the
+    Parameter.
 
     Args:
         stages: The stages of all ranks, by number.

@@ -83,7 +83,7 @@ class ParameterGuard:
 def require_untrained(
     module: nn.Module, stage: int, inputs: Sequence[Tensor], *, is_last: bool
 ) -> None:
-    """Check that a stage has nothing to train, because its outputs do not require a gradient.
+    """Check that a stage whose outputs require no gradient has nothing to train.
 
     If the stage has trained parameters, the cause is usually `torch.no_grad()` or `detach()` in the
     stage or in the loss.
@@ -115,7 +115,7 @@ def require_stage_parameters(
 ) -> None:
     """Check that the outputs of a stage depend only on Parameters that the stage has.
 
-    Examples of other Parameters are those of a loss module, and those in a Python list. The
+    Examples of other Parameters are Parameters of a loss module, and Parameters in a list. The
     executor does not zero, scale or reduce the gradients of such Parameters. If the optimizer does
     not step them, the use may be intended, so this function only warns.
 

@@ -73,7 +73,7 @@ def collect_facts(
     transport: Transport,
     fingerprints: Mapping[int, Sequence[ParameterFingerprint]],
 ) -> dict[str, str]:
-    """Return name -> fact, for the facts about stages and optimizer that processes compare.
+    """Return the facts about stages and optimizer that processes compare, by name.
 
     Facts of the same name must be equal in all processes. Most names contain the stage and the
     tensor-parallel rank, so that only processes with the same slice of a stage compare the fact.

@@ -46,8 +46,8 @@ class StepIsolation:
 
     Args:
         inner: The optimizer. torch's own optimizers are not checked.
-        replaces_parameters: True if the optimizer steps parameters on the host instead of those on
-            the device, as a CPU optimizer does.
+        replaces_parameters: True if the optimizer steps copies of the parameters on the host, as a
+            CPU optimizer does.
     """
 
     def __init__(self, inner: Any, *, replaces_parameters: bool) -> None:
@@ -221,7 +221,7 @@ def _list_parameter_ids(inner: Any) -> list[list[int]]:
 
 
 def _collect_entries(inner: Any) -> dict[object, _Entry]:
-    """Return key -> entry for an optimizer's numbers and tensors outside of parameter state."""
+    """Return the numbers and tensors of an optimizer outside of parameter state, by key."""
     entries: dict[object, _Entry] = {}
     for group in inner.param_groups:
         for k, v in group.items():
@@ -236,7 +236,7 @@ def _collect_entries(inner: Any) -> dict[object, _Entry]:
 
 
 def _collect_leaves(value: object, label: str, key: tuple[object, ...]) -> dict[object, _Entry]:
-    """Return key -> entry for the numbers, tensors and lengths of lists in a value."""
+    """Return the numbers, tensors and lengths of lists in a value, by key."""
     if isinstance(value, Tensor):
         is_single = value.numel() == 1 and not value.is_meta
         return {key: (label, value.item() if is_single else _TensorTrace(value))}

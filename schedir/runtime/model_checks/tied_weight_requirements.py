@@ -225,14 +225,14 @@ class ParameterTable:
         self.weights.append(sorted_locations)
 
     def require_program_match(self, program: Program, *, allow_identical_stages: bool) -> None:
-        """Check that the ties are those of the program, and that equal weights are tied.
+        """Check that the model has the same ties as the program, and that equal weights are tied.
 
         Args:
             program: The program.
             allow_identical_stages: If True, weights of different stages may be equal without a tie.
 
         Raises:
-            ModelError: The ties differ from those of the program, the copies of a weight differ, or
+            ModelError: The ties differ from the program's ties, the copies of a weight differ, or
                 equal weights are not tied.
         """
         for locations in self.weights:
