@@ -46,7 +46,7 @@ def _reduce_in_place(output: SegmentOutput) -> Work:
     if any(has_same_storage(first, tensor) for tensor in rest):
         first = first.clone()
         output.replace_first(first, rest)
-    else:  # Autograd must detect that a saved tensor was changed.
+    else:  # Autograd does not detect the write of the collective, so count it here.
         increment_version(first)
     return output.transport.start_collective("all_reduce", "tp", first, first)
 

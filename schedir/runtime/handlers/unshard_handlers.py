@@ -122,7 +122,10 @@ def _run_guarded_wgrad(
 def _run_guarded_forward(
     stage: StageState, weights: ShardedParameters, run: Callable[[], None]
 ) -> None:
-    """Run a Forward. In the first Forward in each mode, refuse reads of other stages' weights."""
+    """Run a Forward. The first in each mode must not read weights of other stages.
+
+    The mode is training or evaluation.
+    """
     training = stage.module.training
     if training in stage.checked_read_modes:
         run()
