@@ -64,8 +64,8 @@ def _compute_received_shape(tensor: Boundary, stage: int, program: Program) -> t
     """Return the shape that the first tensor of a boundary has in the next stage.
 
     With sequence parallelism, tensor-parallel ranks gather all tokens at the entry of a parallel
-    region. At its exit, each rank keeps its own tokens. An all-to-all of experts changes the number
-    of rows.
+    region. At the exit of the region, each rank keeps its own tokens. An all-to-all of experts
+    changes the number of rows.
     """
     letter, tp = program.segment_boundaries[stage : stage + 1], program.tp
     if letter and letter in EP_LETTERS:

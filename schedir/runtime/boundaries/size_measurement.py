@@ -271,7 +271,7 @@ def infer_boundaries(
     frozen_stages: int = 0,
     skips: Skips = (),
 ) -> dict[Edge, tuple[Boundary, ...]]:
-    """Determine the boundaries of a model by running the forwards of all stages but the last.
+    """Determine the boundaries of a model. Run the forwards of all stages except the last.
 
     A tensor has a gradient if it depends on trained parameters or on an input with a gradient. If
     no output of a stage depends on these, all outputs of a floating-point or complex dtype count as
@@ -536,7 +536,7 @@ class _PackedTensor:
 
 
 def _measure_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return address -> bytes for each storage that these tensors use."""
+    """Return a dict: address -> bytes, for each storage that the tensors use."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
