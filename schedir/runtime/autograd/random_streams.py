@@ -49,7 +49,7 @@ def mix_bits(number: int) -> int:
         number: An integer; its lowest 64 bits are used.
 
     Returns:
-        The next output of splitmix64 with the state `number`. The constants are those of Vigna's
+        The next output of splitmix64 with the state `number`. The constants are from Vigna's
         splitmix64.c.
 
     References:

@@ -43,9 +43,12 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
     """Make linear layers and layers of registered types in a module splittable, in place.
 
     The types are `nn.Linear`, `nn.Embedding`, `Conv1D` of Hugging Face's transformers, and types
-    that `register_splittable_layer` has registered. `fully_shard` may have wrapped the layers.
-    Layers of other subclasses of these types do not change. Neither do layers with a replaced
-    `forward`, nor embeddings with `max_norm`, `sparse` or `scale_grad_by_freq`.
+    that `register_splittable_layer` has registered. `fully_shard` may have wrapped the layers. The
+    function does not change:
+
+    - layers of other subclasses of these types,
+    - layers with a replaced `forward`,
+    - embeddings with `max_norm`, `sparse` or `scale_grad_by_freq`.
 
     In three cases the instruction I computes the gradient of a weight, instead of W:
 
@@ -227,7 +230,7 @@ def register_splittable_layer(
 
 
 def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
-    """Compare the output and the gradients of a split layer with those of autograd.
+    """Check that a split layer has the same output and gradients as the unsplit layer.
 
     The function runs a split and an unsplit copy of the layer, with the same random numbers.
 

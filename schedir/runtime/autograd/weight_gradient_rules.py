@@ -100,7 +100,7 @@ class LookupRule(NamedTuple):
         dense gradient.
 
         Args:
-            total: The sum, with the shape of the weight. Its dtype is that of the weight, or a
+            total: The sum, with the shape of the weight. Its dtype is the dtype of the weight, or a
                 wider dtype.
             tokens: The row numbers.
             dy: The gradient of the output.
