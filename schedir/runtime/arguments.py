@@ -83,7 +83,7 @@ def require_program(value: object, name: str = "program") -> Program:
 def require_stages(
     value: object, program: Program, rank: int | None = None
 ) -> dict[int, nn.Module]:
-    """Return stage number -> module for the stages of a rank, or for all stages of the model.
+    """Return the stages of a rank, or all stages of the model, as a dict: number -> module.
 
     Args:
         value: A mapping from stage number to module with exactly the stages to return, or a

@@ -50,7 +50,7 @@ class Executor:
     The set of trainable parameters is fixed when the executor is created. `step` raises
     `ModelError` if `requires_grad_` or a new Parameter has changed the set.
 
-    Finite updates: the executor makes an update only if its losses and gradients are finite.
+    Finite updates: the executor makes an update only if all its losses and gradients are finite.
     Otherwise the weights and the optimizer state stay unchanged. Buffers that a forward wrote, such
     as running statistics, keep their new values. `finite_updates` has the result for each update of
     the last step. If the program clips gradients, all ranks decide by the global norm, so they
@@ -69,8 +69,8 @@ class Executor:
 
     Tied weights: each copy has its own gradient. A step adds these gradients in the order of
     stages, and gives the sum to all copies. The global norm counts the weight once. Several local
-    stages may share a Parameter. Within a step, all of these stages but the first compute with a
-    substitute Parameter in the same memory.
+    stages may share a Parameter. Within a step, the first of these stages computes with the
+    Parameter itself. The others compute with a substitute Parameter in the same memory.
 
     ZeRO: from level 1 on, the `dp` replicas shard the trained parameters of each stage, and each
     replica steps one shard. Between steps, a trained parameter and its gradient are the replica's
@@ -322,9 +322,9 @@ class Executor:
                 tensors. A rank without the first stage may pass an empty sequence.
             targets: The target of the loss for each microbatch. A rank without the last stage may
                 pass an empty sequence.
-            grad_scale: A factor: gradients are those of `grad_scale` times the sum of the losses of
-                an update. A 0-dimensional tensor on the rank's device is also allowed. The host
-                does not read it.
+            grad_scale: A factor. The step computes the gradients of `grad_scale` times the sum of
+                the losses of an update. A 0-dimensional tensor on the rank's device is also
+                allowed. The host does not read it.
             keywords: For each microbatch, the keyword arguments of all stages. By default there are
                 none.
             program: The program to run. By default the first program of this executor.

@@ -213,9 +213,9 @@ class InProcessExecutor:
             targets: See `Executor.step`.
             grad_scale: See `Executor.step`.
             order_seed: The seed that selects a legal order. By default each rank runs its stream in
-                order, like a process. The ranks take turns, with one instruction each, and a rank
-                that must wait is skipped. If at any time all ranks must wait, the step uses the
-                order of seed 0 instead.
+                order, as a separate process does. The ranks take turns, with one instruction each,
+                and a rank that must wait is skipped. If at any time all ranks must wait, the step
+                uses the order of seed 0 instead.
             keywords: See `Executor.step`.
             program: See `Executor.step`.
 
@@ -345,7 +345,7 @@ class InProcessExecutor:
             replica.record_state()
         zero = torch.zeros((), device=rank_losses[0][0].device)
         microbatch_losses = (sum(losses, zero) for losses in zip(*rank_losses, strict=True))
-        # Sum in the order of microbatches. The loss of a microbatch is 0 on all ranks but one.
+        # Sum in the order of microbatches. Only one rank has a nonzero loss for a microbatch.
         total_loss = sum(microbatch_losses, zero)
         for mailbox in self.mailboxes:
             # A rank's stream may reuse the memory of its losses only after the sum has read them.

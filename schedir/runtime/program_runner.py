@@ -2,7 +2,7 @@
 
 The handlers create one call for each instruction of the stream, and a step is a loop over these
 calls. A process runs the calls in the order of the stream. `InProcessExecutor` may choose another
-legal order, in which each instruction follows those that it depends on.
+legal order. In a legal order, each instruction comes after all instructions that it depends on.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class State:
         return find_or_create(self.services, kind, self)
 
     def list_services(self) -> list[Service]:
-        """Return the services of the rank, and then those of the program, in order of creation."""
+        """Return the services of the rank, and then the services of the program."""
         return [*self.resources.services.values(), *self.services.values()]
 
     def list_modules(self) -> list[nn.Module]:

@@ -98,7 +98,8 @@ def run_sequential(
         inputs: The input of the first stage for each microbatch: a tensor or a tuple of tensors.
         targets: The target of the loss for each microbatch.
         loss: See `Executor`.
-        grad_scale: The gradients are those of `grad_scale` times the sum of the losses.
+        grad_scale: A factor. The function computes the gradients of `grad_scale` times the sum of
+            the losses.
         program: A program. Each stage runs its forwards and backwards in the order of this program,
             with the program's split backwards, frozen stages, skip connections and stage replicas.
             With stage replicas, the forwards are in ascending order of microbatches. By default

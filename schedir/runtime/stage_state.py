@@ -62,7 +62,7 @@ class StageState:
         self.has_warned_of_layers = False
         # True after the check that the outputs depend only on Parameters of the stage.
         self.has_checked_parameters: bool = max_bucket_bytes is None
-        # True after the warning about buffers that differ from those of a plain training loop.
+        # True after the warning that buffers get other values than in a plain training loop.
         self.has_warned_of_buffers = False
         # (Opcode, mode) for which a call has compared the values of buffers before and after it.
         self.checked_buffer_modes: set[tuple[Opcode, bool]] = set()

@@ -48,7 +48,7 @@ def undo_steps(state: State) -> Iterator[None]:
     All tensors keep their memory. The context restores:
 
     - weights, because a forward may write to them; the copies are in host memory,
-    - buffers, including those of a loss that is a module,
+    - buffers, including the buffers of a loss that is a module,
     - the loss scale and torch's generators,
     - gradients of Parameters that the optimizer or the loss has, but no stage.
 
@@ -100,7 +100,7 @@ def preserve_step(
     The preserved state excludes weights and optimizer state, which `OptimisticStep` restores. It
     includes:
 
-    - buffers, including those of a loss that is a module,
+    - buffers, including the buffers of a loss that is a module,
     - Parameters that the optimizer does not update, because a forward may write to them,
     - gradients of Parameters that no stage has,
     - torch's generators if there is no seed,
