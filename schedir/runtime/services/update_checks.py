@@ -76,6 +76,8 @@ class OptimizerSteps(RankService):
 class UpdateChecks(ProgramService):
     """Checks and clips the gradients of each update of a program.
 
+    An update is finite if none of its gradients is infinite or NaN.
+
     Args:
         state: The state of the program.
 
