@@ -113,8 +113,8 @@ class NanOrigin(NamedTuple):
 def find_earliest(origins: Iterable[NanOrigin], last_stage: int) -> NanOrigin | None:
     """Return the earliest origin that any rank found, or None if there are no origins.
 
-    Forwards count only if the loss of their microbatch is not finite, too. Otherwise an infinite
-    output, such as a mask, is intended.
+    A forward is an origin only if the loss of its microbatch is not finite, too. Otherwise an
+    infinite output, such as a mask, is intended.
 
     Args:
         origins: The origins of all ranks.

@@ -450,9 +450,9 @@ def read_step_times(
 def _record_anchor(device: torch.device) -> tuple[torch.cuda.Event, float, float]:
     """Return an event, its time on the host's clock, and the error of that time, in seconds.
 
-    The GPU is idle. So it reaches the event between two times that the host reads: before it
-    records the event, and after it has waited for the event. The result is the middle of these two
-    times, in the round with the smallest distance.
+    The GPU is idle. So the GPU reaches the event between two times on the host's clock: when the
+    host records the event, and when the host has waited for the event. The result is the middle of
+    these two times, from the round in which they are closest.
     """
     best = None
     torch.cuda.synchronize(device)
