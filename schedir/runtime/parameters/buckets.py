@@ -40,11 +40,11 @@ class ShardSpec(NamedTuple):
 
     @property
     def shard_indices(self) -> range:
-        """The indices of the shards of the reduced gradient that this replica keeps."""
+        """The indices of the shards that this replica keeps after the gradient is reduced."""
         return range(self.replica, self.replica + 1) if self.zero else range(self.replicas)
 
     def for_tensor(self, tensor: Tensor) -> ShardSpec:
-        """Return the spec of this replica among the replicas that have the same tensor.
+        """Return the spec for the replicas that have the same tensor as this replica.
 
         Usually all replicas have the tensor. If the tensor belongs to an expert, only every `ep`-th
         replica has it.

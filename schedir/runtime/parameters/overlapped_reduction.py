@@ -1,6 +1,6 @@
 """Reduce the gradient of a stage over replicas, overlapped with the last backward.
 
-Each buffer of `GradientBuffers` is a bucket. A bucket is scaled and its all-reduce starts when the
+Each buffer of `GradientBuffers` is a bucket. A bucket is scaled and its reduction starts when the
 gradients of all its parameters are final. All replicas must start the buckets in the same order, so
 this order is fixed. It is the order in which a backward completes buckets if the forward uses
 parameters in the order of the module.

@@ -140,7 +140,8 @@ class ShardedParameters:
             has_backward: True if it is a training step.
 
         Raises:
-            ModelError: The data of a parameter was replaced, or full weights are still summoned.
+            ModelError: The data of a parameter was replaced, or `write_back` was not called after
+                `summon_full`.
         """
         self._require_shards()
         self.is_in_step = True
@@ -229,7 +230,7 @@ class ShardedParameters:
         """Set the data and gradient of each parameter to this replica's shards.
 
         The gradient is a shard of the reduced gradient. The call has no effect between steps, or
-        while full weights are summoned.
+        between `summon_full` and `write_back`.
         """
         if not self.is_in_step or self.summoned_flat:
             return
@@ -278,7 +279,7 @@ class ShardedParameters:
             collective: Starts a collective, see `Transport.start_collective`.
 
         Raises:
-            ModelError: The data of a parameter was replaced, or full weights are already summoned.
+            ModelError: The data of a parameter was replaced, or `summon_full` was already called.
         """
         self._require_shards()
         self.summoned_flat = [
@@ -297,7 +298,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copy this replica's shards from the summoned weights, and set parameters to the shards.
+        """Copy this replica's shards from the full weights, and set parameters to the shards.
 
         Raises:
             ModelError: The shape, type or device of a parameter has changed.

@@ -38,7 +38,7 @@ class TiedWeight:
 
 
 def _has_separate_copies(weight: TiedWeight, shape: PipelineShape) -> bool:
-    """Return whether copies of a weight have separate memory, so that each copy is updated."""
+    """Return whether copies of a weight have separate memory, so that each needs an update."""
     return (
         is_tied_across_ranks(weight.stages, shape)
         or len({p.data_ptr() for p in weight.local_copies.values()}) > 1

@@ -84,8 +84,8 @@ class WeightVersions:
 
         Args:
             version: The number of the version.
-            index: The index of the current instruction in the stream. Versions without a use from
-                this index on are dropped.
+            index: The index of the current instruction in the stream. Versions whose last use is
+                before this index are dropped.
 
         Raises:
             ModelError: The stage wrote to a copy that is dropped.
