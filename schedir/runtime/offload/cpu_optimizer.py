@@ -51,7 +51,8 @@ class _GradCheck(NamedTuple):
 class _HostParameters:
     """The parameters and gradient buffers of a stage in host memory.
 
-    A parameter without a gradient is not stepped, and has no copy on the host.
+    The optimizer does not step a parameter without a gradient. Such a parameter has no copy on the
+    host.
 
     Attributes:
         host_copies: Parameter on the device -> parameter on the host.
