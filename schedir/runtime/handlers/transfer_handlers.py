@@ -153,11 +153,11 @@ def _view_in_form(state: State, memory: Tensor, form_opcodes: Sequence[Opcode]) 
 
 
 class ReceivedValue(NamedTuple):
-    """The memory of a received value before and after an instruction removes a form.
+    """The memory of a received value, for an instruction that removes a form such as packed.
 
     Attributes:
-        encoded: The memory of the value with the form, flat. It begins at the address of `decoded`.
-        decoded: The memory of the value without the form, flat.
+        encoded: A flat tensor with the value in this form. It begins at the address of `decoded`.
+        decoded: A flat tensor for the value after the form is removed.
         wait: A function that waits for the message in `encoded`.
     """
 

@@ -122,7 +122,7 @@ def _run_guarded_wgrad(
 def _run_guarded_forward(
     stage: StageState, weights: ShardedParameters, run: Callable[[], None]
 ) -> None:
-    """Run a Forward. The first in each mode must not read weights of other stages.
+    """Run a Forward. The first Forward in each mode must not read weights of other stages.
 
     The mode is training or evaluation.
     """
