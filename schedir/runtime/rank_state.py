@@ -321,7 +321,7 @@ class State:
 
         Args:
             step_number: The number of the step, which determines the step's random numbers.
-            has_begun: True if an instruction of the step had begun.
+            has_begun: True if an instruction of the step had begun before the error.
         """
         if not has_begun:
             self.random_streams.step = step_number

@@ -87,7 +87,7 @@ def run_sequential(
     Gradients are reduced in this order:
 
     1. The gradients of a stage are multiplied by `grad_scale`.
-    2. If several ranks have a stage, each of them has a separate sum. These sums are added in the
+    2. If several ranks have a stage, each rank has a separate sum. These sums are added in the
        order of ranks, as in `InProcessExecutor`. Three or more ranks in separate processes may add
        the sums in another order.
     3. Each stage with a copy of a tied weight has a separate sum. These sums are added in the order

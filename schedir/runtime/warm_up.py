@@ -50,7 +50,7 @@ def undo_steps(state: State) -> Iterator[None]:
     - weights, because a forward may write to them; the copies are in host memory,
     - buffers, including the buffers of a loss that is a module,
     - the loss scale and torch's generators,
-    - gradients of Parameters that the optimizer or the loss has, but no stage.
+    - gradients of Parameters that are in the optimizer or the loss, but in no stage.
 
     There are three kinds of optimizers:
 
@@ -102,7 +102,7 @@ def preserve_step(
 
     - buffers, including the buffers of a loss that is a module,
     - Parameters that the optimizer does not update, because a forward may write to them,
-    - gradients of Parameters that no stage has,
+    - gradients of Parameters that are in no stage,
     - torch's generators if there is no seed,
     - the state of all services,
     - the inputs that the step reads.
@@ -242,7 +242,7 @@ class ProbedMicrobatches(MicrobatchView):
 
 
 def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:
-    """Return the Parameters of the optimizer and of the loss that no stage has.
+    """Return the Parameters of the optimizer and of the loss that are in no stage.
 
     An executor does not set the gradients of these Parameters to zero.
 
