@@ -1,8 +1,8 @@
 """PendingSends: the sends of a step that may still be running.
 
-A rank keeps the memory of a sent tensor until the send has ended. Gloo cannot query whether a send
-has ended. It can only wait. An early wait could delay work that the receiver needs, so the rank
-waits as late as possible.
+A rank keeps the memory of a sent tensor until the send has ended. Gloo has no query for the end of
+a send, only a wait. An early wait could delay work that the receiver needs. So the rank waits as
+late as possible.
 
 A receiver may use a message and then send a second message back. When the second message arrives,
 the first message must have arrived, too. The rank can then free the sent tensor without a delay.
