@@ -2,8 +2,8 @@
 
 The parameters of a bucket have one dtype. One flat tensor has their gradients. With ZeRO, a second
 flat tensor has their weights. Both tensors are then split at the same offsets, into one shard for
-each replica. Without ZeRO, gradients have the same buckets, so that the results have the same bits.
-Some libraries add numbers in an order that depends on the position in the buffer.
+each replica. Without ZeRO, gradients have the same buckets, so that results have the same bits at
+all ZeRO levels. Some libraries add numbers in an order that depends on their position in a buffer.
 """
 
 from __future__ import annotations

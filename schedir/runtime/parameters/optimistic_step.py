@@ -43,8 +43,7 @@ from schedir.transports.transport import Work
 class OptimisticStep(ProgramService):
     """Makes the updates of a rank before their norms are known, and validates them later.
 
-    All updates before the last update are validated. After a wrong update, the next update waits
-    for its norm.
+    All updates before the last update are validated.
 
     Instruction handlers call `step`, `track_norm` and `wait_for_previous_norm`. `needs_rerun`
     returns the same result on all ranks.
