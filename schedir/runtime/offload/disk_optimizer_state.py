@@ -1,8 +1,8 @@
 """Keep the optimizer state of each stage in a file.
 
-Between steps the memory of the state tensors is a memory map of the file. So code that reads a
-state tensor, such as a checkpoint, reads the file. A write to a state tensor changes the file. A
-step reads and writes the file through a few host buffers, and the state uses no other host memory.
+Between steps the memory of the state tensors is a memory map of the file. So a checkpoint that
+reads a state tensor reads the file, and a write to a state tensor changes the file. A step reads
+and writes the file through a few host buffers. The state uses no other host memory.
 
 References:
     Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.3.
