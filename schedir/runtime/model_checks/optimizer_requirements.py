@@ -226,7 +226,7 @@ def require_placeable_state(
     optimizer: OptimizerLike | None,
     parameter_copies: Mapping[nn.Parameter, nn.Parameter],
 ) -> None:
-    """Check that the optimizer state can be in the tier that the first program sets.
+    """Check that the optimizer state can be kept in the tier that the first program sets.
 
     Args:
         programs: The programs of the executor. The check is needed only if one of them trains.

@@ -221,7 +221,7 @@ def _list_parameter_ids(inner: Any) -> list[list[int]]:
 
 
 def _collect_entries(inner: Any) -> dict[object, _Entry]:
-    """Return the numbers and tensors of an optimizer outside of parameter state, by key."""
+    """Return a dict: key -> entry, for the numbers and tensors outside of parameter state."""
     entries: dict[object, _Entry] = {}
     for group in inner.param_groups:
         for k, v in group.items():
@@ -236,7 +236,7 @@ def _collect_entries(inner: Any) -> dict[object, _Entry]:
 
 
 def _collect_leaves(value: object, label: str, key: tuple[object, ...]) -> dict[object, _Entry]:
-    """Return the numbers, tensors and lengths of lists in a value, by key."""
+    """Return a dict: key -> entry, for the numbers, tensors and lengths of lists in a value."""
     if isinstance(value, Tensor):
         is_single = value.numel() == 1 and not value.is_meta
         return {key: (label, value.item() if is_single else _TensorTrace(value))}
