@@ -45,9 +45,6 @@ from schedir.runtime.step_inputs import require_input_tensors
 
 # ---------------------------------------------------------------- training state
 
-# These functions measure the bytes of a stage's trained parameters, of their gradients and of the
-# optimizer state.
-
 OptimizerFactory = Callable[[list[nn.Parameter]], Any]  # parameters -> their optimizer
 
 
