@@ -123,7 +123,6 @@ def require_stages(
     return stages
 
 
-# Classes of modules that reduce the gradients of replicas.
 _REDUCING_WRAPPERS: Final = (
     "DistributedDataParallel",
     "FullyShardedDataParallel",

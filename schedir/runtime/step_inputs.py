@@ -24,7 +24,7 @@ class StepInputs(NamedTuple):
     Args:
         inputs: The input of the first stage, for each microbatch.
         targets: The target of the loss, for each microbatch.
-        grad_scale: A factor. The step computes the gradients of the losses times this factor.
+        grad_scale: A factor. The step computes the gradients of this factor times the losses.
         keywords: The keyword arguments of all stages, for each microbatch.
     """
 
