@@ -67,8 +67,8 @@ class MessageBuffers(RankService):
     ) -> Tensor | None:
         """Return the memory from which the value in a slot is sent. The first call allocates it.
 
-        All values of the slot use the same memory. This is safe, because the next instruction that
-        fills the slot waits for the send, or runs in a later step.
+        All values of the slot with these form changes use the same memory. This is safe, because
+        the next instruction that fills the slot waits for the send, or runs in a later step.
 
         Args:
             kind: The kind of the value.
