@@ -60,7 +60,8 @@ class WeightVersions:
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         # During a step: observers on the autograd nodes of the module's original parameters.
         self.hooks: list[tuple[Node, RemovableHandle]] = []
-        self.traces: dict[int, list[tuple[int, ...]]] = {}  # version -> traces of its new copies
+        # Version -> result of `_collect_traces` when the version was copied.
+        self.traces: dict[int, list[tuple[int, ...]]] = {}
 
         # True in the first step, which compares checksums. Checksums also show writes to `data`.
         self.compares_values = True
