@@ -169,7 +169,7 @@ def require_no_views(stages: Mapping[int, nn.Module], program: str) -> None:
 def require_rank_local_memory(
     stages: Mapping[int, nn.Module], ranks: Sequence[int], program: str
 ) -> None:
-    """Check that no trained parameter overlaps with a tensor of another virtual rank.
+    """Check that no trained parameter overlaps with a tensor of another rank in this process.
 
     The same Parameter object in stages of several ranks is allowed. It is a tied weight: the first
     rank computes with the object, and the other ranks with copies. But another tensor in the memory

@@ -22,7 +22,7 @@ from schedir.ir.program import Program
 from schedir.runtime.parameters.optimizer_inspection import describe_options
 from schedir.runtime.parameters.tied_parameters import TiedWeight
 
-SAMPLE_SIZE = 4096  # elements in the digest of a large parameter, to limit the time
+SAMPLE_SIZE = 4096  # the fewest elements in the digest of a large parameter
 TIES_HINT = (
     "call ties = schedir.find_tied_weights(stages), and pass tied_weights=ties to compile and to "
     "the executor"
@@ -62,9 +62,10 @@ def fingerprint_parameters(
 ) -> dict[int, list[ParameterFingerprint]]:
     """Return the fingerprints of the parameters of stages.
 
-    The digest of a parameter covers a sample of about 4096 elements at equal distances. If all
-    elements of the sample are equal but other elements differ, the digest covers all elements.
-    Equal parameters have equal digests. Different parameters have equal digests only very rarely.
+    To limit the time, the digest of a parameter covers a sample of 4096 to 8191 elements at equal
+    distances. The digest of a smaller parameter covers all elements. It also covers all elements if
+    the sample has equal elements but other elements differ. Equal parameters have equal digests.
+    Different parameters have equal digests only very rarely.
 
     Args:
         stages: The stages, by number.
