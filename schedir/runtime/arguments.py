@@ -83,7 +83,7 @@ def require_program(value: object, name: str = "program") -> Program:
 def require_stages(
     value: object, program: Program, rank: int | None = None
 ) -> dict[int, nn.Module]:
-    """Return stage number -> module for the stages of a rank, or for all stages of the model.
+    """Return the stages of a rank, or all stages of the model, as a dict: number -> module.
 
     Args:
         value: A mapping from stage number to module with exactly the stages to return, or a
@@ -123,7 +123,6 @@ def require_stages(
     return stages
 
 
-# Classes of modules that reduce the gradients of replicas.
 _REDUCING_WRAPPERS: Final = (
     "DistributedDataParallel",
     "FullyShardedDataParallel",
@@ -132,7 +131,7 @@ _REDUCING_WRAPPERS: Final = (
 
 
 def _find_reducing_wrapper(module: nn.Module) -> str:
-    """Return the name of the wrapper that reduces the gradients of a module, or "".
+    """Return the name of the wrapper that reduces a module's gradients, or "" if there is none.
 
     A module that `fully_shard` has wrapped counts only if its parameters are sharded.
     `schedir.torch_pipelining` gathers the parameters of such modules before it creates an executor.
@@ -198,7 +197,7 @@ def count_microbatches(values: object, name: str, program: Program | None = None
         values: A sequence with an entry for each microbatch, or a tensor that stacks them in its
             first dimension.
         name: The name of the argument in the error message.
-        program: The program that the error names. By default the error names none.
+        program: The program, for the error. By default the error names no program.
 
     Raises:
         ExecutionError: `values` is a string, or has no length or no `__getitem__`.

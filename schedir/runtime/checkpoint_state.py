@@ -43,7 +43,7 @@ class StageCheckpointState:
 
     Args:
         module: The module of the stage.
-        parameter_names: Trained Parameter with which the stage computes -> its name.
+        parameter_names: Trained Parameter of the stage, or its substitute -> its name.
         shard_ranges: Parameter -> the elements that the replica owns and writes to a checkpoint. A
             parameter without an entry is split equally over the replicas.
         shards: Parameter -> its 1-dimensional shard, for parameters that the replica stores only as

@@ -50,12 +50,12 @@ class Executor:
     The set of trainable parameters is fixed when the executor is created. `step` raises
     `ModelError` if `requires_grad_` or a new Parameter has changed the set.
 
-    Finite updates: the executor makes an update only if its losses and gradients are finite.
+    Finite updates: the executor makes an update only if all its losses and gradients are finite.
     Otherwise the weights and the optimizer state stay unchanged. Buffers that a forward wrote, such
     as running statistics, keep their new values. `finite_updates` has the result for each update of
     the last step. If the program clips gradients, all ranks decide by the global norm, so they
     decide alike. Otherwise each rank decides by its local gradients, so some ranks may make an
-    update that others skip. Then the copies of a tied weight may differ, and so may those of a
+    update that others skip. Then the copies of a tied weight may differ, and so may the copies of a
     weight on several tensor-parallel ranks. With `compile(..., clip_grad_norm=True)` and
     `GradientOptions(max_norm=math.inf)`, all ranks decide alike and nothing is clipped. A fused
     optimizer of torch reads the decision on the device. For any other optimizer, and for one with
@@ -69,8 +69,8 @@ class Executor:
 
     Tied weights: each copy has its own gradient. A step adds these gradients in the order of
     stages, and gives the sum to all copies. The global norm counts the weight once. Several local
-    stages may share a Parameter. Within a step, all of these stages but the first compute with a
-    substitute Parameter in the same memory.
+    stages may share a Parameter. Within a step, the first of these stages computes with the
+    Parameter itself. The others compute with a substitute Parameter in the same memory.
 
     ZeRO: from level 1 on, the `dp` replicas shard the trained parameters of each stage, and each
     replica steps one shard. Between steps, a trained parameter and its gradient are the replica's
@@ -89,20 +89,20 @@ class Executor:
     `PP:0F3`, `PP:1REDUCE_GRAD` or `PP:step`.
 
     Args:
-        program: The program to run. `schedir.check` must prove it for the progress model of the
+        program: The program to run. `schedir.check` must accept it under the progress model of the
             transport.
         rank: The pipeline rank of this process.
-        stages: The local stages by number, or all stages of the model in order, from which the
-            executor takes the local ones. A stage is any module that can be called as
+        stages: Either the local stages by number, or all stages of the model in order. From all
+            stages, the executor takes the local ones. A stage is any module that can be called as
             `module(*tensors, **keywords)`. The first stage takes the inputs of the model.
         transport: The transport that sends and receives tensors.
         loss: A function or module that is called as `loss(output, target)` with the output of the
             last stage. It returns a floating-point tensor with one element.
         boundary: The tensors that pass between stages. For one tensor, it is a `Boundary` or a
             shape. For several tensors, it is a sequence with a `Boundary` for each tensor. If the
-            tensors differ between stages, it is a mapping from each stage but the last to the
-            boundary after it. The key of a skip connection is the pair of its stages. If the
-            tensors differ between microbatches, it is a `PerMicrobatchBoundary`.
+            tensors differ between stages, it is a mapping: stage -> the boundary after this stage,
+            for all stages except the last. The key of a skip connection is the pair of its stages.
+            If the tensors differ between microbatches, it is a `PerMicrobatchBoundary`.
             `infer_boundaries` determines the boundary from one microbatch. A tensor without a
             gradient is detached before it goes to the next stage. An input that a stage does not
             use gets a gradient of zeros.
@@ -112,17 +112,17 @@ class Executor:
         gradients: The options of gradients: their clipping, their scale, and their accumulation. By
             default the largest norm is 1.0, if the program clips gradients.
         seed: The seed of the random numbers that modules draw from torch's default generators.
-            These numbers depend on the seed, the step, the microbatch and the stage only (see
-            `schedir.runtime.autograd.random_streams`). At its end, a step restores the states of
-            these generators. With None, the executor does not set the generators.
+            These numbers depend only on the seed, the step, the microbatch and the stage (see
+            `schedir.runtime.autograd.random_streams`). At the end of a step, the executor restores
+            the states of these generators. With None, the executor does not set the generators.
         tied_weights: The parameters that are copies of one weight: the result of
             `schedir.find_tied_weights(stages)` for all stages of the model. It must be the same in
             every process. The argument is not needed if local stages share a Parameter, or if each
             module has its copy as an attribute `tied_weight`.
         extra_programs: Other programs for the same stages, such as one for evaluation or one with
-            another number of microbatches. An entry is a program, or a pair of a program and its
-            boundary if this differs from `boundary`. The transport must be created for these
-            programs, too.
+            another number of microbatches. An entry is a program, or a pair (program, boundary) if
+            the program needs another boundary than `boundary`. The transport must be created for
+            these programs, too.
         execution: The options of the execution: recording, checks, and the folder for values on the
             disk. These options change no result.
 
@@ -130,7 +130,8 @@ class Executor:
         ModelError: Processes passed different arguments, or stages, transport, options and program
             do not fit together.
         UsageError: An argument has a wrong type.
-        SchedirError: `schedir.check` does not prove the program for the transport.
+        SchedirError: `schedir.check` finds an error in the program, under the progress model of the
+            transport.
 
     Example:
         >>> import schedir, torch
@@ -156,7 +157,7 @@ class Executor:
         post-validation.
     """
 
-    # Parameter that virtual ranks of one process share -> the copy with which this rank computes.
+    # Parameter that several ranks of an `InProcessExecutor` share -> the copy that this rank uses.
     # The mapping is empty if each rank has a separate process.
     parameter_copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({})
 
@@ -321,9 +322,9 @@ class Executor:
                 tensors. A rank without the first stage may pass an empty sequence.
             targets: The target of the loss for each microbatch. A rank without the last stage may
                 pass an empty sequence.
-            grad_scale: A factor: gradients are those of `grad_scale` times the sum of the losses of
-                an update. A 0-dimensional tensor on the rank's device is also allowed. The host
-                does not read it.
+            grad_scale: A factor. The step computes the gradients of `grad_scale` times the sum of
+                the losses of an update. A 0-dimensional tensor on the rank's device is also
+                allowed. The host does not read it.
             keywords: For each microbatch, the keyword arguments of all stages. By default there are
                 none.
             program: The program to run. By default the first program of this executor.
@@ -355,7 +356,7 @@ class Executor:
 
         An evaluation does not change the state of training. Gradients stay unchanged, and the
         executor restores buffers, module modes and generators. `random_streams.step` stays the
-        same, so later steps draw the same random numbers.
+        same, so later steps draw the same random numbers as without the evaluation.
 
         Args:
             inputs: See `step`.

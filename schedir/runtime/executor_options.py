@@ -21,9 +21,10 @@ class GradientOptions:
     Args:
         max_norm: The largest global norm of the gradients. None means 1.0 if the program clips
             gradients. If the program does not clip, only None is allowed.
-        loss_scale: The loss scale of float16 training. The gradients have this scale until their
-            reduction, which removes it. By default the loss is not scaled. Each virtual rank of an
-            `InProcessExecutor` has a copy of the loss scale.
+        loss_scale: The loss scale of float16 training. The backwards compute gradients that are
+            multiplied by this scale. The executor removes the scale before it reduces the
+            gradients. By default the loss is not scaled. Each rank of an `InProcessExecutor` has a
+            copy of the loss scale.
         accumulate_grads: True to add gradients to the existing ones, as autograd does. Then the
             executor does not step the optimizer, compute the global norm, sum gradients over
             replicas, or check gradients for inf and NaN. The caller must do all of this.
@@ -73,10 +74,11 @@ class ExecutionOptions:
         record_timestamps: True to record in `Executor.timestamps` when each instruction begins and
             ends. Between steps, `Executor.record_timestamps` may be set to False and back to True.
         debug: True to also run the checks in which the host must wait for the GPU.
-        spill_dir: The folder of the file for values that the program moves to the disk. A program
-            that uses the disk requires this folder. The file is unlinked, so it disappears when the
-            process ends. The first step extends the file to its full length, and raises an error if
-            the disk is full. A folder in memory (tmpfs) causes a warning.
+        spill_dir: A folder on a disk. The executor creates a file in it for the values that the
+            program moves to the disk. A program that uses the disk requires this folder. The file
+            is unlinked, so it disappears when the process ends. The first step extends the file to
+            its full length, and raises an error if the disk is full. A folder in memory (tmpfs)
+            causes a warning.
         allow_identical_stages: True to allow equal trained parameters in different stages, for
             example because of equal seeds. By default such parameters are an error, because they
             may be a tied weight that is not declared. Parameters with a constant value are always

@@ -13,7 +13,8 @@ from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable, PerM
 from schedir.transports.transport import Transport
 from schedir.verify.program_sequence import check_program_sequence
 
-# A program, or a pair (program, boundary) if the boundary differs from that of the first program.
+# A program, or a pair (program, boundary) if the program needs another boundary than the first
+# program.
 ExtraProgram = (
     Program | tuple[Program, BoundaryLike | BoundaryByEdge | PerMicrobatchBoundary | BoundaryTable]
 )
@@ -136,8 +137,8 @@ class ProgramOrder:
     """The order in which a rank runs programs, with a check that all ranks use the same order.
 
     A message does not name its program. So before a rank switches to another program, all processes
-    exchange the number of the program that they run next. If a process does not switch, the others
-    wait for it in this exchange, and do not receive messages of the wrong program.
+    exchange the number of the program that they run next. If a process does not switch, the other
+    processes wait for it in this exchange. So they do not receive messages of the wrong program.
 
     Args:
         programs: The programs of the executor, the first one first.

@@ -60,8 +60,8 @@ class InProcessExecutor:
 
     Stage replicas: if several ranks have a stage, the first of them computes with the given module,
     and the others with copies of it. At the start of each step, a copy gets the state of the given
-    module. Tensor hooks on the module's weights also run in the copies. Post-accumulate hooks on
-    its weights raise an error.
+    module. Tensor hooks on the module's weights also run in the copies. The executor raises an
+    error if a weight has a post-accumulate hook.
 
     Shared Parameters: if stages on several ranks share a Parameter, the first of these ranks
     computes with the Parameter itself, and the others with copies. Ranks in separate processes
@@ -74,7 +74,7 @@ class InProcessExecutor:
             module.
         loss: See `Executor`.
         boundary: See `Executor`.
-        progress_model: The progress model for which `schedir.check` must prove the program.
+        progress_model: The progress model under which `schedir.check` must accept the program.
         optimizer: A function that creates the optimizer of a rank from its parameters. By default
             the weights do not change.
         gradients: See `Executor`.
@@ -213,9 +213,9 @@ class InProcessExecutor:
             targets: See `Executor.step`.
             grad_scale: See `Executor.step`.
             order_seed: The seed that selects a legal order. By default each rank runs its stream in
-                order, like a process. The ranks take turns, with one instruction each, and a rank
-                that must wait is skipped. If at any time all ranks must wait, the step uses the
-                order of seed 0 instead.
+                order, as a separate process does. The ranks take turns, with one instruction each,
+                and a rank that must wait is skipped. If at any time all ranks must wait, the step
+                uses the order of seed 0 instead.
             keywords: See `Executor.step`.
             program: See `Executor.step`.
 
@@ -345,7 +345,7 @@ class InProcessExecutor:
             replica.record_state()
         zero = torch.zeros((), device=rank_losses[0][0].device)
         microbatch_losses = (sum(losses, zero) for losses in zip(*rank_losses, strict=True))
-        # Sum in the order of microbatches. The loss of a microbatch is 0 on all ranks but one.
+        # Sum in the order of microbatches. Only one rank has a nonzero loss for a microbatch.
         total_loss = sum(microbatch_losses, zero)
         for mailbox in self.mailboxes:
             # A rank's stream may reuse the memory of its losses only after the sum has read them.
@@ -478,7 +478,7 @@ def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
 
 
 def _suggest_optimizer(optimizer: object) -> str:
-    """Return an example of the argument `optimizer`, with the class and the learning rate given."""
+    """Return an example of the argument `optimizer`, with the class and lr of a given optimizer."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return "optimizer=torch.optim.AdamW"
     name = type(optimizer).__name__

@@ -1,4 +1,4 @@
-"""Copies of stages and Parameters that several virtual ranks of one process have.
+"""Copies of stages and Parameters that several ranks of an `InProcessExecutor` have.
 
 The first of these ranks computes with the stage or Parameter itself. Each later rank computes with
 a copy, as it would in a separate process.

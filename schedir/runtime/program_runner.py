@@ -2,7 +2,7 @@
 
 The handlers create one call for each instruction of the stream, and a step is a loop over these
 calls. A process runs the calls in the order of the stream. `InProcessExecutor` may choose another
-legal order.
+legal order. In a legal order, each instruction comes after all instructions that it depends on.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class ProgramRunner:
             False.
         is_warm: True if the next step needs no warm-up steps.
         progress: The index of the current instruction and its start time in nanoseconds. By default
-            this is memory of the process. A caller may set `progress` to a view of a black box, a
-            memory-mapped file that remains if the process dies.
+            they are in memory of the process. A caller may set `progress` to a view of a black box,
+            a memory-mapped file that remains if the process dies.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ _Kind = TypeVar("_Kind", bound="RankService")
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """The loss and the options of a rank, which its programs share.
+    """The loss and the options of a rank. All programs of the rank share them.
 
     Args:
         loss: The loss function or module.
@@ -37,8 +37,8 @@ class RankOptions:
         execution: The options of the execution.
         seed: The seed of the random streams, or None to leave torch's generators unchanged.
         other_rank_stages: The stages of other ranks, if they are in this process.
-        parameter_copies: Parameter that virtual ranks of the process share -> the copy with which
-            this rank computes.
+        parameter_copies: Parameter that several ranks of an `InProcessExecutor` share -> the copy
+            that this rank uses.
     """
 
     loss: Loss

@@ -90,10 +90,10 @@ class WorkObserver:
     """Observes the work that instructions start. This base class observes nothing."""
 
     def attribute_to(self, k: int) -> AbstractContextManager[object]:
-        """Return a context that attributes the work started in it to another instruction.
+        """Return a context. Work that starts within the context belongs to instruction `k`.
 
         Args:
-            k: The index of the other instruction in the stream.
+            k: The index of the instruction in the stream.
         """
         return nullcontext()
 
@@ -171,7 +171,7 @@ class State:
         return find_or_create(self.services, kind, self)
 
     def list_services(self) -> list[Service]:
-        """Return the services of the rank, and then those of the program, in order of creation."""
+        """Return the services of the rank, and then the services of the program."""
         return [*self.resources.services.values(), *self.services.values()]
 
     def list_modules(self) -> list[nn.Module]:
@@ -232,7 +232,7 @@ class State:
         if self.shape.stages - 1 in self.stages:
             # Sum in the order of microbatches, so that the order of execution does not change the
             # bits of the sum. Sum before `on_step_end`, because a loss may be in the memory of a
-            # received message.
+            # received message, which a peer may then overwrite.
             total_loss = sum(self.losses, torch.zeros((), device=self.device))
         for service in self.list_services():
             service.finish_step()
@@ -242,7 +242,7 @@ class State:
         return total_loss
 
     def save_loss(self, mb: int, loss: Tensor, inputs: Sequence[Tensor]) -> None:
-        """Store the loss of a microbatch, or a copy if it shares memory with the stage's inputs.
+        """Store the loss of a microbatch. Copy it if it shares memory with the stage's inputs.
 
         Args:
             mb: The microbatch.
@@ -290,8 +290,8 @@ class State:
     def get_outgoing_tensors(self, kind: Value, stage: int, mb: int) -> Sequence[Tensor]:
         """Return the tensors of a value that a stage computed for another stage.
 
-        Call this before the other stage or a send uses the value. No instruction may have sliced or
-        packed the value yet.
+        No send and no other stage may have used the value yet. No instruction may have sliced or
+        packed it yet.
 
         Args:
             kind: The kind of the value: an output, or the gradient of an input.
@@ -316,12 +316,12 @@ class State:
         """Clean up after an error in a step.
 
         Modules get their original parameters back. If an instruction of the step had begun, the
-        method undoes the last update if it is not validated yet. If no instruction had begun, this
-        update stays, and the number of the next step does not change.
+        method also undoes the last update, unless it is validated. If no instruction had begun,
+        this update stays, and the next step has the number of this step.
 
         Args:
             step_number: The number of the step, which determines the step's random numbers.
-            has_begun: True if an instruction of the step had begun.
+            has_begun: True if an instruction of the step had begun before the error.
         """
         if not has_begun:
             self.random_streams.step = step_number

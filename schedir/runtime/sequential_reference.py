@@ -87,8 +87,9 @@ def run_sequential(
     Gradients are reduced in this order:
 
     1. The gradients of a stage are multiplied by `grad_scale`.
-    2. If several ranks have a stage, each of them has a separate sum. These sums are added in the
-       order of ranks, as in `InProcessExecutor`. Three or more processes may add in another order.
+    2. If several ranks have a stage, each rank has a separate sum. These sums are added in the
+       order of ranks, as in `InProcessExecutor`. Three or more ranks in separate processes may add
+       the sums in another order.
     3. Each stage with a copy of a tied weight has a separate sum. These sums are added in the order
        of stages, and all copies get the total. The function finds tied weights as `Executor` does.
 
@@ -97,10 +98,12 @@ def run_sequential(
         inputs: The input of the first stage for each microbatch: a tensor or a tuple of tensors.
         targets: The target of the loss for each microbatch.
         loss: See `Executor`.
-        grad_scale: The gradients are those of `grad_scale` times the sum of the losses.
+        grad_scale: A factor. The function computes the gradients of `grad_scale` times the sum of
+            the losses.
         program: A program. Each stage runs its forwards and backwards in the order of this program,
-            with its split backwards, frozen stages, skip connections and stage replicas. By default
-            the microbatches are in ascending order.
+            with the program's split backwards, frozen stages, skip connections and stage replicas.
+            With stage replicas, the forwards are in ascending order of microbatches. By default
+            there is no program, and forwards and backwards are in ascending order of microbatches.
         seed: The seed of the random streams, as in `Executor`. Afterwards torch's generators have
             the same state as before.
         step: The number of the step, from 0, which determines the random numbers.
@@ -187,7 +190,7 @@ class _SequentialStep:
         # gradients of these tensors.
         self.skip_tensors: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self.skip_gradients: dict[tuple[int, int], list[Tensor]] = {}
-        # For each stage: microbatch -> the inputs and the outputs that need a gradient.
+        # For each stage: microbatch -> (inputs, outputs) that require a gradient.
         self.saved_tensors: list[dict[int, tuple[list[Tensor], list[Tensor]]]] = [
             {} for _ in stages
         ]
@@ -201,8 +204,8 @@ class _SequentialStep:
     def run(self) -> Tensor:
         """Run all forwards and backwards, and return the sum of the losses."""
         for k in range(len(self.stages)):
-            # Use the adapter that executors use, because kernels may round differently if their
-            # inputs have another memory layout.
+            # Use the adapter that executors use, so that inputs have the same memory layout. With
+            # a different layout, kernels may round differently.
             adapter = StageInputAdapter()
             for mb in _list_forwards(self.program, k, len(self.losses)):
                 self._run_forward(k, mb, adapter)
@@ -252,7 +255,7 @@ class _SequentialStep:
         return (loss,), ()
 
     def _run_backwards(self, k: int) -> None:
-        """Run the backwards of stage `k` on each of its ranks, and add the ranks' gradients."""
+        """Run the backwards of stage `k` rank by rank, and add the gradients of the ranks."""
         gradients = self.gradients[k]
         rank_gradients = []
         for backwards in _list_backwards(self.program, k, len(self.losses)):
@@ -297,7 +300,7 @@ class _SequentialStep:
         self.output_gradients[mb] = dxs
 
     def add_tied_gradients(self, tied_locations: Sequence[tuple[ParameterLocation, ...]]) -> None:
-        """Give all copies of each tied weight the sum of their gradients."""
+        """Set the gradient of each copy of a tied weight to the sum over all copies."""
         views_by_stage = [
             {id(p): view for p, view in stage_gradients.bound_views}
             for stage_gradients in self.gradients
@@ -345,7 +348,7 @@ def _find_tied_locations(
 def _list_backwards(
     program: Program | None, stage: int, microbatches: int
 ) -> Iterator[list[Instr]]:
-    """Yield the stage's backward instructions on each rank with the stage, in rank order."""
+    """Yield, for each rank with the stage, a list of the backward instructions of the stage."""
     if program is None:
         yield [Instr(FULL_BACKWARD_OPS[0], stage, mb) for mb in range(microbatches)]
         return

@@ -16,7 +16,7 @@ from schedir.transports.transport import Work
 
 
 class StageState:
-    """The state of one local stage that all programs of a rank share.
+    """The state of one local stage. All programs of the rank share it.
 
     Args:
         module: The module of the stage.
@@ -50,8 +50,8 @@ class StageState:
         )
         # (Kind, microbatch) -> the pending transfer of a value that an instruction will read.
         self.arrivals: dict[tuple[Value, int], Work] = {}
-        # The following attributes are for checks that run until they have passed once. A mode is
-        # the value of `module.training`.
+        # The following attributes are for checks that run only until they pass once. A mode is the
+        # value of `module.training`.
 
         # True after a split backward deferred weight gradients, or if no layer of the stage can
         # defer them.
@@ -62,9 +62,9 @@ class StageState:
         self.has_warned_of_layers = False
         # True after the check that the outputs depend only on Parameters of the stage.
         self.has_checked_parameters: bool = max_bucket_bytes is None
-        # True after the warning about buffers that differ from those of a plain training loop.
+        # True after the warning that buffers get other values than in a plain training loop.
         self.has_warned_of_buffers = False
-        # (Opcode, mode) of the calls that compared the values of buffers.
+        # (Opcode, mode) for which a call has compared the values of buffers before and after it.
         self.checked_buffer_modes: set[tuple[Opcode, bool]] = set()
         # (Module path, name) of buffers to which a call wrote the values that they already had,
         # such as caches.
@@ -74,9 +74,10 @@ class StageState:
         # (Opcode, mode) of the calls that were checked for writes to tied weights and to weights of
         # stage replicas.
         self.checked_weight_modes: set[tuple[Opcode, bool]] = set()
-        # Modes in which a forward read no weights of other stages (ZeRO).
+        # Modes for which a check has found that forwards read no weights of other stages (ZeRO).
         self.checked_read_modes: set[bool] = set()
-        # Modes in which a recomputation compared the values of trained weights.
+        # Modes for which a recomputation has compared the values of trained weights before and
+        # after it.
         self.checked_recompute_modes: set[bool] = set()
         self.local_ties.restore()
 

@@ -24,7 +24,7 @@ class StepInputs(NamedTuple):
     Args:
         inputs: The input of the first stage, for each microbatch.
         targets: The target of the loss, for each microbatch.
-        grad_scale: The factor of the losses. Gradients are those of the losses times this factor.
+        grad_scale: A factor. The step computes the gradients of this factor times the losses.
         keywords: The keyword arguments of all stages, for each microbatch.
     """
 
@@ -88,7 +88,7 @@ class StepInputs(NamedTuple):
 
 
 class MicrobatchView(Sequence[Any]):
-    """Base class of views of microbatches that record, copy or keep a microbatch when it is read.
+    """Base class of views of microbatches. Subclasses act on a microbatch when a step reads it.
 
     Args:
         source: The inputs, targets or keywords of a step.
@@ -129,7 +129,7 @@ def require_keywords(value: object, program: Program | None = None) -> None:
 
     Args:
         value: The keyword arguments of each microbatch.
-        program: The program that the error names. By default the error names none.
+        program: The program, for the error. By default the error names no program.
 
     Raises:
         ExecutionError: `value` is anything else.

@@ -43,7 +43,7 @@ class SlotTable:
 
 
 class Slot:
-    """A reference to one slot. A handler creates it together with the call of an instruction.
+    """A reference to one slot. A handler creates it when it creates the `Call` of an instruction.
 
     Args:
         slots: All slots for this kind of value.
@@ -160,7 +160,7 @@ def collect_versions_and_sums(value: Any) -> list[int]:
 
 
 def find_freeing_instructions(program: Program, rank: int, kind: Value) -> dict[int, int]:
-    """Find, for each instruction that fills a slot again, the instruction that freed the slot.
+    """Find, for each instruction that reuses a slot, the instruction that freed the slot.
 
     Args:
         program: The program.
@@ -168,7 +168,7 @@ def find_freeing_instructions(program: Program, rank: int, kind: Value) -> dict[
         kind: The kind of values in the slots.
 
     Returns:
-        Index of the instruction that fills a slot again -> index of the instruction that freed it.
+        Index of the instruction that reuses a slot -> index of the instruction that freed the slot.
     """
     return {
         fill: free
@@ -180,8 +180,8 @@ def find_freeing_instructions(program: Program, rank: int, kind: Value) -> dict[
 def iterate_slot_reuses(program: Program, rank: int) -> Iterator[tuple[Value, int, int]]:
     """Yield (kind, fill, free) for each reuse of a slot.
 
-    `fill` is the index in the stream of the instruction that fills the slot again. `free` is the
-    index of the instruction that freed it.
+    `fill` is the index in the stream of the instruction that reuses the slot. `free` is the index
+    of the instruction that freed the slot.
 
     Args:
         program: The program.

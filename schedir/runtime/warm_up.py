@@ -48,15 +48,18 @@ def undo_steps(state: State) -> Iterator[None]:
     All tensors keep their memory. The context restores:
 
     - weights, because a forward may write to them; the copies are in host memory,
-    - buffers, including those of a loss that is a module,
+    - buffers, including the buffers of a loss that is a module,
     - the loss scale and torch's generators,
-    - gradients of the optimizer's and the loss's Parameters that no stage has.
+    - gradients of Parameters that are in the optimizer or the loss, but in no stage.
 
-    There are three kinds of optimizers. A fused optimizer of torch runs, but the device skips its
-    update. Such an optimizer creates its state if needed, and does not change existing state. Any
-    other optimizer of torch makes its update, and the context restores its state from a copy on the
-    host. If the optimizer is not torch's own, or has hooks on its step, it does not run, because
-    its effects are unknown.
+    There are three kinds of optimizers:
+
+    - A fused optimizer of torch runs, but the device skips its update. Such an optimizer creates
+      its state if needed, and does not change existing state.
+    - Any other optimizer of torch makes its update, and the context restores the optimizer state
+      from a copy on the host.
+    - An optimizer that is not torch's own, or that has hooks on its step, does not run, because its
+      effects are unknown.
 
     Args:
         state: The state of the program that runs the steps.
@@ -97,17 +100,17 @@ def preserve_step(
     The preserved state excludes weights and optimizer state, which `OptimisticStep` restores. It
     includes:
 
-    - buffers, including those of a loss that is a module,
-    - Parameters that no optimizer steps, because a forward may write to them,
-    - gradients of Parameters that no stage has,
+    - buffers, including the buffers of a loss that is a module,
+    - Parameters that the optimizer does not update, because a forward may write to them,
+    - gradients of Parameters that are in no stage,
     - torch's generators if there is no seed,
-    - the state of services,
+    - the state of all services,
     - the inputs that the step reads.
 
     Args:
         state: The state of the program.
         batch: The inputs of the step.
-        unstepped: The Parameters of the rank that no optimizer steps.
+        unstepped: The Parameters of the rank that the optimizer does not update.
 
     Returns:
         An object whose `close` restores the state, and inputs with the same values as `batch`. The
@@ -126,7 +129,7 @@ def preserve_step(
 
 
 def _add_gradients_and_values(preserved: PreservedState, tensors: Iterable[Tensor]) -> None:
-    """Preserve the `grad` attribute of tensors, and its values."""
+    """Preserve, for each tensor, the object in its `grad` attribute and the values of `grad`."""
     for t in tensors:
         if t.grad is not None:
             preserved.add_values([t.grad])
@@ -134,12 +137,12 @@ def _add_gradients_and_values(preserved: PreservedState, tensors: Iterable[Tenso
 
 
 class UnsteppedParameters:
-    """The Parameters of a rank that its optimizer does not step.
+    """The Parameters of a rank that its optimizer does not update.
 
-    A forward may write to such a Parameter, like to a buffer. Most of these Parameters are never
-    written to, and all of them together may need much memory. So the first `capture` copies all of
-    them to the host. Later captures copy only the Parameters that were written to between the first
-    capture and the second.
+    A forward may write to such a Parameter, as it may write to a buffer. Most of these Parameters
+    are never written to, and all of them together may need much memory. So the first `capture`
+    copies all of them to the host. Later captures copy only the Parameters that were written to
+    between the first capture and the second.
 
     Args:
         state: The state of the program.
@@ -202,13 +205,14 @@ class UnsteppedParameters:
 
 
 class ProbedMicrobatches(MicrobatchView):
-    """A view of microbatches that preserves the tensors of each microbatch that a step reads.
+    """A view of microbatches. When a step reads a microbatch, the view preserves its tensors.
 
     Reading a microbatch raises `ModelError` if one of its tensors requires a gradient and is not a
-    leaf. The caller's graph computed this tensor, and a second backward cannot use the graph again.
+    leaf. Such a tensor has an autograd graph of the caller, and only one backward can use this
+    graph.
 
     Args:
-        preserved: The object to which the tensors and their gradients are added.
+        preserved: The object that preserves the tensors and their gradients.
         source: The inputs, targets or keywords of a step.
     """
 
@@ -233,12 +237,12 @@ class ProbedMicrobatches(MicrobatchView):
             )
         if t.requires_grad:
             _add_gradients_and_values(self.preserved, [leaf])
-        if not t.is_inference():  # inference tensors are not written to
+        if not t.is_inference():  # torch refuses writes to inference tensors in a step
             self.preserved.add_written_values(t)
 
 
 def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:
-    """Return the Parameters of the optimizer and of the loss that no stage has.
+    """Return the Parameters of the optimizer and of the loss that are in no stage.
 
     An executor does not set the gradients of these Parameters to zero.
 
@@ -255,9 +259,10 @@ def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:
 
 
 class ProbedCopies(MicrobatchView):
-    """A view of microbatches that returns a copy at each read.
+    """A view of microbatches that returns a copy of a microbatch at each read.
 
-    A loss may write to its target, and a backward writes to the `grad` of its inputs.
+    The original tensors stay unchanged: a loss may write to its target, and a backward writes to
+    the `grad` of its inputs.
     """
 
     def __getitem__(self, mb: Any) -> Any:

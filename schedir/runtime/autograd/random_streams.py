@@ -49,7 +49,7 @@ def mix_bits(number: int) -> int:
         number: An integer; its lowest 64 bits are used.
 
     Returns:
-        The next output of splitmix64 with the state `number`. The constants are those of Vigna's
+        The next output of splitmix64 with the state `number`. The constants are from Vigna's
         splitmix64.c.
 
     References:
@@ -145,7 +145,7 @@ class RandomStreams:
         self.has_warned: bool = False  # True if `warn_of_draws` has warned
 
     def begin_step(self, numbers: Sequence[int]) -> None:
-        """Compute the keys of the next step, and count the step.
+        """Compute the keys of the next step, and add 1 to `step`.
 
         Args:
             numbers: The result of `list_stream_numbers`.

@@ -13,13 +13,12 @@ weight. The backward saves the tensors for this gradient in a `DeferredGradients
     ...
     deferred.run()                          # BackwardWeight
 
-The gradients of other parameters, such as those of norms, biases and position embeddings, are cheap
-to compute. I computes them, unless the caller splits these layers.
+The gradients of other parameters, such as norms, biases and position embeddings, are cheap to
+compute. The instruction I computes them, unless the caller splits these layers.
 
-The gradients have the same bits as those of an unsplit backward if the deferred gradients of one
-weight run in the order of their backward passes. There is one exception: a weight that other
-operations also use. Autograd adds the gradients of these operations in I, so the sum is rounded
-differently.
+A split backward gives the same bits as an unsplit backward, if the deferred gradients of one weight
+run in the order of their backward passes. There is one exception: a weight that other operations
+also use. Autograd adds the gradients of these operations in I, so the sum is rounded differently.
 
 `make_backward_splittable` makes the layers of a module use these functions.
 
@@ -85,7 +84,7 @@ class DeferredGradients:
     was not split: it reached no splittable layer, or torch.compile ran it.
 
     The object keeps the inputs and the output gradients of layers in memory. An output gradient may
-    be the very tensor that the caller passed to `torch.autograd.backward`. `run` raises ModelError
+    be the same tensor that the caller passed to `torch.autograd.backward`. `run` raises ModelError
     if the caller has overwritten this tensor.
     """
 
@@ -145,7 +144,7 @@ class DeferredGradients:
         use_counts = Counter(map(id, self.list_weights()))
         gradient_sums: dict[int, Tensor] = {}
         with torch.no_grad():
-            while self._deferred:  # Popping one at a time frees memory early.
+            while self._deferred:  # Remove one entry at a time, to free its memory early.
                 job = self._deferred.popleft()
                 job.require_unchanged()
                 rule, weight, saved, dy, _ = job
@@ -238,8 +237,8 @@ def embedding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) ->
     """Return rows of a weight, with a backward that can be split.
 
     An embedding has no input gradient, so the split saves no time. The split is for a weight that
-    is tied to the output layer. W then adds the gradients of both layers in one addition, so the
-    sum has the same bits as that of an unsplit backward.
+    is tied to the output layer. W then adds the gradients of both layers in one addition, as an
+    unsplit backward does, so the sum has the same bits.
 
     Args:
         tokens: Row numbers, int64, of any shape (...).
@@ -261,9 +260,9 @@ def _defer_or_compute_wgrad(
     saved: tuple[Tensor, ...],
     dy: Tensor,
 ) -> Tensor | None:
-    """Return a weight gradient for autograd, or None if autograd must not accumulate it.
+    """Return a weight gradient for autograd, or None if it was deferred or already accumulated.
 
-    `input_index` is the position of the weight among the tensors that the Function was applied to.
+    `input_index` is the position of the weight among the inputs of the autograd Function.
     """
     is_compiling = torch.compiler.is_compiling()
     if not _can_bypass_autograd(ctx, input_index, weight):
@@ -290,8 +289,8 @@ def _can_bypass_autograd(ctx: Any, input_index: int, weight: Tensor) -> bool:
     node = ctx.next_functions[input_index][0]
     if leaf_has_hooks(weight, node):
         return False
-    # A hook on the node of the Function must get all gradients, including that of the weight. Nodes
-    # of torch.compile have no `registrations`.
+    # A hook on the node of the Function must get all gradients, including the weight gradient.
+    # Nodes of torch.compile have no `registrations`.
     if getattr(ctx, "registrations", None) != count_registrations() and node_has_hooks(ctx):
         return False
     return _will_accumulate(node)

@@ -43,11 +43,14 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
     """Make linear layers and layers of registered types in a module splittable, in place.
 
     The types are `nn.Linear`, `nn.Embedding`, `Conv1D` of Hugging Face's transformers, and types
-    that `register_splittable_layer` has registered. `fully_shard` may have wrapped the layers.
-    Layers of other subclasses of these types do not change. Neither do layers with a replaced
-    `forward`, nor embeddings with `max_norm`, `sparse` or `scale_grad_by_freq`.
+    that `register_splittable_layer` has registered. `fully_shard` may have wrapped the layers. The
+    function does not change:
 
-    In three cases I, and not W, computes the gradient of a weight:
+    - layers of other subclasses of these types,
+    - layers with a replaced `forward`,
+    - embeddings with `max_norm`, `sparse` or `scale_grad_by_freq`.
+
+    In three cases the instruction I computes the gradient of a weight, instead of W:
 
     - another module uses the weight directly, such as `nn.MultiheadAttention`,
     - the weight is computed from other parameters, as after pruning,
@@ -59,9 +62,9 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
         module: A stage, or another module.
         *layer_types: Types that are split only on request. The only such type is `nn.LayerNorm`.
             The weight gradients of a LayerNorm take a thousandth of the time that the matrix
-            products of a transformer layer take. For W, the input and the output gradient of each
-            LayerNorm would have to be kept. These tensors increase the memory of deferred gradients
-            by a quarter.
+            products of a transformer layer take. If W computed them, the input and the output
+            gradient of each LayerNorm would have to be kept for W. These tensors would increase the
+            memory of deferred gradients by a quarter.
 
     Returns:
         The module.
@@ -171,9 +174,9 @@ def register_splittable_layer(
         layer_type: A subclass of nn.Module. Layers of its subclasses are not split.
         input_grad: The rule for the gradient of the input.
         deferred_grads: Parameter name -> rule, for the parameters whose gradients W computes. The
-            saved tensors and dy are kept until W.
-        immediate_grads: Parameter name -> rule, for the other parameters. I computes their
-            gradients.
+            saved tensors and dy are kept until W has run.
+        immediate_grads: Parameter name -> rule, for the other parameters. The instruction I
+            computes their gradients.
         forward: A function of (layer, x) that returns the output and the tensors that the rules
             need. By default it is the layer's forward, and x is saved.
 
@@ -227,7 +230,7 @@ def register_splittable_layer(
 
 
 def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
-    """Compare the output and the gradients of a split layer with those of autograd.
+    """Check that a split layer has the same output and gradients as the unsplit layer.
 
     The function runs a split and an unsplit copy of the layer, with the same random numbers.
 
@@ -238,7 +241,7 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
     Raises:
         UsageError: The type of the layer cannot be split.
         ModelError: The output or a gradient differs by more than 0.01 % of its norm, or by more
-            than 1 % if its dtype has 16 bits. The error names the tensor.
+            than 1 % if its dtype has 16 bits. The error names the tensor that differs.
 
     Example:
         >>> import torch
@@ -440,14 +443,14 @@ def watch_accumulation(module: nn.Module) -> Iterator[set[str]]:
 
 
 def describe_unsplit_layers(module: nn.Module, accumulated: set[str], has_split: bool) -> str:
-    """Return the text of a warning about layers whose full backward ran in I.
+    """Return the text of a warning about layers whose full backward ran in the instruction I.
 
     With `has_split`, the text leaves out parameters with cheap gradients. These are vectors, and
     parameters of a module that also has a split matrix, such as position embeddings.
 
     Args:
         module: The module of a stage.
-        accumulated: The names of the parameters whose gradients autograd accumulated in I.
+        accumulated: The names of the parameters whose gradients autograd accumulated during I.
         has_split: True if any weight gradient was deferred, or if the module is a segment of a
             stage, which may have no splittable layer.
 

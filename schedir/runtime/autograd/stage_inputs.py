@@ -25,8 +25,8 @@ from schedir.errors import ModelError
 
 CACHE_LINE_BYTES: Final = 64  # kernels may round differently at other alignments
 
-# The largest number of elements of an input that `_has_numbers_of` searches in another input. A
-# tensor is unlikely to contain 8 elements of another tensor by chance.
+# `_has_numbers_of` searches this number of elements of one input in another input. A tensor is
+# unlikely to contain 8 elements of another tensor by chance.
 _MAX_COMPARED_NUMBERS: Final = 8
 
 
@@ -156,7 +156,7 @@ def _prepare_input(x: Tensor, is_exclusive: bool) -> tuple[Tensor, Tensor]:
         module_input = x if is_exclusive else _copy_aligned(x)
         return module_input, module_input
     if is_exclusive:
-        # Autograd treats the result as computed from x, so it is not a leaf.
+        # For autograd, the returned tensor is computed from x. So the tensor is not a leaf.
         return torch.ops.aten._unsafe_view(x, x.shape), x
     leaf = x.detach().new_empty(()).expand(x.shape).requires_grad_()
     return _InputCopy.apply(leaf, x.detach()), leaf  # type: ignore[no-untyped-call]
@@ -183,7 +183,7 @@ class _InputCopy(torch.autograd.Function):
 
 
 def _copy_aligned(x: Tensor) -> Tensor:
-    """Return a copy with the same offset in its cache line, which may affect rounding."""
+    """Return a copy with the same offset in its cache line. The offset may affect rounding."""
     offset = x.data_ptr() % CACHE_LINE_BYTES // x.element_size()
     memory = x.new_empty(offset + x.numel()).untyped_storage()
     strides = torch.empty_like(x, device="meta").stride()

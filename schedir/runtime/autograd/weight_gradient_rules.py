@@ -22,8 +22,8 @@ class SharedInputRule(NamedTuple):
 
     Attributes:
         start_reduce: A function that starts to sum the gradient of the input over the ranks,
-            perhaps in place. It returns a function that waits, and then returns the gradient of the
-            rank's input.
+            perhaps in place. It returns a second function, which waits for the sum and returns the
+            gradient of this rank's input.
         start_gather: A function that starts to gather the input from the shards of the ranks. None
             if each rank has the full input.
     """
@@ -38,7 +38,7 @@ class ProductRule(NamedTuple):
     Attributes:
         is_transposed: True for `x @ weight.T`, False for `x @ weight`.
         start_gather: A function that starts to gather the input from the shards of the ranks. None
-            if the saved input is full.
+            if the forward saved the full input.
     """
 
     is_transposed: bool
@@ -59,7 +59,8 @@ class ProductRule(NamedTuple):
         return input_matrix, gradient_matrix
 
     def __call__(self, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
-        # Only multiply: an addmm that also adds to `grad` gives other bits than autograd.
+        # Use a plain product: an addmm that also adds to `grad` would give other bits than
+        # autograd.
         """Return the gradient in the dtype of the weight."""
         a, b = self.get_factors(x, dy)
         return (a.t() @ b).to(weight.dtype)
@@ -76,7 +77,7 @@ class ProductRule(NamedTuple):
 
 
 class LookupRule(NamedTuple):
-    """The rule for the gradient of a weight with rows that are looked up, as in an embedding.
+    """The rule for the gradient of a weight from which a layer looks up rows, as in an embedding.
 
     Attributes:
         padding_idx: The number of the row that gets no gradient. -1 means that all rows get a
@@ -95,11 +96,11 @@ class LookupRule(NamedTuple):
     def add_to(self, total: Tensor, tokens: Tensor, dy: Tensor) -> None:
         """Add the gradient to a sum. Only the rows with an index in `tokens` change.
 
-        If `total` has the dtype of the weight, the result has the same bits as a sum with the dense
-        gradient.
+        If `total` has the dtype of the weight, the result has the same bits as `total` plus the
+        dense gradient.
 
         Args:
-            total: The sum, with the shape of the weight. Its dtype is that of the weight, or a
+            total: The sum, with the shape of the weight. Its dtype is the dtype of the weight, or a
                 wider dtype.
             tokens: The row numbers.
             dy: The gradient of the output.

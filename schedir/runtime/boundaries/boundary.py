@@ -361,7 +361,7 @@ class ModelBoundaries:
     """The boundaries of a model for one microbatch.
 
     Args:
-        stage_boundaries: The tensors that each stage but the last passes to the next.
+        stage_boundaries: For each stage except the last, the tensors that it passes to the next.
         skips: For each skip connection, its two stages and the tensors that it passes.
     """
 

@@ -27,8 +27,8 @@ def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
 
     Raises:
         ModelError: The program sends a gradient back over a boundary whose tensors have no
-            gradient. Or the received shape of a tensor differs from its shape after the collective
-            of the program.
+            gradient. Or the received shape of a tensor is not the shape that the program's
+            collective gives it.
     """
     crossings = [
         (s, f"after stage {s}", crossing) for s, crossing in enumerate(boundaries.stage_boundaries)
@@ -64,8 +64,8 @@ def _compute_received_shape(tensor: Boundary, stage: int, program: Program) -> t
     """Return the shape that the first tensor of a boundary has in the next stage.
 
     With sequence parallelism, tensor-parallel ranks gather all tokens at the entry of a parallel
-    region. At its exit, each rank keeps its own tokens. An all-to-all of experts changes the number
-    of rows.
+    region. At the exit of the region, each rank keeps its own tokens. An all-to-all of experts
+    changes the number of rows.
     """
     letter, tp = program.segment_boundaries[stage : stage + 1], program.tp
     if letter and letter in EP_LETTERS:

@@ -45,9 +45,6 @@ from schedir.runtime.step_inputs import require_input_tensors
 
 # ---------------------------------------------------------------- training state
 
-# These functions measure the bytes of a stage's trained parameters, of their gradients and of the
-# optimizer state.
-
 OptimizerFactory = Callable[[list[nn.Parameter]], Any]  # parameters -> their optimizer
 
 
@@ -111,8 +108,8 @@ def _measure_optimizer_state(
 ) -> float:
     """Return the bytes of an optimizer's state and main parameters after its first step.
 
-    A factory gets parameters on the device "meta", so neither they nor the optimizer state need
-    memory.
+    A factory gets parameters on the device "meta". So neither the parameters nor the optimizer
+    state use memory.
     """
     if not callable(optimizer_state):
         return optimizer_state * sum(p.numel() for p in trained_parameters)
@@ -172,12 +169,12 @@ def measure_sizes(
       largest optimizer state of a replica.
 
     Parameters, buffers, the input of the model and the target exist all the time. So `saved` and
-    the other activation sizes exclude them. Memory that an instruction needs only while it runs is
-    not measured.
+    the other activation sizes exclude them. The function does not measure memory that an
+    instruction needs only while it runs.
 
-    The function restores gradients, buffers, plain attributes and random generators. Hooks of the
-    modules run. All ranks of a tensor-parallel group must call this function, because their stages
-    communicate.
+    The function restores gradients, buffers, plain attributes and random generators. The forwards
+    also call the hooks of the modules. All ranks of a tensor-parallel group must call this
+    function, because their stages communicate.
 
     Args:
         stages: All stages of the model, in order. The sizes of a stage that is None are 0.
@@ -271,15 +268,15 @@ def infer_boundaries(
     frozen_stages: int = 0,
     skips: Skips = (),
 ) -> dict[Edge, tuple[Boundary, ...]]:
-    """Determine the boundaries of a model by running the forwards of all stages but the last.
+    """Determine the boundaries of a model. Run the forwards of all stages except the last.
 
     A tensor has a gradient if it depends on trained parameters or on an input with a gradient. If
     no output of a stage depends on these, all outputs of a floating-point or complex dtype count as
     having a gradient. Outputs of frozen stages have no gradient.
 
-    The function restores gradients, buffers, plain attributes and random generators. Hooks of the
-    modules run. All ranks of a tensor-parallel group must call this function, because their stages
-    communicate.
+    The function restores gradients, buffers, plain attributes and random generators. The forwards
+    also call the hooks of the modules. All ranks of a tensor-parallel group must call this
+    function, because their stages communicate.
 
     Args:
         stages: All stages of the model, in order.
@@ -289,9 +286,9 @@ def infer_boundaries(
         skips: The skip connections, as pairs of stages.
 
     Returns:
-        Stage -> the boundaries of the tensors that it passes to the next stage, for all stages but
-        the last. For a skip connection the key is the pair of its two stages. `Executor` takes this
-        dict as `boundary`.
+        Stage -> the boundaries of the tensors that it passes to the next stage, for all stages
+        except the last. For a skip connection the key is the pair of its two stages. `Executor`
+        takes this dict as `boundary`.
 
     Raises:
         ModelError: The output of a stage is neither a tensor nor a tuple of tensors, or an argument
@@ -410,7 +407,8 @@ def _measure_stage(
 
     if s:
         xs = _make_zero_inputs(s, stage_inputs, device)
-    packed_tensors: WeakSet[_PackedTensor] = WeakSet()  # loses tensors that autograd frees
+    # A WeakSet contains only the tensors that autograd has not freed.
+    packed_tensors: WeakSet[_PackedTensor] = WeakSet()
 
     def pack(tensor: Tensor) -> _PackedTensor:
         # Without detach, a node that saves its output would be in a reference cycle.
@@ -508,9 +506,10 @@ class _ModuleWrites:
 
 
 class _PeakTape(DeferredGradients):
-    """Deferred weight gradients, and in `max_bytes` the largest sum of saved and deferred bytes.
+    """Deferred weight gradients that measure the bytes of saved tensors and deferred gradients.
 
-    The sum grows only when a gradient is deferred, so `defer` measures it.
+    The attribute `max_bytes` is the largest measured sum. The sum grows only when a gradient is
+    deferred, so `defer` measures it.
     """
 
     def __init__(self, measure_live_bytes: Callable[[DeferredGradients], int]) -> None:
@@ -524,14 +523,17 @@ class _PeakTape(DeferredGradients):
 
 
 class _PackedTensor:
-    """A wrapper of a saved tensor. The wrapper, unlike the tensor, is freed with the graph."""
+    """A wrapper of a saved tensor, for a WeakSet. Only the autograd graph keeps the wrapper alive.
+
+    Other code may keep the tensor itself alive.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 def _measure_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return address -> bytes for each storage that these tensors use."""
+    """Return a dict: address -> bytes, for each storage that the tensors use."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 

@@ -1,4 +1,4 @@
 """Handlers: for each opcode, a function that prepares an instruction and returns its `Call`.
 
-A `Call` contains the functions that wait for the inputs of the instruction and that run it.
+A `Call` has two functions. One waits for the inputs of the instruction, and the other runs it.
 """

@@ -209,7 +209,10 @@ def _get_saved_activations(state: State, i: Instr) -> SavedActivations:
 
 
 def _find_offloaded_occupants(state: State, k: int) -> list[SavedActivations]:
-    """Return the value (at most one) that was offloaded from the slot that instruction k fills."""
+    """Return a list with the value that was offloaded from the slot that instruction k fills.
+
+    The list is empty if the slot was not freed by an Offload.
+    """
     free_index = state.service(OffloadMoves).freed_by.get(k)
     is_offload = free_index is not None and state.stream[free_index].op == Opcode.Offload
     if free_index is None or not is_offload:
@@ -218,21 +221,21 @@ def _find_offloaded_occupants(state: State, k: int) -> list[SavedActivations]:
 
 
 def _list_saved_changes(state: State, stage: int, mb: int) -> Iterator[tuple[int, Opcode]]:
-    """Yield (index, opcode) of the producers and moves of saved activations, in stream order."""
+    """Yield (index, opcode) of the instructions that compute or move the saved activations."""
     ops = (Opcode(op) for op in _SAVED_PRODUCERS)
     changes = [(k, op) for op in ops if (k := state.index_of.get((op, stage, mb))) is not None]
     return iter(sorted(changes))
 
 
 def _find_previous_change(state: State, k: int) -> Opcode | None:
-    """Return the opcode of the last producer or move of the activations before instruction k."""
+    """Return the opcode of the last instruction before k that computed or moved the activations."""
     i = state.stream[k]
     ops = [op for index, op in _list_saved_changes(state, i.stage, i.mb) if index < k]
     return ops[-1] if ops else None
 
 
 def _find_next_change(state: State, k: int) -> Opcode | None:
-    """Return the opcode of the first producer or move of the activations after instruction k."""
+    """Return the opcode of the first instruction after k that computes or moves the activations."""
     i = state.stream[k]
     return next((op for index, op in _list_saved_changes(state, i.stage, i.mb) if index > k), None)
 

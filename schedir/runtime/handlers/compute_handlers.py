@@ -353,7 +353,7 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
                 raise _other_microbatch_error()
         reduction = find_reduction()
         with nullcontext() if reduction is None else reduction.overlap_backward(module, roots):
-            # No roots: the stage has no trained parameters, and its inputs have no gradient.
+            # Without roots, the stage has no trained parameters, and no input requires a gradient.
             if roots:
                 torch.autograd.backward(roots, dys)
         if gives_gradients:

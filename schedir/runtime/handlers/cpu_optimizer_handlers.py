@@ -57,7 +57,7 @@ def _decide_update(state: State, update: int) -> None:
 def check_grads_finite(state: State, i: Instr) -> Call:
     """Return the call of CheckGradsFinite: check the gradients of an update.
 
-    The call also clears the gradients, except those of the last update of a step.
+    The call also clears the gradients, except after the last update of a step.
     """
 
     def run() -> None:

@@ -42,10 +42,11 @@ def reduce_norm(state: State, i: Instr) -> Call:
 def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
     """Return a function that computes the sum of squares of the rank's gradients.
 
-    At every ZeRO level, the function divides each parameter into one shard per replica. It adds
-    the squares of each shard, then the sums of the k-th shards of all parameters, and then the sums
-    for all k. So the order of additions does not depend on the ZeRO level. With expert parallelism
-    the function also adds the squares of the experts on other replicas.
+    At every ZeRO level, the function divides each gradient into one shard per replica. It first
+    adds the squares within each shard. Then, for each replica k, it adds the sums of the k-th
+    shards of all gradients. Last, it adds the sums of all replicas. So the order of additions does
+    not depend on the ZeRO level. With expert parallelism the function also adds the squares of the
+    experts on other replicas.
 
     Args:
         state: The state of the rank.

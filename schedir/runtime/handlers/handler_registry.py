@@ -30,7 +30,7 @@ def _import_handler_modules() -> Iterator[ModuleType]:
 
 
 def collect_handlers(modules: Sequence[Any]) -> dict[Opcode, Handler]:
-    """Return opcode -> handler for all handlers of modules, with all wrappers applied.
+    """Return a dict: opcode -> handler, for all handlers of modules, with all wrappers applied.
 
     Args:
         modules: Modules with `HANDLERS`, and perhaps `WRAPPERS`.

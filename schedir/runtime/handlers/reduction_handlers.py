@@ -145,8 +145,8 @@ def reduce_sequence_parallel_grads(state: State, i: Instr) -> Call:
     All these ranks have the full weight, but each rank computes the gradient from its part of the
     sequence. One collective gathers a bucket of such gradients, and a stage usually has one such
     bucket. Each rank then adds the gradients in the order of the ranks. So the bits do not depend
-    on the library, or on the position of a gradient in a buffer or in a replica's shard. The
-    gathered gradients are small.
+    on the library, or on the position of a gradient in a buffer or in a replica's shard. The gather
+    costs little, because these gradients are small.
     """
     gradients, t = state.stages[i.stage].gradients, state.program.tp
     start, reductions = state.transport.start_collective, state.service(PendingReductions)
@@ -196,8 +196,8 @@ def optimizer_step(state: State, i: Instr) -> Call:
         if placement is not None and placement.optimizer_state is not None:
             placement.optimizer_state.finish(is_last_update=is_last_update)
 
-    # The key of the random numbers has the first local stage, so that stage replicas draw the same
-    # numbers.
+    # Use the first local stage as key of the random numbers, not the rank. So ranks with replicas
+    # of the same stages draw the same numbers.
     first_stage = min(state.stages)
     update = state.shape.microbatches + i.mb
     run_seeded = state.random_streams.make_seeded(UPDATE, first_stage, update, run)

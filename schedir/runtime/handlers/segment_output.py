@@ -26,7 +26,7 @@ from schedir.transports.transport import ChainedWork, Transport, Work
 
 
 class SegmentOutput(NamedTuple):
-    """The output slot of a segment, and the transport of its collective.
+    """The output slot of a segment, and the transport of the collective after the segment.
 
     Attributes:
         slot: The output slot.
@@ -66,7 +66,7 @@ def make_collective_call(state: State, i: Instr, start: Callable[[SegmentOutput]
         start: A function that starts the collective, and returns its Work.
 
     Raises:
-        ModelError: The boundary declares the first output tensor without a gradient.
+        ModelError: The first output tensor requires no gradient, according to the boundary.
     """
     kind = INSTRUCTIONS[i.op].gives[0]
     producer_stage, (output_kind, _) = state.program.peer_stage(kind, i.stage), LOCAL_HANDOVER[kind]

@@ -35,7 +35,7 @@ def tp_reduce(state: State, i: Instr) -> Call:
 
 
 def tp_gather(state: State, i: Instr) -> Call:
-    """Return the call of a gather of tokens between segments, or of a message's shards."""
+    """Return the call of a gather. It gathers tokens between segments, or shards of a message."""
     if i.op in find_segment_collectives(state.program.sequence_parallel):
         return make_collective_call(state, i, _gather_tokens)
     return gather_received(state, i)
@@ -46,7 +46,7 @@ def _reduce_in_place(output: SegmentOutput) -> Work:
     if any(has_same_storage(first, tensor) for tensor in rest):
         first = first.clone()
         output.replace_first(first, rest)
-    else:  # Autograd must detect that a saved tensor was changed.
+    else:  # Autograd does not detect the write of the collective, so count it here.
         increment_version(first)
     return output.transport.start_collective("all_reduce", "tp", first, first)
 

@@ -66,7 +66,7 @@ def send(state: State, i: Instr) -> Call:
 
 
 def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence[Tensor]], None]:
-    """Return a function that fills the output slot of a value, in the layout of its receiver.
+    """Return a function that fills the output slot of a value, in the layout for its receiver.
 
     If the receiver is on this rank, the tensors get the layout of a received message. Otherwise the
     tensors are copied to the static send buffer, if there is one. Without a static send buffer,
@@ -138,7 +138,7 @@ def _get_receive_memory(state: State, i: Instr, kind: Value) -> tuple[Tensor, tu
 
 
 def _list_form_changes(state: State, i: Instr, kind: Value) -> tuple[Opcode, ...]:
-    """Return the opcodes that change the form of a value of the instruction's stage, in order."""
+    """Return, in order, the opcodes that change the form of a stage's value for a microbatch."""
     return tuple(op for op in find_form_changes(kind) if (op, i.stage, i.mb) in state.index_of)
 
 
@@ -153,11 +153,11 @@ def _view_in_form(state: State, memory: Tensor, form_opcodes: Sequence[Opcode]) 
 
 
 class ReceivedValue(NamedTuple):
-    """The memory of a received value before and after an instruction removes a form.
+    """The memory of a received value, for an instruction that removes a form such as packed.
 
     Attributes:
-        encoded: The memory of the value with the form, flat. It begins at the address of `decoded`.
-        decoded: The memory of the value without the form, flat.
+        encoded: A flat tensor with the value in this form. It begins at the address of `decoded`.
+        decoded: A flat tensor for the value after the form is removed.
         wait: A function that waits for the message in `encoded`.
     """
 
@@ -167,7 +167,9 @@ class ReceivedValue(NamedTuple):
 
 
 def make_early_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]:
-    """Return a function that waits for a message before the compute instruction waits for it.
+    """Return a function that waits for a message.
+
+    An instruction between the receive and the compute instruction calls this function.
 
     Args:
         state: The state of the rank.
@@ -233,7 +235,7 @@ def make_message_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]
 
 
 def tp_scatter(state: State, i: Instr) -> Call:
-    """Return the call of a scatter: keep this tensor-parallel rank's shard of a value to send."""
+    """Return the call of a scatter: replace a value by this tensor-parallel rank's shard of it."""
     kind = INSTRUCTIONS[i.op].gives[0]
     slot = state.find_slot(kind, i.stage, i.mb)
     form_changes = _list_form_changes(state, i, kind)

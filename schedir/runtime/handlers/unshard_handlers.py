@@ -91,7 +91,7 @@ def reduce_scatter(state: State, i: Instr) -> Call:
 
 
 def _wrap_weight_reader(handler: Handler, state: State, i: Instr) -> Call:
-    """Add waits and checks to a handler that reads full weights or adds to a full gradient."""
+    """Add waits and checks to an instruction that reads full weights or adds to a full gradient."""
     call, stage = handler(state, i), state.stages[i.stage]
     waits = [call.wait]
     weights = stage.sharded_parameters
@@ -122,7 +122,10 @@ def _run_guarded_wgrad(
 def _run_guarded_forward(
     stage: StageState, weights: ShardedParameters, run: Callable[[], None]
 ) -> None:
-    """Run a Forward. The stage's first one in each mode must not read other stages' weights."""
+    """Run a Forward. The first Forward in each mode must not read weights of other stages.
+
+    The mode is training or evaluation.
+    """
     training = stage.module.training
     if training in stage.checked_read_modes:
         run()

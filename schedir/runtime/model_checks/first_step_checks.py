@@ -47,8 +47,8 @@ class FirstStepChecks:
         device: torch.device,
     ) -> None:
         self.is_active: bool = True
-        # On a GPU, the Work of a message may refer to the memory of the message for longer than a
-        # step.
+        # Count references only on a CPU. On a GPU, the Work of a message may refer to the memory of
+        # the message for longer than a step.
         self.counts_references: bool = device.type == "cpu"
         self.slot_numbers = slot_numbers
         self.buffers: Mapping[SlotKey, Tensor] = {}

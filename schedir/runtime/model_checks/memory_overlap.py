@@ -78,8 +78,8 @@ MODULE_ATTRIBUTES: Final = frozenset(vars(nn.Module()))
 def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Yield the pairs of tensors that have an element in the same memory.
 
-    A tensor that has no memory, or is not strided, overlaps with no tensor. The same tensor object
-    twice is not a pair.
+    A tensor that has no memory, or is not strided, overlaps with no tensor. A tensor object that
+    occurs twice in `tensors` is not a pair with itself.
 
     Args:
         tensors: The tensors. For a DTensor, the function uses its local shard.
@@ -97,7 +97,7 @@ def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
             end = start + _measure_span(shard)
             spans.append((str(shard.device), start, end, k, shard))
     spans.sort(key=lambda span: span[:4])
-    # Earlier spans that may reach the next span.
+    # Spans that begin before the next span, and may end after its begin.
     earlier_spans: list[tuple[str, int, int, int, Tensor]] = []
     for span in spans:
         device, start, _, k, t = span
@@ -169,11 +169,12 @@ def require_no_views(stages: Mapping[int, nn.Module], program: str) -> None:
 def require_rank_local_memory(
     stages: Mapping[int, nn.Module], ranks: Sequence[int], program: str
 ) -> None:
-    """Check that no trained parameter overlaps with a tensor of another virtual rank.
+    """Check that no trained parameter overlaps with a tensor of another rank in this process.
 
-    The same Parameter object in stages of several ranks is allowed: it is a tied weight, and all
-    ranks but the first compute with a copy. But another tensor in the memory of the Parameter is
-    not copied. This tensor would change at any time, when another rank updates the Parameter.
+    The same Parameter object in stages of several ranks is allowed. It is a tied weight: the first
+    rank computes with the object, and the other ranks with copies. But another tensor in the memory
+    of the Parameter is not copied. This tensor would change whenever another rank updates the
+    Parameter.
 
     Args:
         stages: The stages of all ranks, by number.
@@ -228,7 +229,7 @@ def require_copyable(module: nn.Module, stage: int, program: str) -> None:
 
 
 def find_shared_buffers(module: nn.Module, others: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the buffers of a module that are in other modules, or overlap with their buffers.
+    """Return the buffers of a module that other modules have, or that overlap with their buffers.
 
     Args:
         module: The module.

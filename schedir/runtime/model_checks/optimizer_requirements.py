@@ -35,7 +35,7 @@ _PER_PARAMETER_OPTIMIZERS: Final = (
 def require_steppable(
     program: Program, stages: Mapping[int, nn.Module], optimizer: OptimizerLike | None
 ) -> None:
-    """Check that an optimizer can step the parameters of a program correctly.
+    """Check that an optimizer can update the parameters of the stages as the program requires.
 
     Args:
         program: The program.
@@ -124,7 +124,7 @@ def _require_repeatable(
 
 
 def _require_accumulation_only(program: Program, optimizer: OptimizerLike | None) -> None:
-    """Check that the executor only accumulates gradients: it does not reduce, clip or step them."""
+    """Check that the executor only accumulates gradients: no reduction, clipping or update."""
     applies_by_fact = {
         "sums gradients over replicas": program.dp > 1,
         "sums gradients over stage replicas": program.shape.placement_rows > 1
@@ -226,14 +226,14 @@ def require_placeable_state(
     optimizer: OptimizerLike | None,
     parameter_copies: Mapping[nn.Parameter, nn.Parameter],
 ) -> None:
-    """Check that the optimizer state can be kept where the first program places it.
+    """Check that the optimizer state can be kept in the tier that the first program sets.
 
     Args:
         programs: The programs of the executor. The check is needed only if one of them trains.
         stages: The stages of the rank, by number.
         optimizer: The optimizer, or None.
-        parameter_copies: Parameter that virtual ranks share -> the copy with which this rank
-            computes.
+        parameter_copies: Parameter that several ranks of an `InProcessExecutor` share -> the copy
+            that this rank uses.
 
     Raises:
         ModelError: The optimizer cannot step one stage after the other, or the rank has no
@@ -253,7 +253,7 @@ def require_placeable_state(
 def require_stagewise_steps(
     program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: OptimizerLike | None
 ) -> None:
-    """Check that steps of one stage after the other have the bits of one step of all stages.
+    """Check that one optimizer step per stage gives the same bits as one step of all stages.
 
     The optimizer must be a torch.optim.Optimizer, so that its state can be found. It must step each
     parameter separately. An optimizer that is not one of torch's own declares this by an attribute
@@ -326,7 +326,7 @@ def require_own_parameters(
         program: The name of the program, for the error.
 
     Raises:
-        ModelError: The optimizer steps another parameter.
+        ModelError: The optimizer steps a parameter that is in no trained stage of the rank.
     """
     trained_parameters = {
         p for stage_parameters in parameters.values() for p in stage_parameters if p.requires_grad

@@ -83,7 +83,7 @@ class ParameterGuard:
 def require_untrained(
     module: nn.Module, stage: int, inputs: Sequence[Tensor], *, is_last: bool
 ) -> None:
-    """Check that a stage whose outputs have no gradient has nothing to train.
+    """Check that a stage whose outputs require no gradient has nothing to train.
 
     If the stage has trained parameters, the cause is usually `torch.no_grad()` or `detach()` in the
     stage or in the loss.
@@ -115,14 +115,14 @@ def require_stage_parameters(
 ) -> None:
     """Check that the outputs of a stage depend only on Parameters that the stage has.
 
-    Examples of other Parameters are those of a loss module, and those in a Python list. The
+    Examples of other Parameters are Parameters of a loss module, and Parameters in a list. The
     executor does not zero, scale or reduce the gradients of such Parameters. If the optimizer does
     not step them, the use may be intended, so this function only warns.
 
     Args:
         outputs: The outputs of the stage, or its loss.
         module: The stage.
-        allowed_parameters: Other Parameters that the graph may contain.
+        allowed_parameters: Other Parameters that the autograd graph of the outputs may contain.
         stage: The number of the stage.
         optimizer: The optimizer, or None.
 

@@ -39,8 +39,8 @@ def compare_processes(
         options: The options of the rank.
 
     Returns:
-        The fingerprints of the parameters of each process with the same tensor-parallel rank as
-        this process.
+        For each process with the tensor-parallel rank of this process, the fingerprints of its
+        parameters.
 
     Raises:
         ModelError: The processes differ.
@@ -73,7 +73,7 @@ def collect_facts(
     transport: Transport,
     fingerprints: Mapping[int, Sequence[ParameterFingerprint]],
 ) -> dict[str, str]:
-    """Return name -> fact, for the facts about stages and optimizer that processes compare.
+    """Return the facts about stages and optimizer that processes compare, by name.
 
     Facts of the same name must be equal in all processes. Most names contain the stage and the
     tensor-parallel rank, so that only processes with the same slice of a stage compare the fact.
@@ -119,7 +119,7 @@ def collect_facts(
 
 
 def _describe_parameters(module: nn.Module, location: str) -> dict[str, str]:
-    """Return as facts the number of trained elements, and the name and shape of each parameter."""
+    """Return facts: the number of trained elements, and each trained parameter's name and shape."""
     counts: Counter[str] = Counter()
     facts = {}
     trained_parameters = ((name, p) for name, p in module.named_parameters() if p.requires_grad)

@@ -78,7 +78,8 @@ class RankModel:
 
         Raises:
             ModelError: The processes differ, or the model does not fit the programs.
-            SchedirError: `schedir.check` does not prove a program for the transport.
+            SchedirError: `schedir.check` finds an error in a program, under the progress model of
+                the transport.
         """
         (program, boundaries), *extra_programs = self.programs
         stages, transport, optimizer = self.stages, self.transport, self.optimizer

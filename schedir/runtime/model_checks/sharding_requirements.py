@@ -39,7 +39,7 @@ def require_shardable(program: Program, stages: Mapping[int, nn.Module], optimiz
 
     Raises:
         ModelError: A parameter is sharded by another executor, is not contiguous, is a tensor
-            subclass, or shares memory.
+            subclass, or shares memory with another tensor.
     """
 
     def refuse(fact: str, hint: str) -> ModelError:
@@ -109,7 +109,7 @@ def _list_parameters(stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str
 def require_elementwise(program: Program, optimizer: object) -> None:
     """Check that an optimizer is elementwise: it steps each element of a weight independently.
 
-    Only then is a step of shards equal to a step of full weights.
+    For such an optimizer, a step of shards is equal to a step of full weights.
 
     Args:
         program: The program. Without ZeRO or a backward, every optimizer is accepted.

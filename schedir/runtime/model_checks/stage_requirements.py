@@ -23,8 +23,8 @@ def require_matching_stages(program: Program, rank: int, stages: Mapping[int, nn
         stages: The stages of the rank, by number.
 
     Raises:
-        ModelError: The rank has other stages, a frozen stage has trained parameters, or a parameter
-            has a wrong `summed_over_tp`.
+        ModelError: `stages` are not the rank's stages, a frozen stage has trained parameters, or a
+            parameter has a wrong `summed_over_tp`.
     """
     expected_stages = program.shape.stages_on_rank[rank]
     if sorted(stages) != list(expected_stages):

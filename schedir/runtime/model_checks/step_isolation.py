@@ -46,8 +46,8 @@ class StepIsolation:
 
     Args:
         inner: The optimizer. torch's own optimizers are not checked.
-        replaces_parameters: True if the optimizer steps parameters on the host instead of those on
-            the device, as a CPU optimizer does.
+        replaces_parameters: True if the optimizer steps copies of the parameters on the host, as a
+            CPU optimizer does.
     """
 
     def __init__(self, inner: Any, *, replaces_parameters: bool) -> None:
@@ -135,7 +135,8 @@ class StepIsolation:
             stage: The number of the stage.
 
         Raises:
-            ModelError: A state tensor also belongs to another stage, or shares memory.
+            ModelError: A state tensor also belongs to another stage, or shares memory with another
+                tensor.
         """
         if is_torch_optimizer(self.inner):
             return
@@ -175,9 +176,9 @@ def state_shares_memory(inner: Any, state: Sequence[Tensor], parameters: Iterabl
     """Return whether a state tensor of an optimizer shares memory with another tensor.
 
     Args:
-        inner: The optimizer. Tensors in its attributes are compared.
+        inner: The optimizer. The state tensors are compared with the tensors in its attributes.
         state: The state tensors. They are also compared with each other.
-        parameters: Parameters. They and their gradients are compared.
+        parameters: Parameters. The state tensors are compared with them and with their gradients.
     """
     used_tensors = [t for p in parameters for t in (p, p.grad) if t is not None]
     if not {*map(id, state)}.isdisjoint(map(id, used_tensors)):
@@ -220,7 +221,7 @@ def _list_parameter_ids(inner: Any) -> list[list[int]]:
 
 
 def _collect_entries(inner: Any) -> dict[object, _Entry]:
-    """Return key -> entry for an optimizer's numbers and tensors outside of parameter state."""
+    """Return a dict: key -> entry, for the numbers and tensors outside of parameter state."""
     entries: dict[object, _Entry] = {}
     for group in inner.param_groups:
         for k, v in group.items():
@@ -235,11 +236,11 @@ def _collect_entries(inner: Any) -> dict[object, _Entry]:
 
 
 def _collect_leaves(value: object, label: str, key: tuple[object, ...]) -> dict[object, _Entry]:
-    """Return key -> entry for the numbers, tensors and lengths of lists in a value."""
+    """Return a dict: key -> entry, for the numbers, tensors and lengths of lists in a value."""
     if isinstance(value, Tensor):
         is_single = value.numel() == 1 and not value.is_meta
         return {key: (label, value.item() if is_single else _TensorTrace(value))}
-    # Leave out bools, because they do not count steps.
+    # A bool is also a Number, but no counter of steps.
     if isinstance(value, Number) and not isinstance(value, bool):
         return {key: (label, value)}
     entries: dict[object, _Entry] = {}

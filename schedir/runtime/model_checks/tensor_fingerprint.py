@@ -57,10 +57,10 @@ def has_same_bits(one: Tensor, other: Tensor) -> bool:
 def compute_checksum(t: Tensor) -> int:
     """Return a 64-bit checksum of the elements of a tensor, which depends on their order.
 
-    The elements are read as integers of at most 32 bits, the words. Each word is multiplied by an
-    odd number that depends on its position, and the products are added. The words of a large tensor
-    are first arranged as a matrix, and replaced by the sums of its rows and columns. Different
-    tensors are unlikely to have the same checksum, but it is possible.
+    The elements are read as words, which are integers of at most 32 bits. Each word is multiplied
+    by an odd number that depends on its position, and the products are added. The words of a large
+    tensor are first arranged as a matrix, and replaced by the sums of its rows and columns. Two
+    different tensors may have the same checksum, but this is unlikely.
 
     Args:
         t: The tensor.
@@ -82,7 +82,7 @@ def checksum_on_device(t: Tensor) -> Tensor:
     if flat.stride() != (1,):  # a single element counts as contiguous with any stride
         flat = flat.clone(memory_format=torch.contiguous_format)
     words = flat.view(_WORD_TYPES[flat.element_size()])
-    if len(words) > 16 * _COLUMNS:  # for fewer words these sums would take longer
+    if len(words) > 16 * _COLUMNS:  # for fewer words, the two sums cost more time than they save
         num_in_rows = len(words) - len(words) % _COLUMNS
         matrix, tail_words = words[:num_in_rows].view(-1, _COLUMNS), words[num_in_rows:]
         words = torch.cat((matrix.sum(0), matrix.sum(1), tail_words))
@@ -118,7 +118,7 @@ def _flatten_to_bytes(tensor: Tensor) -> list[Tensor]:
 
 
 def _list_dense_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the dense tensors in a tensor: itself, or several if it is sparse."""
+    """Return a dense tensor as a tuple of one, or the indices and values of a sparse tensor."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

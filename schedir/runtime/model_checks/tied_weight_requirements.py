@@ -22,7 +22,7 @@ from schedir.ir.program import Program
 from schedir.runtime.parameters.optimizer_inspection import describe_options
 from schedir.runtime.parameters.tied_parameters import TiedWeight
 
-SAMPLE_SIZE = 4096  # elements in the digest of a large parameter, to limit the time
+SAMPLE_SIZE = 4096  # the fewest elements in the digest of a large parameter
 TIES_HINT = (
     "call ties = schedir.find_tied_weights(stages), and pass tied_weights=ties to compile and to "
     "the executor"
@@ -62,9 +62,10 @@ def fingerprint_parameters(
 ) -> dict[int, list[ParameterFingerprint]]:
     """Return the fingerprints of the parameters of stages.
 
-    The digest of a parameter covers a sample of about 4096 elements at equal distances. If all
-    elements of the sample are equal but other elements differ, the digest covers all elements.
-    Equal parameters have equal digests. Different parameters have equal digests only very rarely.
+    To limit the time, the digest of a parameter covers a sample of 4096 to 8191 elements at equal
+    distances. The digest of a smaller parameter covers all elements. It also covers all elements if
+    the sample has equal elements but other elements differ. Equal parameters have equal digests.
+    Different parameters have equal digests only very rarely.
 
     Args:
         stages: The stages, by number.
@@ -104,10 +105,10 @@ def _fingerprint(
         sample = flat[:: max(1, flat.numel() // SAMPLE_SIZE)]
         is_constant = bool((sample == sample[:1]).all())
         if is_constant and not bool((flat == flat[:1]).all()):
-            sample, is_constant = flat, False  # the sample lacks the different elements
+            sample, is_constant = flat, False  # the sample missed the elements that differ
 
-        # Copy, because `numpy` fixes the size of a storage, but FSDP must be able to free the
-        # weight's storage.
+        # Copy, because `numpy()` makes a storage non-resizable. FSDP frees the storage of a weight
+        # by a resize.
         copy = sample.clone(memory_format=torch.contiguous_format)
         raw_bytes = copy.view(torch.uint8).cpu().numpy().tobytes()
         values_digest = sha256(kind.encode() + raw_bytes).hexdigest()[:16]
@@ -225,14 +226,14 @@ class ParameterTable:
         self.weights.append(sorted_locations)
 
     def require_program_match(self, program: Program, *, allow_identical_stages: bool) -> None:
-        """Check that the ties are those of the program, and that equal weights are tied.
+        """Check that the model has the same ties as the program, and that equal weights are tied.
 
         Args:
             program: The program.
             allow_identical_stages: If True, weights of different stages may be equal without a tie.
 
         Raises:
-            ModelError: The ties differ from those of the program, the copies of a weight differ, or
+            ModelError: The ties differ from the program's ties, the copies of a weight differ, or
                 equal weights are not tied.
         """
         for locations in self.weights:
@@ -280,7 +281,7 @@ class ParameterTable:
                     )
 
     def _require_same_copies(self, first: ParameterLocation, second: ParameterLocation) -> None:
-        """Check that copy `second` is trained, and has the values and options of copy `first`."""
+        """Check that copy `second` is trained, and has the same values and options as `first`."""
         a, b = self.fingerprints[first], self.fingerprints[second]
         if not b.is_trained:
             raise ModelError(
@@ -334,7 +335,7 @@ def list_local_tied_weights(
     *,
     allow_identical_stages: bool,
 ) -> list[TiedWeight]:
-    """Return the tied weights of a rank, in the order in which all ranks sum them.
+    """Return the tied weights of a rank. All ranks sum the gradients of the weights in this order.
 
     Args:
         program: The program.
@@ -377,9 +378,9 @@ def require_no_max_norm(
 ) -> None:
     """Refuse embeddings with `max_norm` if their weights have copies.
 
-    The forward of such an embedding scales rows of its weight, but not of the copies. If the only
-    copies are in data-parallel replicas, this function warns: each replica scales the rows that it
-    uses.
+    The forward of such an embedding scales rows of its own weight, but no rows of the copies. If
+    all copies are in data-parallel replicas, this function only warns that each replica scales
+    other rows.
 
     Args:
         program: The program.

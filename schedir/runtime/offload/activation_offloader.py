@@ -410,7 +410,7 @@ class OffloadMoves(ProgramService):
         self.offloading = [value for value in self.offloading if value.offload_job is not None]
 
     def list_device_tensors(self) -> Iterable[Tensor]:
-        """Yield the tensors that use device memory, also those that a lane's thread allocated."""
+        """Yield the tensors that use device memory, even if a lane's thread allocated them."""
         for value in self.values.values():
             yield from value.list_device_tensors()
 
@@ -435,7 +435,7 @@ class UnpackedMicrobatches(MicrobatchView):
 
 
 def get_storage_keys(values: Iterable[object]) -> set[int]:
-    """Return the keys of the storages of all plain dense tensors in `values`.
+    """Return the storages of all plain dense tensors in `values`, as a set of `_cdata` addresses.
 
     Args:
         values: Tensors and other objects. Other objects are ignored.
@@ -488,4 +488,5 @@ def _poison(tensors: Sequence[Tensor]) -> None:
     if groups[True]:
         torch._foreach_mul_(groups[True], float("nan"))
     if groups[False]:
-        torch._foreach_clamp_min_(groups[False], POISON_BYTE)  # the largest byte
+        # This sets every byte to POISON_BYTE, because no byte is larger.
+        torch._foreach_clamp_min_(groups[False], POISON_BYTE)

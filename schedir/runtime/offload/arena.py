@@ -22,8 +22,8 @@ class ArenaBlock(Generic[Place]):
         size: The size of the block in bytes.
         pending_jobs: The copies that still read the block.
         layouts: The layouts of the tensors in `views`.
-        views: Tensors in the block, from the last use. A value with the same layouts uses them
-            again.
+        views: The tensors of the value that used the block last. A value with the same layouts
+            uses these tensors again.
     """
 
     location: Place
@@ -40,11 +40,13 @@ class Arena(Generic[Place]):
     enough, the arena allocates a new block. If sizes do not change, only the first step of a
     program allocates blocks, because each step acquires blocks in the same order.
 
-    With a limit on the number of blocks, the arena first allocates this number of blocks. Then a
-    value gets, of the free blocks that are large enough, the block that was released first. If no
-    free block is large enough, the arena takes the block that was released first. It waits until
-    all reads of this block have ended, and replaces the memory of the block by larger memory. If no
-    block is free, the arena allocates one block more.
+    With a limit on the number of blocks, the arena first allocates this number of blocks. After
+    that, it chooses a block for a value as follows:
+
+    - If one or more free blocks are large enough, the arena takes the one that was released first.
+    - If all free blocks are too small, the arena takes the one that was released first. It waits
+      until all reads of this block have ended, and then allocates larger memory for the block.
+    - If no block is free, the arena exceeds the limit by one more block.
 
     Args:
         allocate: A function that allocates a number of bytes, and returns their location.

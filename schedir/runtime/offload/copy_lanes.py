@@ -94,13 +94,13 @@ class CopyLanes(RankService):
 
         Args:
             lane: The lane.
-            run: The function to run, without gradients. If the lane is a CUDA stream, this method
-                calls the function immediately, with this stream as the current stream. Copies in
-                this function must be `non_blocking`. The stream first waits for the current
-                computation.
+            run: The function to run. It runs with torch's gradient mode off. If the lane is a CUDA
+                stream, this method calls the function immediately, with this stream as the current
+                stream. Copies in this function must be `non_blocking`. The stream first waits for
+                the current computation.
             nbytes: The bytes that the job copies.
             after_jobs: Jobs that must end before this job begins.
-            observer: An object that is notified of the begin and the end of the job.
+            observer: An object that is notified of the start and the end of the job.
 
         Returns:
             The job.

@@ -1,6 +1,6 @@
 """Run the optimizer step of each stage on the host, on a separate lane.
 
-While the host steps a stage, host parameters replace the stage's parameters in the optimizer. With
+During the step of a stage, host parameters replace the stage's parameters in the optimizer. With
 a MainOptimizer the host parameters receive the rounded main parameters. With other optimizers,
 `offload_gradient` copies the parameters to the host parameters in the first update of a step. The
 optimizer state of each parameter always stays on the host, in the same objects.
@@ -51,7 +51,8 @@ class _GradCheck(NamedTuple):
 class _HostParameters:
     """The parameters and gradient buffers of a stage in host memory.
 
-    A parameter without a gradient is not stepped, and has no copy on the host.
+    The optimizer does not step a parameter without a gradient. Such a parameter has no copy on the
+    host.
 
     Attributes:
         host_copies: Parameter on the device -> parameter on the host.
@@ -225,7 +226,7 @@ class CpuOptimizer(HostOptimizerState):
         Args:
             stage: The number of the stage.
             is_first_update: True if this is the first update of the step.
-            observer: An object that is notified of the begin and the end of the copy.
+            observer: An object that is notified of the start and the end of the copy.
 
         Raises:
             ModelError: The `data` of a parameter was set to another tensor in the step.
@@ -268,12 +269,14 @@ class CpuOptimizer(HostOptimizerState):
                 job.wait()
 
     def begin_step(self, stage: int, make_error: Any, observer: LaneObserver | None = None) -> None:
-        """Start the optimizer step of a stage on the host lane, after the copy of its gradient.
+        """Start the optimizer step of a stage on the host lane.
+
+        The step waits until the gradients of the stage are on the host.
 
         Args:
             stage: The number of the stage.
             make_error: A function that converts an error to an error that names the instruction.
-            observer: An object that is notified of the begin and the end of the step.
+            observer: An object that is notified of the start and the end of the step.
         """
         assert self.grad_check is not None, "the checker proves that there is a norm"
         grad_check = self.grad_check
@@ -281,7 +284,8 @@ class CpuOptimizer(HostOptimizerState):
         thread_count = torch.get_num_threads()
 
         def run() -> None:
-            if torch.get_num_threads() != thread_count:  # the setting is per thread
+            # The lane's thread does not inherit this setting of the main thread.
+            if torch.get_num_threads() != thread_count:
                 torch.set_num_threads(thread_count)
             grad_factor = grad_check.grad_factor
             try:
@@ -324,7 +328,8 @@ class CpuOptimizer(HostOptimizerState):
         host_parameters.was_stepped = not self.main_parameters or old_versions != [
             host_copy._version for host_copy in host_parameters.host_copies.values()
         ]
-        for t in self.list_state_tensors(stage):  # keep the memory of a new state tensor
+        # A state tensor that this step created is in host memory already. Only record its memory.
+        for t in self.list_state_tensors(stage):
             self.host_memory.setdefault(t, t.detach())
 
     def reload_weights(
@@ -338,7 +343,7 @@ class CpuOptimizer(HostOptimizerState):
         Args:
             stage: The number of the stage.
             is_last_update: True if this is the last update of the step.
-            observer: An object that is notified of the begin and the end of the copy.
+            observer: An object that is notified of the start and the end of the copy.
         """
         host_parameters = self.host_parameters[stage]
         pairs = [

@@ -1,8 +1,8 @@
 """Keep the optimizer state of each stage in a file.
 
-Between steps the memory of the state tensors is a memory map of the file. So a read, for example
-for a checkpoint, reads the file, and a write changes the file. A step reads and writes the file
-through a few host buffers, and the state uses no other host memory.
+Between steps the memory of the state tensors is a memory map of the file. So a checkpoint that
+reads a state tensor reads the file, and a write to a state tensor changes the file. A step reads
+and writes the file through a few host buffers. The state uses no other host memory.
 
 References:
     Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.3.
@@ -54,7 +54,7 @@ class _HostBuffer(NamedTuple):
 
 
 class DiskOptimizerState(HostOptimizerState):
-    """The optimizer state of a rank in a file, divided into stages.
+    """The optimizer state of a rank in a file, separately for each stage.
 
     The attribute `buffer_count` is the number of host buffers. The handlers set it from the
     program.
@@ -101,7 +101,7 @@ class DiskOptimizerState(HostOptimizerState):
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end of the copy.
+            observer: An object that is notified of the start and the end of the copy.
             wrap_error: A function that adds the instruction to an error.
         """
         block, views, nbytes = self._acquire_buffer(
@@ -123,7 +123,7 @@ class DiskOptimizerState(HostOptimizerState):
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end of the copy.
+            observer: An object that is notified of the start and the end of the copy.
         """
         buffer = self.host_buffers.pop(stage)
         if self.lanes.uses_streams:  # A stream cannot wait for the disk lane, which is a thread.
@@ -148,7 +148,7 @@ class DiskOptimizerState(HostOptimizerState):
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end of the copy.
+            observer: An object that is notified of the start and the end of the copy.
 
         Raises:
             OSError: The disk has no space for new state tensors. The state is then unchanged.
@@ -185,7 +185,7 @@ class DiskOptimizerState(HostOptimizerState):
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end of the copy.
+            observer: An object that is notified of the start and the end of the copy.
             wrap_error: A function that adds the instruction to an error.
         """
         buffer = self.host_buffers.pop(stage)
@@ -255,7 +255,7 @@ class DiskOptimizerState(HostOptimizerState):
     def _list_file_runs(
         self, tensors: Iterable[Tensor], memory: Tensor
     ) -> list[tuple[int, Tensor]]:
-        """Return (file offset, part of the buffer) pairs.
+        """Return the (file offset, part of the buffer) pair of each tensor.
 
         Tensors that are adjacent in the file share a pair.
         """

@@ -63,7 +63,7 @@ class HostOptimizerState:
             parameters share memory. Or the optimizer refers to parameters outside of its groups.
     """
 
-    # True if the optimizer steps parameters on the host instead of those on the device.
+    # True if the optimizer steps copies of the parameters on the host.
     replaces_parameters = False
 
     def __init__(
@@ -162,7 +162,7 @@ class HostOptimizerState:
         ]
 
     def is_on_host(self, t: Tensor) -> bool:
-        """Return whether the data of a state tensor is its host memory.
+        """Return whether the `data` of a state tensor is in the tensor's host memory.
 
         Args:
             t: A state tensor.
@@ -205,7 +205,7 @@ class HostOptimizerState:
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end of the copy.
+            observer: An object that is notified of the start and the end of the copy.
         """
         copied_tensors = []
         for t in self.list_state_tensors(stage):
@@ -291,7 +291,7 @@ class HostOptimizerState:
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end of the copy.
+            observer: An object that is notified of the start and the end of the copy.
 
         Raises:
             ModelError: State tensors share memory with each other or with parameters.
@@ -360,7 +360,7 @@ class HostOptimizerState:
         self.loaded_addresses.clear()  # other tensors may now get these addresses
 
     def fail(self) -> None:
-        """Wait for all running copies after an error, and discard them."""
+        """After an error, wait until all running copies have ended, and ignore their errors."""
         for state_copy in (*self.pending_loads.values(), *self.pending_stores.values()):
             with suppress(Exception):  # the first error is already being raised
                 state_copy.job.finish()

@@ -2,8 +2,8 @@
 
 The parameters of a bucket have one dtype. One flat tensor has their gradients. With ZeRO, a second
 flat tensor has their weights. Both tensors are then split at the same offsets, into one shard for
-each replica. Without ZeRO, gradients have the same buckets, because some libraries add numbers in
-an order that depends on the position in the buffer.
+each replica. Without ZeRO, gradients have the same buckets, so that results have the same bits at
+all ZeRO levels. Some libraries add numbers in an order that depends on their position in a buffer.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class ShardSpec(NamedTuple):
 
     @property
     def shard_indices(self) -> range:
-        """The indices of the shards of the reduced gradient that this replica keeps."""
+        """The indices of the shards that this replica keeps after the gradient is reduced."""
         return range(self.replica, self.replica + 1) if self.zero else range(self.replicas)
 
     def for_tensor(self, tensor: Tensor) -> ShardSpec:
-        """Return the spec of this replica among the replicas that have the same tensor.
+        """Return the spec for the replicas that have the same tensor as this replica.
 
         Usually all replicas have the tensor. If the tensor belongs to an expert, only every `ep`-th
         replica has it.
@@ -227,12 +227,13 @@ def make_buckets(
     """Distribute parameters over buckets.
 
     The parameters of a bucket have the same dtype, gradient dtype and device. Parameters of experts
-    get separate buckets. So do parameters whose gradients tensor-parallel ranks sum. Buckets are
-    filled from the last parameter to the first.
+    get separate buckets. Parameters whose gradients are summed over tensor-parallel ranks also get
+    separate buckets. Buckets are filled from the last parameter to the first.
 
     Args:
         parameters: The parameters, in the order of the module.
-        max_bytes: The most bytes of a bucket's gradients. A single parameter may have more.
+        max_bytes: The largest size of a bucket's gradients, in bytes. Only a bucket with a single
+            parameter may be larger.
         shard_spec: The index of this replica, the number of replicas and the ZeRO level.
         separate_parameters: Parameters that get a bucket each, such as tied weights. The shards of
             a tied weight then have the same elements in all stages with a copy.

@@ -24,8 +24,9 @@ class GradientBuffers:
 
     Args:
         module: The stage.
-        max_bucket_bytes: The most bytes of a buffer. A single parameter may have more. With None
-            the stage has no buffers: autograd allocates each `.grad`, and accumulates into it.
+        max_bucket_bytes: The largest size of a buffer, in bytes. Only a buffer with a single
+            parameter may be larger. With None the stage has no buffers: autograd allocates each
+            `.grad`, and accumulates into it.
         shard_spec: The number of replicas, the index of this replica, and the ZeRO level.
         tied: The parameters that are tied to parameters of other stages.
 
@@ -232,7 +233,7 @@ def is_tp_sharded(parameter: Tensor) -> bool:
 
 
 def _match_memory_order(p: Tensor, view: Tensor) -> Tensor:
-    """Return a view of a gradient with the memory order of its parameter's dimensions.
+    """Return a view of a gradient whose dimensions have the same memory order as the parameter's.
 
     autograd allocates gradients in this order, and fused optimizers require it. If the memory of
     the parameter has gaps, the view is returned unchanged.

@@ -43,8 +43,7 @@ from schedir.transports.transport import Work
 class OptimisticStep(ProgramService):
     """Makes the updates of a rank before their norms are known, and validates them later.
 
-    All updates before the last update are validated. After a wrong update, the next update waits
-    for its norm.
+    All updates before the last update are validated.
 
     Instruction handlers call `step`, `track_norm` and `wait_for_previous_norm`. `needs_rerun`
     returns the same result on all ranks.
@@ -189,7 +188,7 @@ class OptimisticStep(ProgramService):
             norm.read()
             self.pending_update = None
         elif self.must_repeat:
-            norm.read()  # Wait for the norm of this step, though the step is run again.
+            norm.read()  # End this step's reduction of the norm before the step runs again.
             self._redo_update()
             self.restore_step_state()
             self.random_streams.step -= 1
@@ -306,7 +305,7 @@ class OptimisticStep(ProgramService):
                 yield leaf
 
     def _redo_update(self) -> None:
-        """Restore the state before the update, and make the update with its norm.
+        """Restore the state before the update, and make the update again with its actual norm.
 
         Options that a user set after the update, such as a learning rate, apply to the next update.
         """
@@ -358,7 +357,7 @@ def _copy_values(copies: dict[Tensor, Tensor]) -> None:
 
 
 class _Norm:
-    """The sum of squares of all gradients, 0-dim float64, which ranks may still be adding.
+    """The sum of squares of all gradients, 0-dim float64. Its reduction may still be running.
 
     On a GPU a side stream copies the sum to the host. So `read` does not wait for other kernels.
     """

@@ -71,7 +71,7 @@ def is_torch_optimizer(optimizer: object) -> bool:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return False
-    # The module of some classes is torch.optim itself.
+    # Append a dot, because the module of some classes is torch.optim itself.
     is_of_torch = f"{type(optimizer).__module__}.".startswith("torch.optim.")
     replaced_step = vars(optimizer).get("step")
     return is_of_torch and (replaced_step is None or hasattr(replaced_step, "_wrapped_by_lr_sched"))

@@ -1,8 +1,8 @@
 """Reduce the gradient of a stage over replicas, overlapped with the last backward.
 
-Each buffer of `GradientBuffers` is a bucket. When the gradients of all its parameters are final, a
-bucket is scaled and its all-reduce starts. All replicas must start the buckets in the same order,
-so this order is fixed. It is the order in which a backward completes buckets if the forward uses
+Each buffer of `GradientBuffers` is a bucket. A bucket is scaled and its reduction starts when the
+gradients of all its parameters are final. All replicas must start the buckets in the same order, so
+this order is fixed. It is the order in which a backward completes buckets if the forward uses
 parameters in the order of the module.
 """
 
@@ -39,7 +39,7 @@ _GRAD_SUM_OPS: Final = tuple(
 def find_last_accumulations(stream: Stream) -> dict[Instr, Instr]:
     """Find the reductions that can overlap with the last instruction that adds to their gradient.
 
-    A reduction cannot overlap if another instruction reads or changes the gradient in between.
+    A reduction cannot overlap if another instruction reads or changes the gradient between the two.
 
     Args:
         stream: The stream of a rank.
@@ -137,7 +137,10 @@ class GradientReduction:
         self._start_remaining()
 
     def _on_grad_accumulated(self, grad: int, stream: Any, *gradients: object) -> None:
-        """Mark a gradient as final, on the stream of the step. autograd may use another stream."""
+        """Mark a gradient as final. Autograd may call this method on another stream.
+
+        So the stream of the step first waits for that stream, and then starts complete buckets.
+        """
         if stream is not None:
             current_stream = torch.cuda.current_stream(stream.device)
             if current_stream != stream:
@@ -146,7 +149,7 @@ class GradientReduction:
             self._mark_final(grad)
 
     def overlap_deferred_wgrad(self, deferred_wgrad: DeferredGradients) -> None:
-        """Run the last deferred weight gradients of the stage, and start buckets meanwhile.
+        """Compute the last deferred weight gradients of the stage, and start complete buckets.
 
         Gradients of weights without a deferred gradient are already final.
 

@@ -1,4 +1,4 @@
-"""Create Parameters that replace another Parameter in computation, with the same hooks."""
+"""Create copies of Parameters for forwards and backwards, with the hooks of the originals."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Shard the weights of a stage over replicas, by bucket (ZeRO).
 
 Between steps the `data` of a parameter is this replica's shard of it, 1-dim and possibly empty. Its
-`grad` is a shard, too. An optimizer of the stage's parameters therefore steps shards, and no code
-can mistake old weights for full weights.
+`grad` is a shard, too. So the optimizer updates only shards, and code between steps cannot read
+outdated full weights.
 
 Within a step `data` is a view of the full weights in the bucket's flat tensor. `start_unshard`
-gathers them. They are valid from `finish_unshard` to `reshard`.
+gathers the full weights. They are valid from `finish_unshard` to `reshard`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ShardedParameters:
 
         Args:
             alias_shards: Parameter of another stage that is a value of `aliases` -> the shard of
-                its bucket. This bucket has no other parameter.
+                the parameter's bucket. This bucket has no other parameter.
         """
         for bucket in self.buckets:
             flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
@@ -121,7 +121,7 @@ class ShardedParameters:
         _ALL_INSTANCES.add(self)
 
     def list_other_weights(self) -> dict[int, Tensor]:
-        """Return `_cdata` of storage -> full weights, for all other stages at ZeRO level 3.
+        """Return a dict: `_cdata` of storage -> full weights, for other stages at ZeRO level 3.
 
         `_cdata` is an address. The caller must keep the result while it compares addresses.
         Otherwise the garbage collector may free a stage, and a new tensor may get the same address.
@@ -140,7 +140,8 @@ class ShardedParameters:
             has_backward: True if it is a training step.
 
         Raises:
-            ModelError: The data of a parameter was replaced, or full weights are still summoned.
+            ModelError: The data of a parameter was replaced, or `write_back` was not called after
+                `summon_full`.
         """
         self._require_shards()
         self.is_in_step = True
@@ -229,7 +230,7 @@ class ShardedParameters:
         """Set the data and gradient of each parameter to this replica's shards.
 
         The gradient is a shard of the reduced gradient. The call has no effect between steps, or
-        while full weights are summoned.
+        between `summon_full` and `write_back`.
         """
         if not self.is_in_step or self.summoned_flat:
             return
@@ -278,7 +279,7 @@ class ShardedParameters:
             collective: Starts a collective, see `Transport.start_collective`.
 
         Raises:
-            ModelError: The data of a parameter was replaced, or full weights are already summoned.
+            ModelError: The data of a parameter was replaced, or `summon_full` was already called.
         """
         self._require_shards()
         self.summoned_flat = [
@@ -297,7 +298,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copy this replica's shards from the summoned weights, and set parameters to the shards.
+        """Copy this replica's shards from the full weights, and set parameters to the shards.
 
         Raises:
             ModelError: The shape, type or device of a parameter has changed.
@@ -425,10 +426,10 @@ def require_sharded_state(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> N
 
 @contextmanager
 def guard_shard_step(optimizer: object, zero: int) -> Iterator[None]:
-    """Return a context for an optimizer step, which steps shards if `zero` is not 0.
+    """Return a context for an optimizer step. The step updates shards if `zero` is not 0.
 
-    Hooks of the step would get shards. Such hooks are allowed only if the optimizer's attribute
-    `elementwise` is True.
+    Hooks on the step would get shards instead of full weights. So they are allowed only if the
+    optimizer's attribute `elementwise` is True.
 
     Args:
         optimizer: The optimizer.

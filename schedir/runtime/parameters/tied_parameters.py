@@ -38,7 +38,7 @@ class TiedWeight:
 
 
 def _has_separate_copies(weight: TiedWeight, shape: PipelineShape) -> bool:
-    """Return whether copies of a weight have separate memory, and so are stepped separately."""
+    """Return whether copies of a weight have separate memory, so that each needs an update."""
     return (
         is_tied_across_ranks(weight.stages, shape)
         or len({p.data_ptr() for p in weight.local_copies.values()}) > 1
@@ -70,7 +70,7 @@ class LocalTies:
             setattr(owner, name, substitute)
 
     def restore(self) -> None:
-        """Set the original Parameters in the module again."""
+        """Put the original Parameters back into the module."""
         for owner, name, original, _ in self.substitutions:
             setattr(owner, name, original)
 
@@ -81,8 +81,8 @@ class RankTies:
     Args:
         weights: The tied weights with copies on the rank. The constructor sets substitutes in the
             `local_copies` of these weights.
-        parameter_copies: Parameter that virtual ranks of the process share -> the copy with which
-            this rank computes.
+        parameter_copies: Parameter that several ranks of an `InProcessExecutor` share -> the copy
+            that this rank uses.
         program: The first program of the rank.
         keeps_gradients: True if a step adds gradients to existing ones.
 
@@ -120,13 +120,13 @@ class RankTies:
         return [w.local_copies[stage] for w in self.weights if stage in w.local_copies]
 
     def copy_shared_parameters(self) -> None:
-        """Copy the values of Parameters that virtual ranks share to the copies of this rank."""
+        """Copy the values of Parameters that several ranks share to the copies of this rank."""
         for shared, copy in self.parameter_copies.items():
             if copy is not shared:
                 copy.detach().copy_(shared.detach())
 
     def begin_update(self) -> None:
-        """Point each alias to the memory of its Parameter, which the caller may have replaced."""
+        """Let each alias use the memory of its Parameter again, if the caller replaced `data`."""
         for alias, original in self.aliases.items():
             if not self.is_sharded and alias.data_ptr() != original.data_ptr():
                 alias.data = original.data
@@ -139,13 +139,13 @@ def _make_substitutes(
 ) -> tuple[dict[int, dict[nn.Parameter, nn.Parameter]], dict[nn.Parameter, nn.Parameter]]:
     """Create the substitutes for Parameters that several stages of a process have.
 
-    The rank's first stage with the Parameter computes with it, or with the rank's copy of it. Each
-    later stage gets a Parameter in the same memory, with a separate gradient.
+    The rank's first stage with the Parameter uses the Parameter itself, or the rank's copy of it.
+    Each later stage gets another Parameter in the same memory, with a separate gradient.
 
     Args:
         weights: The tied weights of the rank. The function sets substitutes in the `local_copies`
             of these weights.
-        copies: Parameter that virtual ranks of the process share -> the copy of this rank.
+        copies: Parameter that several ranks of the process share -> the copy of this rank.
 
     Returns:
         `RankTies.substitutes` and `RankTies.aliases`.

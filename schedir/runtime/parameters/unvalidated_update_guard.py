@@ -22,11 +22,12 @@ _UNVALIDATED_MESSAGE: Final = "the last update is not validated yet, and schedir
 class UnvalidatedUpdateGuard:
     """Hooks and fingerprints that refuse access to weights while an update is not validated.
 
-    Hooks raise ModelError if a stage, or a module in it with trained weights, runs a forward, also
-    as a part of another model. Other hooks raise ModelError if the state dict of such a module or
-    of the optimizer is saved or loaded. `lift` finds writes to the state that an update changes:
-    the weights, the optimizer state, the loss scale, and the set of parameters that the optimizer
-    steps. The optimizer's options may change.
+    The guarded modules are the stages, and the modules in them that have trained weights. Hooks
+    raise ModelError if a guarded module runs a forward, even as a part of another model. Other
+    hooks raise ModelError if the state dict of a guarded module or of the optimizer is saved or
+    loaded. `lift` finds writes to the state that an update changes: the weights, the optimizer
+    state, the loss scale, and the set of parameters that the optimizer steps. The optimizer's
+    options may change.
 
     Version counters show most writes. Checksums also show a write through `data`.
 
@@ -113,7 +114,7 @@ class UnvalidatedUpdateGuard:
         return entries
 
     def _collect_traces(self) -> list[list[object]]:
-        """Return the addresses, versions and checksums of weights, and those of other state."""
+        """Return addresses, versions and checksums: a list for weights, and one for other state."""
         inner = unwrap_optimizer(self.optimizer)
         state: list[Any] = [] if inner is None else [[*inner.state.values()]]
         if inner is not None:

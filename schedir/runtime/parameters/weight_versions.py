@@ -1,8 +1,8 @@
 """Keep old versions of the weights of a stage for delayed updates (PipeDream-2BW).
 
 Only programs with several updates need old versions. The optimizer changes the parameters of the
-module in place. Computation uses copies, which accumulate gradients into the same tensors as these
-parameters.
+module in place. Forwards and backwards use copies of these parameters. The `grad` of a copy is the
+`grad` of its parameter, so all gradients go into the same tensors.
 
 References:
     Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, arXiv 2006.09503.
@@ -28,8 +28,7 @@ from schedir.runtime.parameters.parameter_copies import make_parameter_like, req
 class WeightVersions:
     """Copies of a stage's trained weights for each weight version in use.
 
-    The number of a weight version is the number of updates of the current step that the weights
-    contain.
+    Version n has the values of the weights after n updates of the current step.
 
     Args:
         module: The stage.
@@ -45,7 +44,8 @@ class WeightVersions:
         indexed_instructions: Iterable[tuple[int, Instr]],
     ) -> None:
         self.stage = -1
-        self.last_uses: dict[int, int] = {}  # version -> index of its last user in the stream
+        # Version -> index in the stream of the last instruction that uses it.
+        self.last_uses: dict[int, int] = {}
         for index, (op, stage, mb) in indexed_instructions:
             self.stage = stage
             if op in COMPUTE_OPS:
@@ -60,7 +60,8 @@ class WeightVersions:
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         # During a step: observers on the autograd nodes of the module's original parameters.
         self.hooks: list[tuple[Node, RemovableHandle]] = []
-        self.traces: dict[int, list[tuple[int, ...]]] = {}  # version -> traces of its new copies
+        # Version -> result of `_collect_traces` when the version was copied.
+        self.traces: dict[int, list[tuple[int, ...]]] = {}
 
         # True in the first step, which compares checksums. Checksums also show writes to `data`.
         self.compares_values = True
@@ -84,8 +85,8 @@ class WeightVersions:
 
         Args:
             version: The number of the version.
-            index: The index of the current instruction in the stream. Versions without a use from
-                this index on are dropped.
+            index: The index of the current instruction in the stream. Versions whose last use is
+                before this index are dropped.
 
         Raises:
             ModelError: The stage wrote to a copy that is dropped.
@@ -188,7 +189,7 @@ class WeightVersions:
         return [copies[id(parameter)] for copies in self.copies_by_version.values()]
 
     def restore(self) -> None:
-        """Set the original parameters in the module again, and drop all versions."""
+        """Put the original parameters back into the module, and drop all versions."""
         for owner, name, parameter in self.module_entries:
             owner._parameters[name] = parameter
         self.copies_by_version.clear()

@@ -68,8 +68,8 @@ class GpuProgress:
 
     def __init__(self, executor: Executor) -> None:
         state, self.executor = executor.state, executor
-        # `_StepEvents.works` refers to memory, so the first step must not count references to
-        # memory.
+        # The works in `_StepEvents.works` keep references to tensors. The first step must not
+        # report them as references that a stage keeps.
         state.first_step_checks.counts_references = False
         self.step_events = [
             _StepEvents(state.device, len(state.stream)) for _ in range(MAX_STEPS_IN_FLIGHT)

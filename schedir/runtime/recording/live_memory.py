@@ -102,7 +102,7 @@ class LiveMemory(TorchDispatchMode):
 
 
 def _list_static_tensors(executor: Executor) -> Iterable[object]:
-    """Yield the tensors that a rank keeps in all steps, also while their memory is freed."""
+    """Yield the tensors that a rank keeps in all steps, including those with freed memory."""
     state = executor.state
     for stage in executor.stages.values():
         yield from stage.list_static_tensors()
@@ -117,6 +117,6 @@ def _list_static_tensors(executor: Executor) -> Iterable[object]:
 
 
 def _measure_storages(values: Iterable[object]) -> dict[StorageWeakRef, int]:
-    """Return storage -> bytes for all dense tensors in `values`."""
+    """Return a dict: storage -> bytes, for all dense tensors in `values`."""
     tensors = (x for x in values if isinstance(x, Tensor) and not x.is_sparse)
     return {StorageWeakRef(x): x.nbytes() for x in (t.untyped_storage() for t in tensors)}

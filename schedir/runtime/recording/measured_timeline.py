@@ -20,17 +20,17 @@ from schedir.transports.process_transport import ProcessTransport
 def gather_timeline(executor: Executor, transport: ProcessTransport) -> Timeline | None:
     """Return the timeline of the last recorded step, in seconds from its first instruction.
 
-    All processes must call this function soon after the step, because it measures the offsets
-    between the clocks of the processes, and clocks drift. A message begins when both sides have
-    started it. It ends when it arrives, or on a CPU when the receiver detects its arrival.
+    The function measures the offsets between the clocks of the processes. Because clocks drift, all
+    processes must call it soon after the step. A message begins when both sides have started it. It
+    ends when it arrives, or on a CPU when the receiver detects its arrival.
 
     Args:
         executor: The executor of this process.
         transport: The transport of the executor.
 
     Returns:
-        On process 0, the timeline of the pipeline ranks of the first replica and the first
-        tensor-parallel rank. On other processes None.
+        On process 0, the timeline of all pipeline ranks. It has only the first replica, and in this
+        replica only the first tensor-parallel rank. On other processes None.
 
     Raises:
         ModelError: No step was recorded, or a rank has not sent a start and an end for each of its

@@ -1,7 +1,7 @@
 """Find the instruction that first produced inf or NaN.
 
-A step skips an update if gradients are not finite, but the intermediate values of the step are then
-already freed. To find the origin, the step runs again with the same weights.
+A step skips an update if gradients are not finite. By then, the step has freed its intermediate
+values. To find the origin, the step runs again with the same weights.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class NanOrigin(NamedTuple):
 
     @property
     def sort_key(self) -> tuple[int, ...]:
-        """The order of microbatches, and of data flow in each of them. Reductions come last."""
+        """A key that sorts origins by microbatch, and then by data flow. Reductions come last."""
         op, stage, mb = self.instr
-        if op not in COMPUTE_OPS:  # a reduction, where `mb` is the update
+        if op not in COMPUTE_OPS:  # a reduction, whose `mb` is the index of the update
             return 1, 0, 0, -stage, self.process
         return 0, mb, not self.is_forward, stage if self.is_forward else -stage, self.process
 
@@ -113,8 +113,8 @@ class NanOrigin(NamedTuple):
 def find_earliest(origins: Iterable[NanOrigin], last_stage: int) -> NanOrigin | None:
     """Return the earliest origin that any rank found, or None if there are no origins.
 
-    Forwards count only if the loss of their microbatch is not finite, too. Otherwise an infinite
-    output, such as a mask, is intended.
+    A forward is an origin only if the loss of its microbatch is not finite, too. Otherwise an
+    infinite output, such as a mask, is intended.
 
     Args:
         origins: The origins of all ranks.
@@ -138,7 +138,7 @@ def find_earliest(origins: Iterable[NanOrigin], last_stage: int) -> NanOrigin | 
 
 
 def make_nonfinite_error(origin: NanOrigin | None, program: Program, step: int) -> NonFiniteError:
-    """Return the error for a step that was not finite.
+    """Return the error for a step whose loss or gradient was infinite or NaN.
 
     Args:
         origin: The instruction that first produced inf or NaN, or None if it is unknown.

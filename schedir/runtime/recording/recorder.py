@@ -6,7 +6,7 @@ the host records CUDA events on the streams, and reads them after the step:
 - A compute instruction begins when the host has issued it and its inputs are ready. It ends when
   the compute stream has finished it.
 - A message or a reduction begins when the issuing stream has reached it and its queue is free. It
-  ends when its lane has finished it, even if the compute stream waits for it later.
+  ends when its lane has finished it. The compute stream may wait for it later.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ class Timestamps(WorkObserver, ABC):
 
     @contextmanager
     def attribute_to(self, k: int) -> Iterator[None]:
-        """Attribute work that is started within a context to another instruction.
+        """Return a context. Work that starts within the context belongs to instruction `k`.
 
-        The work may end before that instruction begins.
+        The work may end before instruction `k` begins.
 
         Args:
-            k: The index of the other instruction in the stream.
+            k: The index of the instruction in the stream.
         """
         previous = self.current_index
         self.current_index = None if previous is None else k
@@ -115,7 +115,7 @@ class Timestamps(WorkObserver, ABC):
     def on_issued(self) -> None:
         """Record the end of all pending work, which the host has now issued.
 
-        The host issues the work of a group at the end of the group.
+        The host issues the work of a group of transfers at the end of the group.
         """
 
     def make_lane_observer(self) -> LaneTimestamps | None:
@@ -141,7 +141,7 @@ class Timestamps(WorkObserver, ABC):
 
 
 class LaneTimestamps:
-    """The lane observer of one instruction. The thread or stream of the lane calls it.
+    """The lane observer of one instruction. Its methods run on the thread or stream of the lane.
 
     Args:
         timestamps: The recorder of the rank.
@@ -213,8 +213,8 @@ class _ObservedWork:
 
     def wait(self) -> None:
         self.work.wait()
-        # Do not call `end_instruction`: the instruction that waits may be another one, and has not
-        # ended.
+        # Do not call `end_instruction`: it would end the current instruction, which waits for this
+        # work.
         self.timestamps.end_times[self.k] = perf_counter()
 
 
@@ -237,8 +237,8 @@ class EventTimestamps(Timestamps):
 
     Some transports, such as NCCL, return work without `record_end`. Then a side stream waits for
     the work and records its end. There is one side stream for each queue in which the rank
-    receives. A side stream costs the host some microseconds per message, and the GPU a wait and an
-    event.
+    receives. For each message, a side stream costs some microseconds on the host, and a wait and an
+    event on the GPU.
 
     Args:
         program: The program.
@@ -264,7 +264,7 @@ class EventTimestamps(Timestamps):
         ]
         self.queue_by_instruction = queue.tolist()
         self.group_by_instruction = np.cumsum(~stream.joined).tolist()
-        # Indices of all instructions but sends. Only the receiver of a message records its times.
+        # Indices of all instructions except sends. Only receivers record the times of messages.
         self.lane_instructions = np.flatnonzero(~np.isin(stream.op, SEND_OPS)).tolist()
         queues = sorted(
             {
@@ -332,8 +332,8 @@ class EventTimestamps(Timestamps):
             anchor_time - np.array([event.elapsed_time(anchor) for event in events]) / 1e3
             for events in (self.start_events, self.end_events)
         )
-        # Queue -> the time from which it is free for its current group. The members of a group of
-        # transfers run concurrently.
+        # Queue -> the time at which its previous group has ended. The transfers of a group run
+        # concurrently, so all of them may start at this time.
         free_times: dict[int, float] = {}
         # Queue -> its last group, and the time when all members of the group have ended.
         last_groups: dict[int, tuple[int, float]] = {}
@@ -377,7 +377,7 @@ class RecordedTransport(TransportWrapper):
         super().__init__(inner)
         self.timestamps = timestamps
         self.send = inner.send
-        self.is_in_group = False  # between `start_group` and `end_group`
+        self.is_in_group = False  # True between `start_group` and `end_group`
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """See `Transport.recv`."""
@@ -450,8 +450,9 @@ def read_step_times(
 def _record_anchor(device: torch.device) -> tuple[torch.cuda.Event, float, float]:
     """Return an event, its time on the host's clock, and the error of that time, in seconds.
 
-    The GPU is idle, so it reaches the event after the host issues it, and before the host's wait
-    returns. The shortest of several rounds has the smallest error.
+    The GPU is idle. So the GPU reaches the event between two times on the host's clock: when the
+    host records the event, and when the host has waited for the event. The result is the middle of
+    these two times, from the round in which they are closest.
     """
     best = None
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""LossGradients: the gradient of the loss with which the backward of a microbatch begins."""
+"""LossGradients: the gradient of the loss, from which the backward of a microbatch begins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from schedir.runtime.rank_state import ProgramService, State
 
 
 class LossGradients(ProgramService):
-    """The gradient with which each backward of a step begins, and the factor for summed gradients.
+    """The initial gradient of each backward of a step, and the factor of the gradient sums.
 
     Args:
         state: The state of the program.
@@ -33,7 +33,7 @@ class LossGradients(ProgramService):
         gradient = (loss_scale.value * self.grad_scale).float()
         if self.initial_gradient is None:
             self.initial_gradient = gradient
-        else:  # in place, because a graph may refer to it
+        else:  # in place, because a captured CUDA graph would read this memory
             self.initial_gradient.copy_(gradient)
         self.grad_scale = loss_scale.inverse
 
@@ -41,8 +41,8 @@ class LossGradients(ProgramService):
         """Return the initial gradient of the backward of a microbatch.
 
         With `accumulate_grads` the initial gradient is always `grad_scale`, because gradients are
-        not scaled later. Otherwise it is NaN if the loss is not finite. The gradients of the update
-        are then NaN, too, so all ranks detect that the loss is not finite.
+        not scaled later. Otherwise it is `initial_gradient`, or NaN if the loss is not finite. NaN
+        spreads to the gradients of the update, so all ranks detect that the loss is not finite.
 
         Args:
             mb: The microbatch.

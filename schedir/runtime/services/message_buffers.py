@@ -31,7 +31,7 @@ class MessageBuffers(RankService):
     Attributes:
         sizes: Kind of value -> bytes of each slot.
         received: Slot -> memory of its received values.
-        sent: (Kind, slot, opcodes that changed the form) -> memory of sent values.
+        sent: (Kind, slot, opcodes that changed the form of the value) -> memory of the sent values.
     """
 
     def __init__(self, resources: RankResources) -> None:
@@ -67,7 +67,8 @@ class MessageBuffers(RankService):
     ) -> Tensor | None:
         """Return the memory from which the value in a slot is sent. The first call allocates it.
 
-        The next instruction that fills the slot waits for the send, or runs in a later step.
+        All values of the slot with these form changes use the same memory. This is safe, because
+        the next instruction that fills the slot waits for the send, or runs in a later step.
 
         Args:
             kind: The kind of the value.
@@ -93,7 +94,7 @@ class MessageBuffers(RankService):
 def _compute_sizes(
     program: Program, rank: int, boundaries: BoundaryTable
 ) -> dict[Value, list[int]]:
-    """Return kind of value -> bytes of the message buffer of each slot.
+    """Return a dict: kind of value -> bytes of the message buffer of each slot.
 
     A buffer has the size of the largest value that is sent from the slot or received into it. The
     size is 0 if all values of the slot stay on the rank.

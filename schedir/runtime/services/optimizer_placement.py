@@ -17,14 +17,14 @@ from schedir.runtime.step_inputs import StepInputs
 
 
 class OptimizerPlacement(RankService):
-    """Keeps the optimizer state of a rank where the program places it between steps.
+    """Moves the optimizer state of a rank to the tier that the program sets, between steps.
 
     Args:
         resources: The resources of the rank.
 
     Attributes:
-        optimizer_state: The object that moves or steps the state. None if the rank has no
-            optimizer.
+        optimizer_state: The object that moves the state and runs the optimizer step. None if the
+            rank has no optimizer.
 
     Raises:
         ModelError: Parameters or state tensors share memory, so an optimizer step of one stage
@@ -65,17 +65,17 @@ class OptimizerPlacement(RankService):
         """Move all state to the tier in which it stays between steps.
 
         Args:
-            batch: The inputs of the step, which stay the same.
+            batch: The inputs of the step. The method returns them unchanged.
         """
         if self.optimizer_state is not None:
             self.optimizer_state.to_resting_state()
         return batch
 
     def fail(self, *, has_begun: bool) -> None:
-        """Wait for all running copies, and discard them.
+        """Wait until all running copies have ended, and ignore their errors.
 
         Args:
-            has_begun: True if an instruction of the step had begun.
+            has_begun: True if an instruction of the step had begun before the error.
         """
         if self.optimizer_state is not None:
             self.optimizer_state.fail()

@@ -15,7 +15,7 @@ from schedir.transports.transport import Work
 
 
 class PendingReductions(ProgramService):
-    """The reductions of a program's gradients, which may not have ended.
+    """The reductions of a program's gradients that may still be running.
 
     Args:
         state: The state of the program.
@@ -36,8 +36,8 @@ class PendingReductions(ProgramService):
         self.by_instruction: dict[Instr, GradientReduction] = {}
         self.overlapped = find_last_accumulations(state.stream) if state.program.dp > 1 else {}
         self.starts_after_backward = False
-        # Index of an instruction that starts a full gradient -> index of the reduction that freed
-        # its slot.
+        # Index of an instruction that is the first to add to a full gradient -> index of the
+        # reduction that freed the slot of this gradient.
         self.freed_by = find_freeing_instructions(state.program, state.rank, Value.WGRAD)
 
     def wait(self) -> None:

@@ -1,9 +1,11 @@
-"""PendingSends: the sends of a step, which may not have arrived.
+"""PendingSends: the sends of a step that may still be running.
 
-Gloo has no query for the completion of a send, only a wait. A wait that comes too early may delay
-work for which the receiver waits, so the rank waits later. The receiver may use a message and later
-send another message back. The arrival of this other message proves that the first message has
-arrived.
+A rank keeps the memory of a sent tensor until the send has ended. Gloo has no query for the end of
+a send, only a wait. An early wait could delay work that the receiver needs. So the rank waits as
+late as possible.
+
+A receiver may use a message and then send a second message back. When the second message arrives,
+the first message must have arrived, too. The rank can then free the sent tensor without a delay.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from schedir.transports.transport import Work
 
 
 class PendingSends(ProgramService):
-    """The sends of a program, which may not have arrived.
+    """The sends of a program that may still be running.
 
     Args:
         state: The state of the program.
@@ -28,8 +30,8 @@ class PendingSends(ProgramService):
     Attributes:
         works: Index of a pending send in the stream -> its work and the sent tensor.
         implied_acks: Index of a receive -> indices of the sends whose arrival it proves.
-        before_reuse: Index of an instruction that fills a slot again -> indices of the sends that
-            must end before this instruction.
+        before_reuse: Index of an instruction that reuses a slot -> indices of the sends that must
+            end before this instruction.
     """
 
     def __init__(self, state: State) -> None:
@@ -50,7 +52,7 @@ class PendingSends(ProgramService):
         if send in self.works:
             work, tensor = self.works.pop(send)
             work.wait()
-            del tensor  # not earlier: a GPU may reuse the memory immediately
+            del tensor  # only after the wait, because a GPU may reuse the memory immediately
 
     def finish_step(self) -> None:
         """Wait for all pending sends."""
@@ -73,7 +75,7 @@ _SENDS_BY_CONSUMER: Final = {
 
 
 def _find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
-    """Return index of a receive -> indices of the sends whose arrival it proves.
+    """Return a dict: index of a receive -> indices of the sends whose arrival it proves.
 
     Each send appears only with the first receive that proves its arrival.
     """
@@ -83,7 +85,8 @@ def _find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
     peers = {program.peer_rank(i) for i in stream if i.op in SEND_OPS}
     acks: dict[int, list[int]] = {}
     for peer in peers:
-        used_sends: list[int] = []  # sends that the peer has used since its last send to this rank
+        # The sends whose values the peer has used since its last send to this rank.
+        used_sends: list[int] = []
         for op, stage, mb in program.streams[peer]:
             row = INSTRUCTIONS[op]
             for send, hop in _SENDS_BY_CONSUMER[op]:

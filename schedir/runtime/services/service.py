@@ -73,13 +73,13 @@ class Service:
         """End a step or an evaluation after its last instruction, before `restore`."""
 
     def restore(self) -> None:
-        """Restore the state that modules have between steps, after a step or an error."""
+        """After a step or an error, restore the state that modules have between steps."""
 
     def fail(self, *, has_begun: bool) -> None:
         """Clean up after an error in a step.
 
         Args:
-            has_begun: True if an instruction of the step had begun.
+            has_begun: True if an instruction of the step had begun before the error.
         """
 
     def needs_rerun(self) -> bool:
@@ -87,7 +87,7 @@ class Service:
         return False
 
     def lift_guard(self) -> None:
-        """Allow access to weights, before a rank writes to weights that other ranks share."""
+        """Allow access to weights. A rank is about to write to weights that other ranks share."""
 
     def validate(self) -> None:
         """Validate the last update, and correct weights and optimizer state if needed.
@@ -96,7 +96,7 @@ class Service:
         """
 
     def preserve(self, preserved: PreservedState) -> None:
-        """Add the state that a step changes and a later step reads to `preserved`.
+        """Add to `preserved` the state that a step changes and that a later step reads.
 
         The caller restores this state after warm-up steps, and before a step runs again. A
         checkpoint does not contain this state. So a service with such state must raise in
@@ -121,7 +121,7 @@ class Service:
         """Raise `CheckpointError` if a checkpoint cannot save or load the present state."""
 
     def on_load(self) -> None:
-        """Reset state because a checkpoint is about to be loaded, or has been loaded."""
+        """Reset the service's state. A checkpoint is about to be loaded, or has been loaded."""
 
     def list_device_tensors(self) -> Iterable[Tensor]:
         """Return tensors on the device that the service keeps, to count their memory."""

@@ -46,12 +46,12 @@ class ShardedStages(ProgramService):
         shard_optimizer_state(self.state.resources.optimizer, shard_ranges)
 
     def begin_update(self) -> None:
-        """Set all parameters to their full shapes."""
+        """Set `data` of all parameters to views with the full shapes."""
         for weights in self.sharded:
             weights.begin_step(has_backward=self.state.program.has_backward)
 
     def begin_optimizer_step(self) -> None:
-        """Set all parameters to their shards for the optimizer, and check the optimizer state.
+        """Set `data` of all parameters to their shards, and check the optimizer state.
 
         Raises:
             ModelError: A sharded weight was written to, or the optimizer's state is not sharded.
@@ -72,7 +72,7 @@ class ShardedStages(ProgramService):
             weights.require_unwritten()
 
     def restore(self) -> None:
-        """Set all parameters to their shards."""
+        """Set `data` of all parameters to their shards."""
         for weights in self.sharded:
             weights.to_resting_state()
 
@@ -113,7 +113,7 @@ class ShardedStages(ProgramService):
 
 
 def _checksum_parameters(state: State) -> dict[str, str]:
-    """Return description -> checksum for each parameter, for `check_agreement`."""
+    """Return a dict for `check_agreement`: description of a parameter -> checksum."""
     modules = {s: stage.module for s, stage in state.stages.items()}
     tp_rank = state.transport.tp_rank
     return {

@@ -51,7 +51,7 @@ class StageWeightVersions(ProgramService):
             versions.end_step()
 
     def restore(self) -> None:
-        """Set the original parameters in all modules again."""
+        """Put the original parameters back into all modules."""
         for versions in self.by_stage.values():
             versions.restore()
 

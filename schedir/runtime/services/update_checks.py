@@ -1,4 +1,4 @@
-"""UpdateChecks: the gradient norm and the finiteness of each update, and the optimizer step."""
+"""UpdateChecks: check and clip the gradients of each update, and run the optimizer step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OptimizerSteps(RankService):
         resources: The resources of the rank.
 
     Attributes:
-        can_step: False in steps that will be undone and in which the optimizer must not step.
+        can_step: False if the optimizer must not step, because the steps will be undone.
         read_last_result: Returns `Executor.grad_norm` and `Executor.finite_updates` of the last
             step.
     """
@@ -44,8 +44,8 @@ class OptimizerSteps(RankService):
 
         Args:
             finite: True if the update is finite, 0-dim bool.
-            step: A function that steps some of the stages if its argument is True. By default the
-                optimizer steps all stages.
+            step: A function that gets `finite`, and updates some of the stages if it is True. By
+                default the optimizer updates all stages.
         """
         resources, optimizer = self.resources, self.resources.optimizer
         finite = finite if self.can_step else torch.zeros_like(finite)
@@ -76,6 +76,8 @@ class OptimizerSteps(RankService):
 class UpdateChecks(ProgramService):
     """Checks and clips the gradients of each update of a program.
 
+    An update is finite if none of its gradients is infinite or NaN.
+
     Args:
         state: The state of the program.
 
@@ -83,9 +85,9 @@ class UpdateChecks(ProgramService):
         grad_norm: The global norm of the last update's gradients before clipping, 0-dim float64. It
             is 0 if the program has no gradient clipping.
         finite_updates: A bool for each update of the step: True if the update was finite.
-        squared_norms: Update -> sum of squares of all gradients. The clipping of an update removes
-            its entry. There may be several entries, because a rank without gradients may reduce the
-            norm of the next update early.
+        squared_norms: Update -> sum of squares of all gradients. The entry of an update is removed
+            when its gradients are clipped. There may be several entries, because a rank without
+            gradients may reduce the norm of the next update early.
         is_finite: The result of the check of the current update, or None before the check.
         clip_factor: The clip factor of the current update for the CPU optimizer, or None.
         judge: Returns the `NormVerdict` of an update. Without clipping the factor is None.
@@ -120,7 +122,7 @@ class UpdateChecks(ProgramService):
         return (self.state.service(OptimizerSteps).read_last_result or self.read_result)()
 
     def check_once(self, update: int) -> Tensor:
-        """Return whether an update is finite. The first call checks and clips its gradients.
+        """Return whether an update is finite. The first call checks and clips the gradients.
 
         Args:
             update: The index of the update in the step.
@@ -156,7 +158,7 @@ class UpdateChecks(ProgramService):
 
         Returns:
             A 0-dim bool tensor: True if the gradients are finite. With clipping these are the
-            gradients of all ranks, otherwise those of the rank's stages.
+            gradients of all ranks. Without clipping they are the gradients of the rank's stages.
 
         Raises:
             ModelError: A sharded weight was written to, or the optimizer's state is not sharded.
@@ -187,6 +189,7 @@ class UpdateChecks(ProgramService):
             flat for s in state.stages.values() for flat in s.gradients.reduced_flat
         )
         # With ZeRO a replica checks only its shard, and with expert parallelism only its experts.
+        # So the replicas combine their results.
         if (state.program.zero and state.program.dp > 1) or state.program.ep > 1:
             nonfinite = finite.logical_not().to(torch.int32)
             state.transport.start_collective("all_reduce", "dp", nonfinite, nonfinite).wait()
@@ -197,7 +200,7 @@ class UpdateChecks(ProgramService):
 def compute_clip_factor(max_norm: float, squared_norm: Tensor) -> NormVerdict:
     """Return whether the norm of all gradients is finite, and the factor that clips them.
 
-    The host reads no value, because it would have to wait for the GPU.
+    The results stay on the device. To read them, the host would have to wait for the GPU.
 
     Args:
         max_norm: The largest allowed norm.
