@@ -109,8 +109,9 @@ def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared)
     about = f"{format_cell(str(parser.description)).rstrip('.')}."
     yield f"### schedir {name}\n\n{about[0].upper()}{about[1:]}"
     positionals = [
-        f"[{a.metavar}]" if a.nargs == "?" else f"{a.metavar}{' ...' * (a.nargs in ('+', '*'))}"
+        f"[{value}]" if a.nargs == "?" else f"{value}{' ...' * (a.nargs in ('+', '*'))}"
         for a in parser._get_positional_actions()
+        for value in [a.metavar or a.dest.upper()]
     ]
     yield f"```text\nschedir {' '.join([name, *positionals])} [OPTION ...]\n```"
     common = {*shared.everywhere, *shared.program, *shared.other}
