@@ -4,8 +4,8 @@ Example:
     >>> import schedir
     >>> from schedir import B, F, Costs
     >>> def mine(rank, ranks, microbatches):
-    ...     lead = min(ranks - 1 - rank, microbatches)
-    ...     return lead * F + (microbatches - lead) * (F + B) + lead * B
+    ...     warmup = min(ranks - 1 - rank, microbatches)
+    ...     return warmup * F + (microbatches - warmup) * (F + B) + warmup * B
     >>> program = schedir.compile(mine, ranks=4, microbatches=8)
     >>> timeline = schedir.simulate(program, Costs(F=1, B=2))
     >>> f"{timeline.span:g} units of time, {timeline.bubble:.1%} of it idle"

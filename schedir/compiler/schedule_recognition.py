@@ -82,8 +82,8 @@ def recognize(program: Program) -> Recognition:
         this is zb_h1
         >>> from schedir import B, F
         >>> def mine(rank, ranks, microbatches):
-        ...     lead = min(ranks - rank, microbatches)
-        ...     return lead * F + (microbatches - lead) * (B + F) + lead * B
+        ...     warmup = min(ranks - rank, microbatches)
+        ...     return warmup * F + (microbatches - warmup) * (B + F) + warmup * B
         >>> print(recognize(compile(mine, ranks=4, microbatches=8)))
         this is one_f_one_b
     """

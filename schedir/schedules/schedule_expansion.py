@@ -64,8 +64,8 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
     Example:
         >>> from schedir import B, F, PipelineShape, expand_schedule, to_text
         >>> def mine(rank, ranks, microbatches):
-        ...     lead = min(ranks - 1 - rank, microbatches)
-        ...     return lead * F + (microbatches - lead) * (F + B) + lead * B
+        ...     warmup = min(ranks - 1 - rank, microbatches)
+        ...     return warmup * F + (microbatches - warmup) * (F + B) + warmup * B
         >>> print(to_text(expand_schedule(mine, PipelineShape(ranks=2, microbatches=4))), end="")
         schedir 1
         program mine

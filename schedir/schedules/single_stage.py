@@ -57,8 +57,8 @@ def one_f_one_b(r: int, P: int, m: int) -> RankSchedule:
         rank 1  .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 -- .. ..
         rank 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. .. .. ..
     """
-    lead = min(P - 1 - r, m)
-    return lead * F + (m - lead) * (F + B) + lead * B
+    warmup = min(P - 1 - r, m)
+    return warmup * F + (m - warmup) * (F + B) + warmup * B
 
 
 def eager_1f1b(r: int, P: int, m: int) -> RankSchedule:
@@ -87,8 +87,8 @@ def eager_1f1b(r: int, P: int, m: int) -> RankSchedule:
         rank 1  .. F0 F1 F2 .. B0 -- F3 B1 -- .. B2 -- .. B3 -- .. ..
         rank 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. .. .. ..
     """
-    lead = min(2 * (P - 1 - r), m)
-    return lead * F + (m - lead) * (F + B) + lead * B
+    warmup = min(2 * (P - 1 - r), m)
+    return warmup * F + (m - warmup) * (F + B) + warmup * B
 
 
 def forward_only(r: int, P: int, m: int, v: int = 1) -> RankSchedule:

@@ -13,12 +13,12 @@ Example:
     >>> from schedir import B, F
     >>> from schedir.testing import assert_schedule
     >>> def mine(rank, ranks, microbatches):
-    ...     lead = min(ranks - 1 - rank, microbatches)
-    ...     return lead * F + (microbatches - lead) * (F + B) + lead * B
+    ...     warmup = min(ranks - 1 - rank, microbatches)
+    ...     return warmup * F + (microbatches - warmup) * (F + B) + warmup * B
     >>> assert_schedule(mine)
     >>> def impatient(rank, ranks, microbatches):
-    ...     lead = min(rank, microbatches)
-    ...     return lead * F + (microbatches - lead) * (F + B) + lead * B
+    ...     warmup = min(rank, microbatches)
+    ...     return warmup * F + (microbatches - warmup) * (F + B) + warmup * B
     >>> assert_schedule(impatient)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...

@@ -84,8 +84,8 @@ assert main(["check", "gpipe", "--progress-model", "way"]) == 0
 """,
     ),
     "a schedule": Extension(
-        [("schedules/single_stage.py", "    lead = min(2 * (P - 1 - r), m)\n"
-          "    return lead * F + (m - lead) * (F + B) + lead * B\n", """\
+        [("schedules/single_stage.py", "    warmup = min(2 * (P - 1 - r), m)\n"
+          "    return warmup * F + (m - warmup) * (F + B) + warmup * B\n", """\
 
 
 def in_pairs(r: int, P: int, m: int) -> Word:

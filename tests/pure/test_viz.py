@@ -49,8 +49,8 @@ def split_backwards(r: int, P: int, m: int) -> RankSchedule:
 
 
 def overlapped_pairs(r: int, P: int, m: int) -> RankSchedule:
-    lead = P - 1 - r
-    return (lead + 1) * F + (m - lead - 1) * overlapped_pair(B, F) + (lead + 1) * B
+    warmup = P - 1 - r
+    return (warmup + 1) * F + (m - warmup - 1) * overlapped_pair(B, F) + (warmup + 1) * B
 
 
 def as_measured(t: Timeline, seconds_per_unit: float = 1e-3) -> Timeline:

@@ -63,8 +63,8 @@ from schedir import B, F
 
 
 def mine(rank, ranks, microbatches):
-    lead = min(rank, microbatches)
-    return lead * F + (microbatches - lead) * (F + B) + lead * B
+    warmup = min(rank, microbatches)
+    return warmup * F + (microbatches - warmup) * (F + B) + warmup * B
 """
 CHALLENGES: Final = {
     "fill-and-drain": Challenge(

@@ -8,8 +8,8 @@ const EXAMPLE = `from schedir import B, F
 
 
 def mine(rank, ranks, microbatches):
-    lead = min(ranks - 1 - rank, microbatches)
-    return lead * F + (microbatches - lead) * (F + B) + lead * B
+    warmup = min(ranks - 1 - rank, microbatches)
+    return warmup * F + (microbatches - warmup) * (F + B) + warmup * B
 `;
 // Each control: its name in `fields`, its label, its kind, and the values that it offers.
 const GROUPS = [
