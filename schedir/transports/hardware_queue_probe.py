@@ -68,8 +68,8 @@ def require_safe_queues(
     Args:
         program: The program that will run.
         transport: The transport, after its edges were created.
-        probe: Issues a short operation, see `LaneProbe`. The operation must have run before,
-            because its first run may take longer.
+        probe: Issues a short operation, see `LaneProbe`. The operation must have run once before
+            this call, because its first run may take longer.
         timeout: Seconds after which an operation counts as blocked.
 
     Returns:
@@ -191,8 +191,8 @@ def _find_late_queues(
 ) -> list[Queue]:
     """Return the queues whose operations do not end in time.
 
-    If the compute stream is blocked, queues of messages are left out, because messages wait for
-    computation.
+    If the compute stream is blocked, the result omits the queues of messages, because messages wait
+    for computation.
     """
     deadline = time.monotonic() + timeout
     late_queues = [*completion_checks]

@@ -248,8 +248,8 @@ class NCCLEdge(EdgeGroups):
         extra_programs: Other programs that run on the same mesh.
 
     Raises:
-        ModelError: The device is not a GPU, a rank has too many CUDA streams, or streams share a
-            hardware queue so that a program would hang. Also see `EdgeGroups`.
+        ModelError: The device is not a GPU, or a rank has too many CUDA streams. Or streams share a
+            hardware queue, and a program would therefore hang. Also see `EdgeGroups`.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ def nccl_transport(
             communicator for the pipeline.
         timeout: See `ProcessTransport`.
         max_message_bytes: The size of the largest message, in bytes, or 0 if it is unknown.
-        extra_programs: Other programs that run on the same stages.
+        extra_programs: Other programs that run on the same mesh.
 
     Raises:
         ModelError: See `NCCLEdge` and `NCCLGrouped`.

@@ -249,8 +249,8 @@ def parse_eager_limit(limit: object, sizes: Sizes | None, program: Program) -> E
         program: The program to whose messages the limit applies.
 
     Raises:
-        UsageError: `limit` is not such a number, or `sizes` does not give the sizes of all
-            messages.
+        UsageError: `limit` is not a finite number of at least 0, or `sizes` does not give the sizes
+            of all messages.
     """
     if sizes is not None:
         require_type(sizes, "sizes", Sizes, "Sizes(activation=16e6)")
@@ -370,7 +370,7 @@ def check_draft(program: Program) -> Program:
 
     Raises:
         CompletenessError: A compute is missing, exists twice, or is on the wrong rank.
-        GroupError: Instructions are joined that cannot be issued together.
+        GroupError: The draft joins instructions that cannot be issued together.
         UsageError: `program` is not a program.
     """
     require_type(program, "program", Program, "schedir.compile(schedule, shape)")
@@ -413,7 +413,7 @@ def _require_free_slots(graph: Graph) -> None:
 
 
 def _require_releases(graph: Graph) -> None:
-    """Verify that a program frees each value, and frees it before it produces the value again.
+    """Verify that each value is freed, and is freed before an instruction produces it again.
 
     Only values that a Stream produces repeatedly (`ProducerRule.LATEST`) are checked.
     """

@@ -196,7 +196,7 @@ def _require_valid_ranges(inspector: Inspector) -> None:
 
 
 def _describe_excess(inspector: Inspector, position: int) -> str:
-    """Return a text if a stage has more instructions of one opcode than microbatches, or else "".
+    """Return a remark if a stage has more instructions of one opcode than microbatches, or else "".
 
     The stage and the opcode are those of the instruction at `position`. B and I of a stage are
     counted together.

@@ -65,8 +65,8 @@ def check_program_sequence(
 
     Raises:
         SchedirError: `check` refuses one of the programs.
-        UsageError: `runs` is not a list of programs for each rank, or a program has another number
-            of ranks.
+        UsageError: `runs` is not a list of programs for each rank, or the programs differ in their
+            number of ranks.
         ProgramSequenceError: A message arrives in another step or never, or ranks wait for each
             other.
 

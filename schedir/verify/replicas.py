@@ -42,7 +42,8 @@ from schedir.verify.check import check
 _REPLICA_ROWS: Final = [
     row for row in INSTRUCTIONS if row.ring is not None and row.ring.members in ("dp", "ep")
 ]
-# Lane -> the opcodes of its collectives over replicas. All collectives of a lane have one order.
+# Lane -> the opcodes of its collectives over replicas. The members of a group issue the collectives
+# of a lane in one order.
 _OPS_BY_LANE: Final = {
     row.lane: tuple(other.op for other in _REPLICA_ROWS if other.lane is row.lane)
     for row in _REPLICA_ROWS
@@ -71,15 +72,17 @@ def check_replicas(
         programs: The program of each replica. The number of programs is `dp`. The programs differ
             only in their names, Streams and slots.
         progress_model: The progress model of the transport.
-        blocking_hosts: True if the host waits for the inputs of each compute, as on CPUs, and at
-            each dispatch for the numbers of tokens of the group. Set it also for torch over
-            NCCL, where messages and collectives wait for all earlier compute of the rank.
+        blocking_hosts: True if the host waits for the inputs of each compute, as on CPUs. At each
+            dispatch, such a host also waits for the token counts of the group's members. Set it
+            also for torch over NCCL, where messages and collectives wait for all earlier compute of
+            the rank.
 
     Raises:
         SchedirError: `check` refuses one of the programs. A note of the error names the replica.
         CollectiveOrderError: Members of a group issue their collectives in different orders.
         DeadlockError: Ranks of several replicas wait for each other.
-        UsageError: `programs` is not a list of such programs.
+        UsageError: `programs` is not a list with one program per replica, or the programs differ in
+            their settings.
 
     Example:
         >>> from schedir import check_replicas, compile
@@ -257,7 +260,7 @@ class _ReplicaGraph(Graph):
 
     @cached_property
     def mismatched_sends(self) -> Positions:
-        """No sends: each program is correct."""
+        """Always empty, because each program is correct."""
         return np.empty(0, np.int32)
 
     def edges(self) -> Iterator[tuple[Positions, Positions]]:
