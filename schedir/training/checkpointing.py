@@ -79,7 +79,7 @@ class TrainingCheckpoints:
 
         Raises:
             CheckpointError: There are checkpoints, but none of them is complete.
-            ModelError: The checkpoint is from a run on other samples.
+            ModelError: The run of the checkpoint has different samples than this run.
         """
         train, folder = self.train, self.train.checkpoint_dir
         if folder is None:

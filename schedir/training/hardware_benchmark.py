@@ -53,8 +53,9 @@ ALL_REDUCES_PER_LAYER: Final = 4
 # The smallest time of an all-reduce within a layer, in seconds. This time is computed as a
 # difference, which noise can make negative.
 _MIN_SECONDS: Final = 1e-6
-# The benchmark warns if other programs use more than this share of the processors. It also warns if
-# the rounds of the median measurement differ by more than this share.
+# The benchmark warns if other programs use more than this share of the processors. It also computes
+# by how much the rounds of each measurement differ, and warns if the median of these differences is
+# more than this share.
 BUSY_THRESHOLD: Final = 0.1
 
 

@@ -156,7 +156,8 @@ class Batches:
             cursor: The result of `make_cursor`.
 
         Raises:
-            ModelError: The cursor is from other data or from another seed, or it is invalid.
+            ModelError: The cursor has different data or a different seed than these batches, or the
+                cursor is invalid.
         """
         for name, own_value in (("of", self.description), ("seed", self.seed)):
             if cursor.get(name) != own_value:

@@ -359,7 +359,7 @@ class Config:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
-        # `segmentation` raises an error if the stages cannot be split in this way.
+        # `segmentation` raises an error if the stages cannot be split as the settings require.
         kind = MODEL_KINDS[get_model_kind(self.model)]
         _ = self.segmentation
         if getattr(self.pipeline, "fill_collective_waits", None) is not None:

@@ -115,8 +115,8 @@ class GracefulStop:
 
     def _listen(self) -> None:
         with suppress(Exception):
-            # This thread needs a separate connection, because all other calls on its connection
-            # block until `wait` returns.
+            # This thread needs a separate connection, because `wait` blocks all other calls on the
+            # same connection.
             store = connect_store(STORE_TIMEOUT)
             store.wait([make_store_key("stop request")], _FOREVER)
             with self.condition:

@@ -40,7 +40,8 @@ from schedir.ir.program import Program
 from schedir.training.processes.rendezvous_store import connect_store
 
 EXIT_TIMEOUT: Final = 1.0  # Seconds within which a process exits after its connections close.
-# Seconds that other processes that fail wait before they exit, so that the first one exits first.
+# After the first failure, other failed processes wait this many seconds before they exit. So the
+# first failed process exits first.
 EXIT_GRACE: Final = 5.0
 LAUNCHER_PID_VARIABLE: Final = "SCHEDIR_LAUNCHED"  # Its value is the process id of `launch`.
 _PR_SET_PDEATHSIG: Final = 1  # From linux/prctl.h.
@@ -146,7 +147,7 @@ _CURRENT_MEMBER: list[RunMember] = []  # The list has one element if the run has
 
 
 def get_current_member() -> RunMember | None:
-    """Return this process as a member of its run, or None if it is a single process."""
+    """Return this process as a member of its run, or None if the run has only one process."""
     return _CURRENT_MEMBER[0] if _CURRENT_MEMBER else None
 
 
@@ -209,7 +210,7 @@ def exit_with_error(
 
 
 def stop_waiting() -> None:
-    """End all waits in which this process waits for other processes before it exits."""
+    """Let this process exit without waiting for other processes."""
     _TERMINATION_EVENT.set()
 
 
