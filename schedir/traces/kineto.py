@@ -44,11 +44,15 @@ _AUTOGRAD_PREFIX: Final = "autograd::engine::"
 # Suffixes of the categories of launches: cuda_runtime, cuda_driver, and those of other vendors.
 _LAUNCH_SUFFIXES: Final = ("_runtime", "_driver")
 _KEPT_CATEGORIES: Final = ("user_annotation", "cpu_op", "kernel", "gpu_memcpy", "gpu_memset")
-# The largest time, in microseconds. A file without a base time counts from 1970, and the time in
-# nanoseconds must fit into int64.
+# The largest time, in microseconds. In a file without a base time, times count from 1970. The time
+# in nanoseconds must fit into int64.
 _MAX_MICROSECONDS: Final = 2**61 / 1e3
-_MAX_OPEN_BRACKETS: Final = 1000  # brackets left open in one read; the parser keeps all open ones
-_MAX_HEADER_BYTES: Final = 2**21  # bytes before the events: usually thousands, more in large jobs
+# The largest number of brackets that one read may leave open. The parser needs memory for each open
+# bracket.
+_MAX_OPEN_BRACKETS: Final = 1000
+# The largest size of the part of a file before the events, in bytes. This part usually has some
+# thousand bytes, and more in large jobs.
+_MAX_HEADER_BYTES: Final = 2**21
 _HEADER_KEYS: Final = ("distributedInfo", "host_name", "baseTimeNanoseconds")
 
 
@@ -277,9 +281,9 @@ class _TraceReader:
                 self._read_event(event)
         for ranges in (trace.instruction_ranges, trace.messages, trace.receive_waits):
             ranges.sort(key=lambda profiler_range: (profiler_range.start, -profiler_range.end))
-        # A run of GPipe may also have ranges with other names. These contain messages and waits.
-        # Ranges with torch's names (`PP:...`) are preferred, because each of them contains only one
-        # instruction.
+        # A run of torch's GPipe may have ranges with torch's names (`PP:...`) and ranges with other
+        # names. If a trace has both, only the ranges with torch's names are kept, because each of
+        # them contains only one instruction. The other ranges also contain messages and waits.
         trace.instruction_ranges = [
             e for e in trace.instruction_ranges if is_torch_range(e.name)
         ] or trace.instruction_ranges
