@@ -86,7 +86,8 @@ def assert_same_gradients(
             microbatches.  The same gradient is expected on each replica.
         tolerance: The largest allowed norm of a difference, divided by the sum of the norms of the
             microbatches' gradients.  The default is 1e-6 in float32, 1e-12 in float64, and 8 times
-            the `eps` of any other type.  Such a type hides small errors.  0 requires equal bits.
+            the `eps` of any other type. This larger default hides small errors in types such as
+            bfloat16. 0 requires equal bits.
         timeout: Seconds after which a rank that still runs the step counts as hung.
         start_method: "fork" or "spawn".  The default is described above.
 

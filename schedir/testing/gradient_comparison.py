@@ -256,7 +256,8 @@ def _list_gradients(
                 and not bool(gradient.any())
             ):
                 gradient = None  # A step may return zeros for parameters of other ranks.
-            # A rank has a parameter if it has a gradient for it, or a stage with the parameter.
+            # A rank has a parameter if the rank has a gradient of the parameter, or a stage with
+            # the parameter.
             if gradient is not None or name in stage_by_name:
                 result.append((StageLocation(stage_by_name.get(name), rank), name, gradient))
     for names in weight_names:

@@ -167,8 +167,9 @@ class _MemoryAlias(Function):
 
 
 def full_backward_dw_builder() -> Callable[[], None]:
-    """Return a function that does nothing, as the `dw_builder` of a stage.
+    """Return a function that does nothing.
 
-    With a `dw_builder`, torch runs the full backward at I, and the returned function at W.
+    The `dw_builder` of a stage can be set to this function. torch then runs the full backward at I,
+    and the returned function at W.
     """
     return lambda: None
