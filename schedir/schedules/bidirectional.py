@@ -22,9 +22,10 @@ def dualpipe(r: int, P: int, m: int) -> RankSchedule:
     The order is that of github.com/deepseek-ai/DualPipe. Ranks r and P-1-r have the same order,
     which is that of `dualpipe_v` on half as many ranks.
 
-    Let FB be the cost of a pair. If F = I >= W, the rank with the most idle time idles for
-    (P/2-1)(FB + B - 3W). If W <= F < I, it idles for at most this time. If each result of a pair
-    were sent when it is ready, the idle time would be (P/2-1)(F + I - W) at F = I >= W.
+    Let FB be the cost of a pair: a forward and a backward that run together. If F = I >= W, the
+    rank with the most idle time idles for (P/2-1)(FB + B - 3W). If W <= F < I, it idles for at most
+    this time. If each result of a pair were sent when it is ready, the idle time would be (P/2-1)(F
+    + I - W) at F = I >= W.
 
     Each rank has P+1 stage activations in flight, and twice the parameters of a rank of 1F1B.
 

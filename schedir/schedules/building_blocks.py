@@ -23,7 +23,7 @@ _LETTERS = (F[0], F[1], I[1], I[0], W[1], W[0])  # The W of the I at index k is 
 
 @with_placement("vee")
 def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
-    """Run Hanayo's waves: v = 2w stages per rank, down the ranks and back w times.
+    """Run Hanayo's waves: each microbatch passes down the ranks and back v / 2 times.
 
     The order is derived from the idea of the paper, not from its code. P microbatches form a wave.
     Further microbatches use the time in which the wave leaves a rank idle.

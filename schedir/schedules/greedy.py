@@ -60,7 +60,7 @@ def greedy_schedule(
         The draft. `compile` and `simulate` accept it.
 
     Raises:
-        UsageError: `shape` or `costs` has another type.
+        UsageError: `shape` or `costs` has a wrong type.
         ScheduleError: `priority` is not an order of these letters, or the limit is not an integer
             or is too low.
 

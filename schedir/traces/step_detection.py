@@ -158,8 +158,9 @@ class TracedProcesses:
     def _choose_pipeline(
         self, stages_of_process: dict[int, tuple[int, ...]]
     ) -> tuple[dict[tuple[int, ...], int], bool]:
-        """Return one process for each set of stages, and True if these processes surely form one
-        pipeline.
+        """Return one process for each set of stages, and a flag.
+
+        The flag is True if these processes surely form one pipeline.
         """
         first_process: dict[tuple[int, ...], int] = {}
         for number, stages in stages_of_process.items():
