@@ -347,8 +347,9 @@ class _CpSatModel:
         """
         saved, deferred = self.problem.saved[stage], self.problem.deferred_wgrad[stage]
         for k in range(self.problem.microbatches):
-            # `i` is the smallest number of I's with which F k fits, if each I is followed by its W.
-            # `w` is the smallest number of W's with which F k fits, for some number of I's.
+            # `i` is the smallest number of I's after which F k fits into memory, if each I is
+            # followed by its W. `w` is the smallest number of W's after which F k fits into memory,
+            # for some number of I's.
             i = next(i for i in range(k + 1) if (k + 1 - i) * saved <= capacity)
             if i:
                 self.model.add(self.start_vars[stage, F][k] >= self.end_expression(stage, I, i - 1))

@@ -38,7 +38,8 @@ _MAX_FINALISTS = 4  # The number of shortest orders to keep.
 # The largest number of orders of the shortest length that are compiled. The lengths of their
 # programs differ, because messages may wait for each other.
 _MAX_EQUAL_ORDERS = 32
-_MAX_EQUAL_MOVES = 500  # The most moves from the shortest order to an order of the same length.
+# The largest number of moves from the shortest order to an order of the same length.
+_MAX_EQUAL_MOVES = 500
 _FIRST_MOVES = 16  # The number of moves before the first check of the budget.
 _POOL_SIZE = 24  # Annealing starts from the orders of this many policies.
 _COMPILE_AFTER_SECONDS = 0.2  # For a shorter search, loading the compiled loops takes too long.
