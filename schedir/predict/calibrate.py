@@ -86,9 +86,9 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
       step of one rank may run in parallel to a neighbour's backwards. Each other opcode has one
       cost.
     - The time of an instruction is its span plus the unexplained delay before it. To find this
-      delay, a simulation lets all computes end as in the run, and all messages take the costs
-      above. The delay is the recorded start minus the simulated start. It comes from the host, slow
-      messages and noise. It is negative after a message that was faster than its cost.
+      delay, a simulation uses the recorded ends of all computes, and the costs above for all
+      messages. The delay is the recorded start minus the simulated start. It comes from the host,
+      slow messages and noise. It is negative after a message that was faster than its cost.
     - A cost is never less than the shortest span of its instructions.
     - The cost of a stage with several replicas is the mean over all replicas.
     - Means hide differences between microbatches. For example, the first microbatch may be slow
@@ -357,7 +357,7 @@ def adjust_for_zero(costs: Costs, program: Program, zero: int, sizes: Sizes | No
     Args:
         costs: The costs of `program`.
         program: The program.
-        zero: The other ZeRO level.
+        zero: The ZeRO level of the returned costs.
         sizes: The sizes, for the bytes of weights and gradients. If None, both are assumed equal.
     """
     if bool(zero) == bool(program.zero):

@@ -312,7 +312,8 @@ def compute_tiles(
         causal: True if a query attends only to itself and earlier keys.
 
     Raises:
-        UsageError: `Axis` refuses a number, or an argument has another number of dimensions.
+        UsageError: `Axis` refuses a number, or an argument has a different number of dimensions
+            than `length`.
 
     Example:
         The paper's video model, with a sliding window and with a stride (Figure 3):

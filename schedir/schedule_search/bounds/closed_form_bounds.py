@@ -109,9 +109,7 @@ class _RankIdleBounds:
 
     @cached_property
     def max_forwards_ahead(self) -> int:
-        """The number of F's of the rank's last stage that can start before this stage's first I
-        ends.
-        """
+        """The number of F's that the rank's last stage can start before its first I ends."""
         return self.lags.max_forwards_ahead(self.problem, self.stages[-1])
 
     @cached_property
