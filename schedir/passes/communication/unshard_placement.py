@@ -91,9 +91,9 @@ def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) ->
     """Return the first and the last use of each interval in which a stage stays unsharded.
 
     Such an interval is called a stay. A run is a set of uses that need their stages unsharded at
-    the same time. During a run, the stages of the run are unsharded, and after them the stages of
-    the next `prefetch` runs, the nearest first. At most `max_unsharded` stages are unsharded at the
-    same time.
+    the same time. During a run, the stages of the run are unsharded. The stages of the next
+    `prefetch` runs are unsharded too, the nearest run first, as long as there are at most
+    `max_unsharded` unsharded stages.
 
     The policy is Belady's: a stage is unsharded when it must be, and the stage with the farthest
     next use is resharded. An exchange argument shows that no policy makes fewer stays. Compare

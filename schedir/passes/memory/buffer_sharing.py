@@ -73,7 +73,7 @@ def share_slots(
         progress_model: The progress model of the transport, for "latency_preserving".
 
     Raises:
-        UsageError: `buffer_sharing` has another value.
+        UsageError: `buffer_sharing` is neither "minimal" nor "latency_preserving".
     """
     if buffer_sharing not in ("minimal", "latency_preserving"):
         raise UsageError(

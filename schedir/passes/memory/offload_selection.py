@@ -54,7 +54,7 @@ from schedir.passes.selection import (
 Floats = NDArray[np.float64]
 Positions = NDArray[np.intp]
 MAX_LISTED: Final = 4  # number of selected addresses without effect that a warning lists
-# "fit" also tries to move these shares of the values that need not move to keep the limit.
+# Some values need not move to keep the limit. "fit" also tries to move these shares of them.
 _TRIED_SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 

@@ -3,7 +3,8 @@
 A segment is the compute of a stage between two collectives of the tensor-parallel or the
 expert-parallel group. Segments are stages of the program. So checks, costs, recomputation, offload
 and charts work for segments as for stages. The collectives between segments are instructions, and
-other compute can run during a collective. T3 (arXiv 2401.16677) overlaps them in hardware.
+other compute can run during a collective. T3 (arXiv 2401.16677) overlaps such collectives with
+compute in hardware.
 
 The chunks of a microbatch pass through each segment one after the other. The samples of a
 microbatch are independent, so the next chunk can run during the collective of the previous chunk. A
