@@ -38,9 +38,10 @@ class ImprovedPlan(NamedTuple):
             schedule.
         program: The program of the plan.
         lower_bound: A lower bound of the step time of all schedules of the plan, in seconds,
-            without reductions over replicas. The bound is the smaller of two bounds, one for full
-            and one for split backwards, because fewer collectives overlap with compute in a split
-            backward. The bound assumes that recomputation runs directly before its backward.
+            without reductions over replicas. A bound for full backwards does not apply to split
+            backwards, because fewer collectives overlap with compute in a split backward. So the
+            search computes a bound for each of the two, and `lower_bound` is the smaller one. The
+            bound assumes that recomputation runs directly before its backward.
         numba: The Numba status of the searches. See
             `schedir.schedule_search.search_results.SearchResult`.
     """

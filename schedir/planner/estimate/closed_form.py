@@ -121,7 +121,7 @@ def estimate_breakdowns(
         link_times.neighbors,
     )
     mean_boundary_time = boundary_time / np.maximum(boundaries, 1)
-    # The time in which ranks wait for a slower rank hides the messages of each microbatch.
+    # Ranks wait for a slower rank. This waiting time hides the messages of each microbatch.
     mean_rank_time = (rank_times.total * shares.rank_count).sum(axis=1) / p
     hidden = plans.microbatches * np.minimum(
         messages_each * mean_boundary_time, at_busiest(rank_times.total) - mean_rank_time

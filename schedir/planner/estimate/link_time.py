@@ -225,7 +225,7 @@ class ReplicaRing(NamedTuple):
         return np.where((ring_size > 1) & (size > 0), seconds, 0.0)
 
     def compute_tensor_latency(self) -> Floats:
-        """Return the latency of one more collective of a small tensor, in seconds.
+        """Return the latency of a collective of a small tensor, in seconds.
 
         The shape is (plans, 1). See `compute_tree_latency`.
         """
