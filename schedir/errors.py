@@ -1,6 +1,6 @@
 """The errors that schedir raises when it refuses input.
 
-A bug in schedir raises another exception.
+A bug in schedir raises an exception of any other class.
 
 An error has its facts as attributes, and builds its message from them.  So code can read the same
 facts as a person.  The first line of the message has the name of the program and the fact. Then
@@ -561,7 +561,8 @@ class CollectiveOrderError(SchedirError):
         program: Names of the programs of the two replicas, only one if both have the same name.
         rank: The rank whose collectives differ.
         replicas: The two replicas.
-        sites: The first collective that differs, of each of these replicas that has one.
+        sites: For each of the two replicas, its first collective that differs. A replica without
+            such a collective has no site.
     """
 
     def __init__(

@@ -63,8 +63,8 @@ class ForwardBackward:
         require_compile_options(options)
         self.schedule: Schedule | Program = load_schedule(schedule)
         self.options = options
-        # A key has everything that the checks of `_prepare` depend on. A key refers to the model
-        # chunks by weak references.
+        # Each key contains all inputs of the checks in `_prepare`. It refers to the model chunks by
+        # weak references.
         self._prepared: dict[Any, _PreparedRun] = {}
 
     def __call__(

@@ -9,7 +9,7 @@ of the weight gradient, which `W` runs later.
 The weight is no autograd input of the replacement. Otherwise autograd would call the gradient hook
 of Megatron's DistributedDataParallel in `I`, when no gradient of the weight exists yet. With
 `overlap_grad_reduce` this hook raises an AssertionError. The stored computation adds the gradient
-to `weight.main_grad`, which is what the hook does.
+to `weight.main_grad`, as the hook does.
 
 Two kinds of weights keep Megatron's function, so their gradients are computed in `I`:
 
@@ -165,7 +165,7 @@ class _SplitLinear(torch.autograd.Function):
             _add_weight_gradient(settings, input, grad_output)
 
         if buffer is not None and (limit == 0 or len(buffer) < limit):
-            buffer.append(grad_output)  # Megatron uses it at the end of the step
+            buffer.append(grad_output)  # Megatron uses the buffer at the end of the step
         elif _deferred is not None:
             _deferred.append(add_weight_gradient)
         else:

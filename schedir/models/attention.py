@@ -3,13 +3,12 @@
 The windows are those of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922), in
 its causal form with one dimension. Query i attends to keys j with leader - window < j <= i. Each
 group of `stride` queries has one leader, its last query: i // stride * stride + stride - 1. The
-keys of a query do not depend on the number of later tokens. `schedir.predict.window_tiles` computes
-the tiles with pairs of a query and a key that the query attends to.
-
-Tiles without such pairs are skipped. On CPUs, torch's flash attention operation runs for one tile
-of queries at a time, with the keys of this tile. On GPUs, FlexAttention skips the tiles. Neither of
-these two implementations supports dropout. With dropout, the attention computes the scores of all
-pairs and masks them. The same happens on GPUs without Triton, and for heads that are too narrow for
+keys of a query do not depend on the number of later tokens. A tile is a block of queries and a
+block of keys. `schedir.predict.window_tiles` finds the tiles in which a query attends to a key. All
+other tiles are skipped. On CPUs, torch's flash attention operation runs for one tile of queries at
+a time, with the keys of this tile. On GPUs, FlexAttention skips the tiles. Neither of these two
+implementations supports dropout. With dropout, the attention computes the scores of all pairs and
+masks them. The same happens on GPUs without Triton, and for heads that are too narrow for
 FlexAttention.
 """
 

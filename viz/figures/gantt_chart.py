@@ -59,7 +59,7 @@ def gantt(
         title: The title, instead of the name and the kind. "" removes the title line.
         bound: A lower bound on the span (`schedir.lower_bound`), in the unit of the timeline. The
             bound must hold for all orders with the same memory. If the timeline has no split
-            backwards, it may be a bound for full backwards only. A line marks the bound, and the
+            backwards, the bound may hold for full backwards only. A line marks the bound, and the
             title has the largest possible saving.
         **style: The options of `schedir.viz.Style`.
 
