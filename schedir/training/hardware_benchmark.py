@@ -68,7 +68,7 @@ class BenchmarkExtent(NamedTuple):
         gemms: Matrix products (m, k) x (k, n), as (m, k, n).
         smallest_layers: Layers that are so small that only kernel launches take time.
         layers: Layers of usual sizes.
-        copy_bytes: Bytes of the tensor that the copy reads and writes.
+        copy_bytes: Bytes of the tensor that the benchmark copies.
         all_reduce_bytes: Bytes of each all-reduce.
         sharded_layers: Layers that tensor-parallel ranks share. Each has `ALL_REDUCES_PER_LAYER`
             all-reduces.

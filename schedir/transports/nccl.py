@@ -321,8 +321,8 @@ def nccl_transport(
     Call `transports.nccl.initialise` first. The program must be proven free of deadlocks under the
     progress model of the transport: `per_edge` for "per_edge", and `per_device` for "grouped".
 
-    Messages are received and sent in memory that is allocated once: the size of one boundary for
-    each slot of the program. Compile the program with `buffer_sharing="latency_preserving"`.
+    The memory of messages is allocated once: one boundary for each slot of the program. Compile the
+    program with `buffer_sharing="latency_preserving"`.
     Otherwise each value has its own slot: a rank of 1F1B on 8 ranks with 64 microbatches then
     allocates memory for 256 boundaries instead of 6.
 

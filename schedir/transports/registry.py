@@ -51,7 +51,8 @@ class TransportRow(NamedTuple):
         blocking_hosts: See `Transport`.
         class_path: The module of this package and the class, as "module:class". The class is called
             with (program, timeout, device=, max_message_bytes=, extra_programs=).
-        doc: The end of a sentence of the documentation that begins with "messages travel".
+        doc: A clause of the documentation, which completes a sentence that begins with "messages
+            travel".
     """
 
     name: str

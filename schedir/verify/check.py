@@ -58,9 +58,9 @@ from schedir.verify.completeness import require_complete, require_givers
 
 # Forwards run from the first chunk of a sequence to the last, and backwards from the last to the
 # first.  A forward reads the keys and values that earlier chunks left in the stage.  A backward
-# adds to the gradients of these keys and values (arXiv 2406.03488, section 3).  No message contains
-# this dependency, and another order gives wrong results without an error.  So
-# `require_segment_order` checks the order.
+# adds to the gradients of these keys and values (arXiv 2406.03488, section 3). No message contains
+# this dependency. Any other order gives wrong results without an error. So `require_segment_order`
+# checks the order.
 
 
 def require_segment_order(index: InstructionIndex) -> None:
@@ -228,7 +228,7 @@ def check(
 
 
 def _find_proven_limit(graph: Graph, sizes: Sizes) -> float | None:
-    """Return the smallest eager limit with which a hanging program is correct, or None."""
+    """Return the smallest eager limit with which a program that hangs would be correct, or None."""
     if (
         not _has_message_sizes(graph.program, sizes)
         or (min_limit := find_min_eager_limit(graph, sizes)) is None

@@ -46,7 +46,8 @@ def require_transfers(inspector: Inspector) -> None:
         inspector: The inspector of the program.
 
     Raises:
-        UnmatchedTransferError: A send or a receive is missing, or has no value to move.
+        UnmatchedTransferError: A send or a receive is missing, or exists although its value does
+            not pass between ranks.
         CompletenessError: A program without a backward moves gradients.
     """
     shape, m = inspector.shape, inspector.shape.microbatches

@@ -140,7 +140,7 @@ def _require_plausible_size(program: Program) -> None:
 
 
 def _require_valid_words(program: Program) -> None:
-    """Refuse words that do not encode an instruction. Only words made by hand can be wrong."""
+    """Refuse int64 words that do not encode an instruction. Only a user's own words can be wrong."""
     words, fields = program.words, program.words.view(WORD_DTYPE)
     is_valid = (fields["joined"] <= 1) & (fields["op"] < len(INSTRUCTIONS))
     is_valid &= (fields["stage"] == 0) | ~is_op(fields["op"], _RANK_OPS)
@@ -296,7 +296,7 @@ def _require_compute(inspector: Inspector) -> None:
         stage, microbatches = inspector.stage[key], inspector.shape.microbatches
         forwards_by_stage = has_forward.reshape(-1, microbatches).sum(axis=1)
         forwards = int(forwards_by_stage[stage])
-        # If all stages lack the same number, `microbatches` is probably wrong.
+        # If all stages lack the same number of forwards, `microbatches` is probably wrong.
         hint = (
             f"set microbatches to {forwards}, or compile the schedule again for {microbatches}"
             if forwards and (forwards_by_stage == forwards).all()

@@ -150,8 +150,9 @@ class _ProgramSequence:
 
         In a correct program, the numbers of sends and receives of a channel are equal. So it is
         enough that the steps that use a channel are in the same order on both of its ranks.
-        Collectives need no check here. Only programs that train have collectives of ranks, and two
-        such programs in different orders do not finish. `require_finish` refuses them.
+        Collectives need no check here. Only programs that train have collectives over pipeline
+        ranks. If ranks run two such programs in different orders, the ranks do not finish, and
+        `require_finish` raises the error.
         """
         violations: list[
             tuple[int, int, int, int, _SequenceStep | None, int, _SequenceStep | None]
@@ -189,7 +190,9 @@ class _ProgramSequence:
             ]
 
     def _find_channel_uses(self, graph: Graph) -> Iterator[tuple[int, dict[int, int]]]:
-        """Yield each channel of a program, and rank -> first position that uses the channel."""
+        """Yield each channel of a program with a dict: rank -> first position that uses the
+        channel.
+        """
         index = graph.index
         receives, channel = find_channels(index, graph.partner, graph.rules)
         sends = graph.partner[receives]

@@ -312,7 +312,7 @@ def _require_same_order(
     replicas: tuple[int, int],
     positions: Sequence[NDArray[np.int64]],
 ) -> None:
-    """Raise CollectiveOrderError if a rank of two replicas has different collectives on a lane.
+    """Raise CollectiveOrderError if a rank's collectives on a lane differ between two replicas.
 
     Args:
         programs: The program of each replica.
@@ -358,7 +358,8 @@ def _join_names(programs: Sequence[Program]) -> str:
 
 
 def _name_replicas(error: DeadlockError, ranks: int) -> DeadlockError:
-    """Return a deadlock with the replica of each rank.
+    """Return the deadlock with ranks that are numbered per replica, and with the replica of each
+    rank.
 
     Args:
         error: The deadlock. Its ranks are those of all replicas, one replica after the other.

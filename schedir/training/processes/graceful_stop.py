@@ -46,7 +46,7 @@ class TerminationNotice(Exception):
 
 
 class GracefulStop:
-    """Ends one process of a run after SIGTERM, after the same step as all other processes.
+    """Ends one process of a run after SIGTERM. All processes end after the same step.
 
     Args:
         process: The global rank of this process.

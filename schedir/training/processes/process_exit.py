@@ -289,8 +289,8 @@ def _kill_culprit(member: RunMember, cause: StallCause) -> None:
 def _find_cause(member: RunMember, reason: str) -> StallCause | None:
     """Return the process for which this process waits.
 
-    This function retries for `EXIT_TIMEOUT` seconds, because a process closes its connections
-    before it exits.
+    A process closes its connections before it exits. So this function retries for `EXIT_TIMEOUT`
+    seconds, until the black boxes show which process has exited.
     """
     deadline = time.monotonic() + EXIT_TIMEOUT
     reason = reason.partition("\n")[0]
