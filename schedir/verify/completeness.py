@@ -140,7 +140,7 @@ def _require_plausible_size(program: Program) -> None:
 
 
 def _require_valid_words(program: Program) -> None:
-    """Refuse int64 words that do not encode an instruction. Only a user's own words can be wrong."""
+    """Refuse int64 words that do not encode an instruction. Only words from a user can be wrong."""
     words, fields = program.words, program.words.view(WORD_DTYPE)
     is_valid = (fields["joined"] <= 1) & (fields["op"] < len(INSTRUCTIONS))
     is_valid &= (fields["stage"] == 0) | ~is_op(fields["op"], _RANK_OPS)
@@ -196,7 +196,7 @@ def _require_valid_ranges(inspector: Inspector) -> None:
 
 
 def _describe_excess(inspector: Inspector, position: int) -> str:
-    """Return a remark if a stage has more instructions of one opcode than microbatches, or else "".
+    """Return a remark if a stage has more instructions of an opcode than microbatches, else "".
 
     The stage and the opcode are those of the instruction at `position`. B and I of a stage are
     counted together.

@@ -1,6 +1,4 @@
-"""The class `Inspector`: the tables of a program that the checks use, and methods that raise
-errors.
-"""
+"""The class `Inspector`: tables of a program for the checks, and methods that raise errors."""
 
 from __future__ import annotations
 

@@ -190,9 +190,7 @@ class _ProgramSequence:
             ]
 
     def _find_channel_uses(self, graph: Graph) -> Iterator[tuple[int, dict[int, int]]]:
-        """Yield each channel of a program with a dict: rank -> first position that uses the
-        channel.
-        """
+        """Yield each channel of a program with a dict: rank -> first position on the channel."""
         index = graph.index
         receives, channel = find_channels(index, graph.partner, graph.rules)
         sends = graph.partner[receives]

@@ -358,8 +358,7 @@ def _join_names(programs: Sequence[Program]) -> str:
 
 
 def _name_replicas(error: DeadlockError, ranks: int) -> DeadlockError:
-    """Return the deadlock with ranks that are numbered per replica, and with the replica of each
-    rank.
+    """Return the deadlock with the replica of each rank, and with ranks numbered per replica.
 
     Args:
         error: The deadlock. Its ranks are those of all replicas, one replica after the other.
