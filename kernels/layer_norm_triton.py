@@ -96,7 +96,7 @@ def count_shared_bytes(tiles: int, columns: int, itemsize: int) -> int:
 
 @cache
 def get_device_limits(device: torch.device) -> tuple[int, int]:
-    """Return the number of multiprocessors, and the most bytes of shared memory of a block.
+    """Return the number of multiprocessors, and the bytes of shared memory that a block can have.
 
     Args:
         device: The GPU.

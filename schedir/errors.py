@@ -546,7 +546,7 @@ class ChannelMismatchError(SchedirError):
     """A message that its receive cannot match.
 
     Under the progress model "torch_lazy" the send and the receive can be on different
-    communicators.  With eager messages, two messages of one channel can arrive in another order
+    communicators. With eager messages, two messages of one channel can arrive in a different order
     than their receives.
     """
 
@@ -614,11 +614,11 @@ class NonFiniteError(ExecutionError):
     Args:
         fact: One sentence with the reason.
         program: Name of the program.
-        sites: The instruction that produced the first such value; empty if no such instruction was
-            found.  For a loss, the instruction is a forward with an infinite or NaN output; of all
-            such stages, the first one counts. For a gradient, the instruction is a backward or a
-            reduction with such a gradient; the last such stage counts, because backwards begin at
-            the last stage.
+        sites: The instruction that produced the first infinite or NaN value; empty if this
+            instruction was not found. For a loss, the instruction is a forward with an infinite or
+            NaN output; of all such stages, the first one counts. For a gradient, the instruction is
+            a backward or a reduction with such a gradient; the last such stage counts, because
+            backwards begin at the last stage.
         hint: A fix, given only if it is certain.
         step: Number of the training step, from 1.
         process: The process that runs this instruction; 0 if no such instruction was found.

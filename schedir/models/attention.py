@@ -1,7 +1,7 @@
 """Causal attention, over all earlier tokens or over a window of earlier tokens.
 
-The windows are those of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922), in
-its causal form with one dimension. Query i attends to keys j with leader - window < j <= i. Each
+The windows are defined as in Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922),
+in its causal form with one dimension. Query i attends to keys j with leader - window < j <= i. Each
 group of `stride` queries has one leader, its last query: i // stride * stride + stride - 1. The
 keys of a query do not depend on the number of later tokens. A tile is a block of queries and a
 block of keys. `schedir.predict.window_tiles` finds the tiles in which a query attends to a key. All

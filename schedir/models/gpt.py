@@ -231,8 +231,8 @@ class AttentionLayer(nn.Module):
         self.layer_number = 1 + index
         self.dropout = config.dropout
         self.tp_rank = tp_rank(tp)
-        # The random stream of this rank's heads. With sequence parallelism, the stream `tp_rank` is
-        # that of the rank's tokens, so the heads use another stream.
+        # The random stream of this rank's heads. With sequence parallelism, the rank's tokens use
+        # the stream `tp_rank`, so its heads use another stream.
         self.head_stream = self.tp_rank + tp_size(tp) * sequence_parallel
         self.window = get_windows(config)[index]
         self.sequence_parallel = sequence_parallel

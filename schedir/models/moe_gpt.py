@@ -235,7 +235,7 @@ class MoELayer(gpt.AttentionLayer):
             rows: The tokens, sorted by the rank that sends them and then by expert, (rows, hidden).
                 Rows after the last token are not used.
             counts: The number of tokens from each rank for each expert of this rank, (ranks *
-                experts,). The first numbers are those of the first rank.
+                experts,). The numbers of the first rank come first.
 
         Returns:
             The outputs, in the same order as `rows`. Rows that are not used are zero.

@@ -257,8 +257,8 @@ def predict(
 def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Calibration:
     """Fit five constants of a cluster to measured runs.
 
-    The constants are those of `CONSTANTS`. Each constant stays within its bounds. A constant that
-    the runs do not determine stays near its value in `cluster`.
+    `CONSTANTS` lists the constants. Each constant stays within its bounds. A constant that the runs
+    do not determine stays near its value in `cluster`.
 
     Args:
         cluster: The cluster before the calibration, such as a preset.

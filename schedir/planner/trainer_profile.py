@@ -132,8 +132,8 @@ def get_trainer(
         cluster: The cluster.
         constants: Constants of the software. None uses `SoftwareConstants()`. For CPUs,
             `_TRAIN_CONSTANTS` replaces some of these constants.
-        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
-            of the cluster's number type (`get_state_bytes`).
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses the
+            bytes for the cluster's number type (`get_state_bytes`).
 
     Example:
         >>> from schedir import planner

@@ -234,9 +234,9 @@ def _find_waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
     """Return the waits of all gaps, in any order, with the fields of `WAIT_DTYPE`.
 
     The loop walks through all gaps in parallel, from their ends to their beginnings. At each step,
-    `waiting` is the instruction that waits, and the time before `time` has no cause yet. A step
-    gives causes to two intervals: the time in which the predecessor ran, and the time from its end
-    to `time`.
+    `waiting` is the instruction that waits, and the time before `time` has no cause yet. Each step
+    determines the cause of two intervals: the run of the predecessor, and the time from the
+    predecessor's end to `time`.
     """
     spans, latest = timeline.spans, _find_latest(timeline)
     nothing_follows = gaps["after"] == NO_POSITION
@@ -320,7 +320,7 @@ def _find_latest(timeline: Timeline) -> Ints:
 
 
 def _find_phase_causes(timeline: Timeline, gaps: NDArray[Any]) -> Ints:
-    """Return the cause of a wait for another rank in each gap, by the phase of the waiting rank."""
+    """Return the cause of waits for other ranks in each gap: the phase of the waiting rank."""
     begins, ends = (times[gaps["rank"]] for times in find_steady_phase(timeline))
     is_filling = np.isfinite(begins) & (gaps["end"] <= begins)
     return np.select(

@@ -48,7 +48,7 @@ _ASYNC_COSTS: Final = [
     name for name, ops in _OPS_OF_COST.items() if INSTRUCTIONS[ops[0]].lane is not Lane.COMPUTE
 ]
 SPLIT_BACKWARD: Final = (BACKWARD_INPUT, BACKWARD_WEIGHT)
-# Causes of waits for an instruction that is in progress on another lane than compute.
+# Causes of waits for an instruction that is in progress on a lane other than compute.
 _LANE_CAUSES: Final = (
     IdleCause.MESSAGE, IdleCause.REDUCTION, IdleCause.WEIGHTS, IdleCause.SNAPSHOT,
     IdleCause.OFFLOAD, IdleCause.DISK, IdleCause.SUM, IdleCause.STEP,
@@ -62,7 +62,7 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     With these costs, a simulation has about the same span as the run, and its ranks wait at the
     same instructions.
 
-    Costs of instructions on other lanes than compute, such as messages, gathers and reductions:
+    Costs of instructions on lanes other than compute, such as messages, gathers and reductions:
 
     - The span of an instruction is the time from its recorded start to its recorded end. The span
       bounds the duration of the instruction from above, and sometimes from below.

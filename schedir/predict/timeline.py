@@ -107,10 +107,10 @@ class CausalityViolations(NamedTuple):
     """The instructions that start or end before one of their causes.
 
     Attributes:
-        amount: For each instruction, the time by which it comes before a cause, shape (n,); 0 for
-            an instruction without a violation.
-        cause: The index in `spans` of this cause, shape (n,); -1 for an instruction without a
-            violation.
+        amount: For each instruction with a violation, the time from the instruction to its cause,
+            which comes later. 0 for all other instructions. Shape (n,).
+        cause: The index in `spans` of this cause, or -1 for an instruction without a violation.
+            Shape (n,).
     """
 
     amount: NDArray[np.float64]

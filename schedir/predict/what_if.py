@@ -2,8 +2,8 @@
 
 `_Table` yields each change as a `ChangeRow`. `iter_time_changes` yields changes that may shorten
 the run, and `iter_memory_changes` yields changes of the memory of ranks. A row describes the change
-in words. The row has other costs, another progress model, other options of `compile`, or another
-draft than the run. To try another change, add a row.
+in words. Compared with the run, a row has different costs, a different progress model, different
+options of `compile`, or a different draft. To try another change, add a row.
 """
 
 from __future__ import annotations
@@ -234,8 +234,8 @@ def advise(
         costs: The costs from which a predicted run was computed. If None, `calibrate` computes the
             costs from the run.
         schedule: The schedule from which the program was compiled. If None, `advise` searches for a
-            built-in schedule that gives the same program. If there is no such schedule, more
-            microbatches are not tried.
+            built-in schedule that compiles to the same program. Without a schedule, `advise` tries
+            no change with more microbatches.
         memory_limit: The largest number of bytes that a rank may use on the device. A change of the
             memory of ranks is reported only if every rank is within this limit.
 
@@ -526,7 +526,8 @@ class _Table:
                     is_excluded = (
                         name == self.program.name or draft.has_backward != self.program.has_backward
                     )
-                    # A placement with another number of rows has another number of stage replicas.
+                    # A placement with a different number of rows has a different number of stage
+                    # replicas.
                     if is_excluded or shape.placement_rows != self.shape.placement_rows:
                         continue
                     costs = self._split_costs_into(draft.shape.stages)
@@ -544,7 +545,7 @@ class _Table:
                     )
 
     def _split_costs_into(self, stages: int) -> Costs:
-        """Return costs of the same model divided into another number of stages."""
+        """Return the costs of the run's model after its division into `stages` stages."""
         stage_costs = {name: c for name, c in self.costs.specified.items() if name in STAGE_COSTS}
         own_stages = self.shape.stages
         return replace(

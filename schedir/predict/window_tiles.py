@@ -1,9 +1,9 @@
 """Count the tiles that windowed attention computes, and the operations that it saves.
 
-The windows are those of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922). Each
-query attends to `window` keys around it, and the window moves only every `stride` queries. Stride 1
-is a sliding window, and stride = window is blocked attention. Attention computes tiles of queries
-by tiles of keys. Masked pairs in a tile that is computed are wasted work.
+The windows are defined as in Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922).
+Each query attends to `window` keys around it, and the window moves only every `stride` queries.
+Stride 1 is a sliding window, and stride = window is blocked attention. Attention computes tiles of
+queries by tiles of keys. Masked pairs in a tile that is computed are wasted work.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def compute_efficiency(
 def required_bandwidth(
     share: float, intensity: float, peak: float, *, overlapped: bool = False
 ) -> float:
-    """Return the bandwidth in bytes per second with which `compute_efficiency` has a given value.
+    """Return the bandwidth, in bytes per second, at which `compute_efficiency` returns `share`.
 
     This is equation 6 solved for the bandwidth.
 

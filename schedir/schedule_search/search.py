@@ -191,7 +191,7 @@ def search_schedule(
 
     Raises:
         UsageError: An argument is invalid, or no schedule fits into the limit. Also if an initial
-            schedule recomputes, does not train all stages, or has another shape.
+            schedule recomputes, does not train all stages, or has a different shape.
         CostsError: See `make_problem`.
         ShapeError: See `make_problem`.
         MemoryLimitError: No program fits into the limit with its messages.

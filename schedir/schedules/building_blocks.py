@@ -26,7 +26,7 @@ def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run Hanayo's waves: each microbatch passes down the ranks and back v / 2 times.
 
     The order is derived from the idea of the paper, not from its code. P microbatches form a wave.
-    Further microbatches use the time in which the wave leaves a rank idle.
+    Further microbatches run when a rank would be idle during a wave.
 
     If P divides m, each rank idles for (P-1)(2 min(F,B) + 2(m/P)|B-F|) for every v. At F = B, this
     is the bubble of `interleaved`. At other costs each wave adds to the bubble, so the schedule is

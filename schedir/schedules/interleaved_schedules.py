@@ -132,9 +132,9 @@ def interleaved_zb(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run interleaved 1F1B with split backwards: ZB-H1 on v stages per rank.
 
     The order is that of PyTorch's InterleavedZeroBubble, for all shapes that PyTorch can run.
-    Groups are those of `interleaved`. If P divides m, the idle time of each rank is that of `zb_h1`
-    with the costs of one of the v stages. So it is 1/v of the idle time of `zb_h1` for the same
-    model. There are v P stage activations in flight on each rank.
+    The microbatches are divided into groups as in `interleaved`. If P divides m, the idle time of
+    each rank is that of `zb_h1` with the costs of one of the v stages. So it is 1/v of the idle
+    time of `zb_h1` for the same model. There are v P stage activations in flight on each rank.
 
     Args:
         r: Rank, 0 to P - 1.

@@ -60,8 +60,8 @@ def assert_same_gradients(
     `start_method` is "spawn".
 
     A gradient is correct if the norm of its difference from the expected gradient is at most
-    `tolerance` times a reference.  The reference is the sum of the norms of the gradients of the
-    single microbatches.
+    `tolerance` times a reference. The reference is the sum, over all microbatches, of the norm of
+    the microbatch's gradient.
 
     Args:
         step: Called as `step(rank, ranks, model, batch)` in each process.  torch.distributed is

@@ -83,10 +83,10 @@ def shapes(
         microbatches: The largest number of microbatches.
         stages_per_rank: The largest number of stages per rank.  With the placements "given" and
             "rows" it is the largest average over the ranks.
-        placements: The kinds of placement to draw from.  "loop", "vee" and "mirror" are those of
-            `PipelineShape`.  "given" is any list with one rank for each stage.  "rows" is any
-            placement with two or three replicas of each stage, also an uneven one.  "vee" needs
-            `stages_per_rank` of 2 or more.  "mirror" and "rows" also need 2 ranks and 2
+        placements: The kinds of placement to draw from. "loop", "vee" and "mirror" mean the same as
+            in `PipelineShape`. "given" is any list with one rank for each stage. "rows" is any
+            placement with two or three replicas of each stage, also an uneven one. "vee" needs
+            `stages_per_rank` of 2 or more. "mirror" and "rows" also need 2 ranks and 2
             microbatches.
 
     Returns:

@@ -154,7 +154,7 @@ def make_detachable(tensor: Any) -> Any:
 
 
 class _MemoryAlias(Function):
-    """Returns its input as another tensor in the same memory that is not a view."""
+    """Returns a new tensor that has the memory of its input and is not a view."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def _stages_of_action(
 ) -> tuple[int, ...]:
     """Return the stages of an action and of its sub-actions, if these have one of the given kinds.
 
-    The default kinds are those that need unsharded parameters or gradients.
+    By default, these are the kinds that need unsharded parameters or gradients.
     """
     if action.sub_actions is not None:
         return tuple(

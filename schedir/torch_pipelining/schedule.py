@@ -321,7 +321,8 @@ class Schedule(CheckedRuntime):
             arg_mbs: A tuple of arguments for each microbatch.
             kwarg_mbs: A dict of keywords for each microbatch.
             target_mbs: A target for each microbatch.
-            **kwargs: Keyword arguments of the stages. Each rank passes those of its stages.
+            **kwargs: Keyword arguments of the stages. Each rank passes the arguments of its own
+                stages.
 
         Returns:
             The merged outputs on the rank of the last stage, if `return_outputs`, and None

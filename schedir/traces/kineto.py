@@ -41,7 +41,8 @@ _MESSAGE_OPS: Final = {
 # Ranges that start when a receive is posted, and end when a waiting thread sees the message.
 _WAIT_RANGES: Final = ("gloo:recv",)
 _AUTOGRAD_PREFIX: Final = "autograd::engine::"
-# Suffixes of the categories of launches: cuda_runtime, cuda_driver, and those of other vendors.
+# Suffixes of the categories of launches, such as cuda_runtime, cuda_driver, and the categories of
+# other vendors.
 _LAUNCH_SUFFIXES: Final = ("_runtime", "_driver")
 _KEPT_CATEGORIES: Final = ("user_annotation", "cpu_op", "kernel", "gpu_memcpy", "gpu_memset")
 # The largest time, in microseconds. In a file without a base time, times count from 1970. The time
@@ -154,7 +155,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 class _TraceFile:
-    """A file that is decompressed if its first bytes are those of gzip.
+    """A trace file, which is decompressed if it begins with the first bytes of gzip.
 
     `read` refuses more than `max_bytes` bytes. It also refuses files with many unclosed brackets,
     because a parser keeps all of them in memory.

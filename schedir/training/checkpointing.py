@@ -224,7 +224,7 @@ class TrainingCheckpoints:
         With several processes this method does nothing, because other processes may have exited.
         """
         if self.saver is not None and dist.get_world_size() == 1:
-            with suppress(CheckpointError, ModelError):  # The run has ended for another reason.
+            with suppress(CheckpointError, ModelError):  # The run reports another error.
                 self.wait()
 
     def _flush_losses(self) -> None:

@@ -85,7 +85,7 @@ class BenchmarkExtent(NamedTuple):
 def _list_gemm_shapes(*shapes: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
     """Return the products (m, k, n) of layers with these (tokens, hidden size).
 
-    The last two products are those of a tensor-parallel shard of the first layer.
+    The last two products belong to a tensor-parallel shard of the first layer.
     """
     gemms = [(m, k, n) for m, h in shapes for k, n in ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h))]
     m, h = shapes[0]

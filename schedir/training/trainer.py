@@ -81,7 +81,7 @@ def train(
         MemoryLimitError: No program fits into `memory.memory_limit`.
         CheckpointError: A checkpoint cannot be read or written.
         NonFiniteError: A loss or a gradient is not finite. All processes raise this error.
-        ExecutionError: The run fails in another way.
+        ExecutionError: The run fails for any other reason.
         TerminationNotice: The run ends after SIGTERM, and the last step is saved.
     """
     torch.set_num_threads(config.train.threads)

@@ -68,7 +68,7 @@ def count_streams(
 
     Returns:
         The numbers for "computation", "layers", "gathers", "all_to_alls", "reductions", "messages"
-        and "records", without those that are 0.
+        and "records". A number that is 0 is left out.
     """
     edges = [e for e in directed_edges(program, *extra_programs) if rank in (e.source, e.target)]
     queues = len(edges) if get_model_row(progress_model).has_direction_queues else bool(edges)

@@ -72,7 +72,8 @@ def require_segment_order(index: InstructionIndex) -> None:
         index: The index of the program.
 
     Raises:
-        OrderError: A stage runs a chunk too early. The error names the first such instruction.
+        OrderError: A stage runs a chunk too early. The error names the first instruction that runs
+            too early.
     """
     shape = index.program.shape
     if shape.sequence_chunks == 1:
@@ -133,7 +134,7 @@ def check(
     stage runs it backward once, and every message has a send and a receive. Each update reduces the
     gradients and has one optimizer step per rank. Each rank produces a value before it uses the
     value, and has a free slot for the value. Ranks do not wait for each other in a cycle under the
-    progress model. Messages arrive in the order in which they are sent.
+    progress model. The messages of a channel arrive in the order of their sends.
 
     The program stores each proof in `Program.proofs`, so a second check with the same arguments
     returns immediately.
@@ -149,7 +150,7 @@ def check(
             communicator creates it. The creation blocks the hosts of all ranks of the communicator
             until each host has reached its first use of this communicator.
         eager_limit: Largest size in bytes of a message that does not wait for its receive, such as
-            small messages of NCCL and MPI. The number of such messages in flight is not limited.
+            small messages of NCCL and MPI. The number of these messages in flight is not limited.
             None means that every message waits.
         sizes: The sizes of messages, which `eager_limit` needs. With `sizes`, a
             DeadlockError reports the smallest limit with which the program would finish.
@@ -165,8 +166,8 @@ def check(
         OrderError: A rank uses a value before it exists, or instructions of two updates or sequence
             chunks are in the wrong order.
         SlotError: A rank has too few slots.
-        ChannelMismatchError: Messages are not received in the order in which they are sent, or the
-            two ends of a message use different communicators.
+        ChannelMismatchError: Messages of a channel are not received in the order of their sends, or
+            the two ends of a message use different communicators.
         DeadlockError: Ranks wait for each other.
         UsageError: An argument has a wrong type or value, `lazy_communicators` is set with blocking
             hosts, or `eager_limit` is set without the sizes of messages.
@@ -246,7 +247,7 @@ def parse_eager_limit(limit: object, sizes: Sizes | None, program: Program) -> E
     Args:
         limit: The limit in bytes, at least 0 and finite, or None. See `check`.
         sizes: The sizes of messages, or None.
-        program: The program to whose messages the limit applies.
+        program: The program with the messages.
 
     Raises:
         UsageError: `limit` is not a finite number of at least 0, or `sizes` does not give the sizes

@@ -183,7 +183,7 @@ def require_group_members(inspector: Inspector) -> None:
 
 
 def require_form_pairs(inspector: Inspector) -> None:
-    """Check that each value that is sent in another form is converted back after its receive.
+    """Check that each value that is converted before its send is converted back after its receive.
 
     No other value may be converted back. With sequence parallelism, values between stages are
     shards already, so no instruction may shard them before a send.

@@ -98,7 +98,7 @@ def require_complete(program: Program, *, is_draft: bool) -> InstructionIndex:
 
 
 def require_givers(program: Program, flow: Dataflow) -> None:
-    """Check that each value that an instruction needs is made by another instruction.
+    """Check that an instruction makes each value that another instruction needs.
 
     Args:
         program: A program that `require_complete` accepts.
@@ -198,8 +198,8 @@ def _require_valid_ranges(inspector: Inspector) -> None:
 def _describe_excess(inspector: Inspector, position: int) -> str:
     """Return a remark if a stage has more instructions of an opcode than microbatches, else "".
 
-    The stage and the opcode are those of the instruction at `position`. B and I of a stage are
-    counted together.
+    The function takes the stage and the opcode from the instruction at `position`. B and I of a
+    stage are counted together.
     """
     ix = inspector.index
     candidates = BACKWARD_OPS if ix.op[position] in BACKWARD_OPS else (ix.op[position],)

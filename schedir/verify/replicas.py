@@ -159,8 +159,8 @@ def _require_same_settings(programs: Sequence[Program]) -> None:
 class _ReplicaGraph(Graph):
     """The dependency graph of all replicas, in which a collective of replicas is one node.
 
-    The ranks of its program are those of all replicas, one replica after the other. The class has
-    only the attributes of a graph that the search for a cycle uses.
+    Its program has the ranks of all replicas, one replica after the other. The class has only the
+    attributes of a graph that the search for a cycle uses.
 
     Args:
         programs: The program of each replica, all of them correct.
@@ -361,7 +361,8 @@ def _name_replicas(error: DeadlockError, ranks: int) -> DeadlockError:
     """Return the deadlock with the replica of each rank, and with ranks numbered per replica.
 
     Args:
-        error: The deadlock. Its ranks are those of all replicas, one replica after the other.
+        error: The deadlock. Its rank numbers count the ranks of all replicas, one replica after the
+            other.
         ranks: The number of ranks of a replica.
     """
     cycle = [

@@ -216,9 +216,9 @@ def _draw_names(
 def idle_map(timeline: Timeline) -> Figure:
     """Draw a heat map of idle time, with a row per rank and a column per cause.
 
-    The cells are shares of the span. The causes are those of `schedir.predict.bubble_causes`. A
-    cause that does not occur has no column. The last column is the sum, and the last row is the
-    mean of all ranks.
+    The cells are shares of the span. `schedir.predict.bubble_causes` defines the causes. A cause
+    that does not occur has no column. The last column is the sum, and the last row is the mean of
+    all ranks.
 
     Args:
         timeline: The timeline.

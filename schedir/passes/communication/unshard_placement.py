@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# The number of runs by which a stage is unsharded early. A run is a sequence of computes of the
-# same stages. With 1, a rank gathers the weights of the next run while the current run computes.
+# A stage is unsharded this many runs before the run that uses it. A run is a sequence of computes
+# of the same stages. With 1, a rank gathers the weights of the next run while the current run
+# computes.
 DEFAULT_PREFETCH: Final = 1
 
 
@@ -116,7 +117,7 @@ def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) ->
             `max_unsharded` uses, which need their stages at the same time.
         stage: The stage of each use, shape (uses,).
         max_unsharded: Largest number of stages that are unsharded at the same time.
-        prefetch: Number of runs by which a stage is unsharded early.
+        prefetch: A stage is unsharded up to this many runs before the run that uses it.
 
     Returns:
         Indices of the first and the last use of each stay, shape (stays, 2), sorted by the first.

@@ -194,7 +194,7 @@ def remove_slot_sharing(program: Program) -> Program:
 def _count_overlaps(
     program: Program, start: Times, end: Times, *, lower_bound: bool
 ) -> NDArray[np.int64]:
-    """Return the numbers of slots with which values start and end at given times.
+    """Return the numbers of slots that values need to start and end at given times.
 
     With c slots, the k-th value of a Stream gets the slot that the (k-c)-th freeing instruction
     frees. So this instruction must end before the value starts. The times need not ascend along the

@@ -270,7 +270,7 @@ def _find_ranks(program: Program, positions: Positions) -> Positions:
 
 
 def _compute_latest_starts(start: Floats, durations: Floats, ranks: Positions) -> Floats:
-    """Return the latest start of each move for which the move ends before its user starts.
+    """Return the latest start at which each move still ends before its user starts.
 
     The moves of a rank run one after the other, because they are on one lane.
     """

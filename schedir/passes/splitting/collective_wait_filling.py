@@ -1,10 +1,10 @@
 """Reorder compute so that it runs while a segment waits for a collective or an all-to-all.
 
 The pass simulates the program with several rules, and each rule gives a new order of computes on
-each rank. With most rules, a rank whose next compute waits only for a running collective runs the
-first later compute that is ready. With one rule, as in list scheduling, a rank always runs the
-compute with the longest remaining path. The pass lowers and simulates each order. It keeps the best
-order, or the original order if none is better.
+each rank. With most rules, a rank runs a later compute if its next compute waits only for a running
+collective. The rank then runs the first later compute that is ready. With one rule, as in list
+scheduling, a rank always runs the compute with the longest remaining path. The pass lowers and
+simulates each order. It keeps the best order, or the original order if none is better.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _FILL_OPS: Final = {
     "F": (FORWARD_OPS,),
     "all": (COMPUTE_OPS, BACKWARD_WEIGHT_OPS, FORWARD_OPS),
 }
-# Number of later pairs of direction (forward or backward) and microbatch whose segments may run
-# early.
+# The segments of this many later (direction, microbatch) pairs may run early. A direction is
+# forward or backward.
 _LOOKAHEADS: Final = (1, 2)
 # The largest duration of a compute that fills a wait, as a multiple of the wait.  With None, the
 # compute with the longest remaining path always runs.

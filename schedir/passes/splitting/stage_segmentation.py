@@ -393,9 +393,9 @@ def split_costs(
         chunks: Number of chunks of each microbatch.
 
     Raises:
-        CostsError: `values` are costs of another number of stages.
-        UsageError: `values` are sizes of another number of stages, the number of shares is wrong, a
-            share is negative, or the shares of a stage are all 0.
+        CostsError: `values` are costs of a different number of stages than `shape` has.
+        UsageError: `values` are sizes of a different number of stages than `shape` has. Or the
+            number of shares is wrong, a share is negative, or the shares of a stage are all 0.
 
     Example:
         >>> from schedir import Costs, PipelineShape, split_costs

@@ -300,7 +300,7 @@ def break_down_step(
 ) -> StepBreakdown:
     """Divide the time from the first start to the last end of a step into parts.
 
-    The parts are those of the busiest rank. `stage_times` divides the compute instructions of this
+    All parts are times of the busiest rank. `stage_times` divides the compute instructions of this
     rank into compute, recomputation and collectives. `idleness` gives the causes of its idle time.
 
     Args:

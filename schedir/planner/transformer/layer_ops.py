@@ -56,7 +56,7 @@ class Gemm(NamedTuple):
 class MemoryPass(NamedTuple):
     """Kernels whose time depends only on the bytes that they read and write.
 
-    The bytes are those of tensors with 16-bit elements.
+    All bytes are for tensors with 16-bit elements.
 
     Attributes:
         name: The name of the pass.

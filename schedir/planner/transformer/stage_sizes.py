@@ -87,7 +87,7 @@ def compute_sizes(
     constants: SoftwareConstants | None = None,
     state_bytes: StateBytes = ADAM,
 ) -> Sizes:
-    """Return the sizes of each stage of a plan on one GPU. Activations are those of one microbatch.
+    """Return the sizes of each stage of a plan on one GPU. Activations are per microbatch.
 
     - A layer saves the bytes of `compute_saved_bytes`. The first stage also saves the mask of its
       dropout.

@@ -60,8 +60,8 @@ def compute_program_bound(
     activations.
 
     If costs or sizes differ between microbatches, the smallest value of each stage counts. With
-    `split_backward`, a backward counts as the cheaper of a full and a split backward. The bound is
-    then lower, but still valid.
+    `split_backward`, each backward has the cost of a full or a split backward, whichever is
+    cheaper. The bound is then lower, but still valid.
 
     Args:
         program: The program to compare with.

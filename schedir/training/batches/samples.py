@@ -16,7 +16,8 @@ from schedir.data.token_windows import ConcatenatedWindows, Tokens, TokenWindows
 from schedir.errors import ModelError, UsageError
 from schedir.models.language_model import IGNORE_INDEX
 
-# A digest covers blocks of this many bytes, and at most this many blocks: 256 MiB in total.
+# A digest covers blocks of `_DIGEST_BLOCK_BYTES`, and at most `_MAX_DIGEST_BLOCKS` blocks: 256 MiB
+# in total.
 _DIGEST_BLOCK_BYTES = 2**16
 _MAX_DIGEST_BLOCKS = 2**12
 
