@@ -145,8 +145,8 @@ def make_detachable(tensor: Any) -> Any:
         tensor: An output or a loss.
 
     Returns:
-        A new tensor in the same memory for a view or for an input that the stage returns, and
-        `tensor` otherwise.
+        A new tensor in the same memory, if `tensor` is a view or an input that the stage returns.
+        Otherwise `tensor`.
     """
     is_plain = type(tensor) in (Tensor, nn.Parameter)
     needs_alias = is_plain and (tensor._is_view() or (tensor.is_leaf and tensor.requires_grad))

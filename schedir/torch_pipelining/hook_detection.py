@@ -1,9 +1,10 @@
 """Detect activation checkpoints, and hooks that a split backward calls too often or never.
 
-The first half of a split backward runs the autograd nodes where weights and inputs join, and the
-second half starts at these nodes. So both halves call a hook on the outputs of these nodes, and a
-hook that changes a gradient changes it twice. A hook on a parameter receives the gradient of one
-group of weights at a time. Post-accumulate-grad hooks are never called.
+In the autograd graph, paths from weights and paths from inputs meet at join nodes (see
+`backward_split`). The first half of a split backward runs the join nodes, and the second half
+starts at them. So both halves call a hook on the outputs of these nodes, and a hook that changes a
+gradient changes it twice. A hook on a parameter receives the gradient of one group of weights at a
+time. Post-accumulate-grad hooks are never called.
 
 The W of each group of weights would also recompute the activations of a checkpoint. A selective
 checkpoint refuses a second backward.

@@ -83,7 +83,7 @@ class BenchmarkExtent(NamedTuple):
 
 
 def _list_gemm_shapes(*shapes: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
-    """Return the products (m, k, n) of layers with these (tokens, hidden size).
+    """Return the products (m, k, n) of layers. A shape is (tokens, hidden size).
 
     The last two products belong to a tensor-parallel shard of the first layer.
     """

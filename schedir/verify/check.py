@@ -242,7 +242,7 @@ def _find_proven_limit(graph: Graph, sizes: Sizes) -> float | None:
 
 
 def parse_eager_limit(limit: object, sizes: Sizes | None, program: Program) -> EagerMessages | None:
-    """Verify an eager limit, and return it with the sizes of messages, or None without a limit.
+    """Verify an eager limit. Return it with the sizes of messages, or None if there is no limit.
 
     Args:
         limit: The limit in bytes, at least 0 and finite, or None. See `check`.

@@ -148,11 +148,11 @@ class _ProgramSequence:
     def require_matching_steps(self) -> None:
         """Refuse a sequence if the two ends of a message belong to different steps.
 
-        In a correct program, the numbers of sends and receives of a channel are equal. So it is
-        enough that the steps that use a channel are in the same order on both of its ranks.
-        Collectives need no check here. Only programs that train have collectives over pipeline
-        ranks. If ranks run two such programs in different orders, the ranks do not finish, and
-        `require_finish` raises the error.
+        In a correct program, a channel has as many sends as receives. So this method compares only
+        the order of the steps that use a channel, on both ranks of the channel. Collectives need no
+        check here. Only programs that train have collectives over pipeline ranks. If ranks run two
+        such programs in different orders, the ranks do not finish, and `require_finish` raises the
+        error.
         """
         violations: list[
             tuple[int, int, int, int, _SequenceStep | None, int, _SequenceStep | None]

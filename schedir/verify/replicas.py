@@ -193,13 +193,14 @@ class _ReplicaGraph(Graph):
         self.blocking_hosts, self.host_device_sync = blocking_hosts, False
         # The first position of each replica.
         self.starts = np.cumsum([0, *map(len, self.graphs)])
-        # The nodes of groups come after the positions of all replicas.
+        # Nodes are numbered in this order: first the positions of all replicas, then the nodes of
+        # groups.
         sizes = [graph.node_id_limit - len(graph) for graph in self.graphs]
         group_starts = np.cumsum([len(self.index), *sizes])
         joint = np.arange(group_starts[-1], dtype=np.int32)
         for members in _match_collectives(programs, self.starts):
             joint[members] = members[0]
-        # For each replica, the node in this graph of each node of the replica's graph.
+        # For each replica, an array: node of the replica's graph -> node of this graph.
         self.joint_nodes = [
             np.concatenate([joint[a:b], joint[c:d]])
             for (a, b), (c, d) in zip(pairwise(self.starts), pairwise(group_starts), strict=True)

@@ -188,7 +188,7 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
     try:
         _ = source.schedule_or_program  # loads it
     except UsageError as error:
-        if not error.__cause__:  # The cause has the line of the user's file.
+        if not error.__cause__:  # A cause already has the line of the user's file.
             error.fields = error.fields or ("schedule",)
         raise
     given_settings = {

@@ -2,9 +2,8 @@
 
 A process that fails writes the reason into its black box. If another process is the cause, the
 black boxes of all processes show which process it is (`hang_diagnosis/stall_cause.py`). Under
-`launch`, only the launcher prints the reason. Otherwise, of the processes of each torchrun agent,
-only the first process that fails prints the reason. The rendezvous store decides which process is
-the first.
+`launch`, only the launcher prints the reason. Otherwise, only the first failed process of each
+torchrun agent prints the reason. The rendezvous store decides which process is the first.
 
 A process that is stopped or busy can block all other processes. The process that reports the
 blocking process also kills it, if both are on one machine. So the launcher or torchrun receives the
