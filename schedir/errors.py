@@ -3,9 +3,9 @@
 A bug in schedir raises an exception of any other class.
 
 An error has its facts as attributes, and builds its message from them.  So code can read the same
-facts as a person.  The first line of the message has the name of the program and the fact. Then
-follow the instructions concerned (`rank R #I instr`), and for some errors a part of a Stream. The
-last line is a hint, if a fix is certain.
+facts as a person. The first line of the message has the name of the program and the fact. The next
+lines show the instructions concerned (`rank R #I instr`), and for some errors a part of a Stream.
+The last line is a hint, if a fix is certain.
 
 Example:
     >>> from schedir import PipelineShape, check, compile, errors, from_text, schedules, to_text
@@ -616,9 +616,10 @@ class NonFiniteError(ExecutionError):
         program: Name of the program.
         sites: The instruction that produced the first infinite or NaN value; empty if this
             instruction was not found. For a loss, the instruction is a forward with an infinite or
-            NaN output; of all such stages, the first one counts. For a gradient, the instruction is
-            a backward or a reduction with such a gradient; the last such stage counts, because
-            backwards begin at the last stage.
+            NaN output; if several stages have such an output, the forward is on the first of these
+            stages. For a gradient, the instruction is a backward or a reduction with such a
+            gradient; if several stages have such a gradient, the instruction is on the last of
+            these stages, because backwards begin at the last stage.
         hint: A fix, given only if it is certain.
         step: Number of the training step, from 1.
         process: The process that runs this instruction; 0 if no such instruction was found.

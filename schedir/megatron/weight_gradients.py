@@ -77,7 +77,7 @@ def split_linear_backward() -> Iterator[None]:
 def _needs_autograd(weight: Tensor) -> bool:
     """Return whether autograd must compute the gradient of a weight.
 
-    The hooks of Megatron's DistributedDataParallel do not count here, because they are on the
+    The function ignores the hooks of Megatron's DistributedDataParallel, because they are on the
     AccumulateGrad node of the weight.
     """
     has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)

@@ -134,7 +134,8 @@ def _build_query_tiles(
         queries = range(tile_start, min(tile_start + tile, length))
         ranges.append((queries, range(keys_begin, min(keys_end, length))))
     # If all queries of a tile attend to all keys of the tile that precede its first query, the mask
-    # is zero for these keys and causal after them. Such masks are slices of one tensor, `widest`.
+    # is zero in the columns of these keys. The later columns are a causal mask. Such masks are
+    # slices of one tensor, `widest`.
     uncut_lengths = [
         queries.start - keys.start for queries, keys in ranges if start[queries[-1]] <= keys.start
     ]

@@ -70,7 +70,7 @@ def build_stage(
         config: The configuration of the model.
         stage: The stage to build, from 0.
         stages: The number of stages.
-        tp: The tensor-parallel group. None is a group of one rank.
+        tp: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if tensor-parallel ranks also divide the tokens. The program must
             have `sequence_parallel yes`.
         layers_per_stage: The number of layers of each stage (`split_layers`). None divides the
@@ -114,7 +114,7 @@ class Stage(nn.Module):
         layers: The indices of the stage's layers in the full model, from 0.
         is_first: True if the stage has the embedding.
         is_last: True if the stage has the head.
-        tp: The tensor-parallel group. None is a group of one rank.
+        tp: The tensor-parallel group. None means one rank, without communication.
         placement: The device and the type of the parameters.
         sequence_parallel: True if tensor-parallel ranks also divide the tokens.
         make_layer: Builds a layer from the arguments of `Layer`. The default is `Layer`.

@@ -1,7 +1,7 @@
 """Cut causal language models of Hugging Face's transformers into pipeline stages.
 
-A stage runs the model's own `forward` with some of the layers, so masks, positions and rotary
-tables are those of transformers.
+A stage runs the model's own `forward` with some of the layers, so the transformers library computes
+the masks, positions and rotary tables.
 """
 
 from __future__ import annotations

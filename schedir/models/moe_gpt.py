@@ -184,7 +184,7 @@ class MoELayer(gpt.AttentionLayer):
             width = config.shared_experts * config.expert_width
             self.shared_experts = Expert(weights, "shared_experts", width)
         # A segment keeps a layer only if it names one of the layer's submodules. The segment after
-        # the experts uses no parameters of the layer, so it names this submodule.
+        # the experts uses no parameters of the layer, so it names `output`.
         self.output = nn.Identity()
 
     def route(self, x: Tensor, aux: Tensor) -> Tensors:
@@ -375,11 +375,11 @@ def build_boundaries(
 
 
 def loss(output: tuple[Tensor, Tensor], targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:
-    """Return the cross entropies of all tokens that count, plus the auxiliary losses, as one sum.
+    """Return the sum of the cross entropies of all tokens and of the auxiliary losses.
 
     Args:
         output: The logits (b, T, V) and the auxiliary loss (1,), from the last stage.
-        targets: int64 of shape (b, T). Tokens with the target `IGNORE_INDEX` do not count.
+        targets: int64 of shape (b, T). Tokens with the target `IGNORE_INDEX` are ignored.
         tp: Must be None, because these models have no tensor parallelism.
     """
     logits, aux = output

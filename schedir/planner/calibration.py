@@ -202,7 +202,7 @@ class Calibration:
         1992, section 10.2).
 
         Args:
-            max_gpus: The number of GPUs of the plan. None uses the number of GPUs of the run with
+            max_gpus: The number of GPUs of the plan. None means the number of GPUs of the run with
                 the most GPUs.
 
         Returns:

@@ -58,9 +58,9 @@ def estimate_step(
         plan: The plan.
         exact: If True, simulate the program of the plan. If False, use the closed form, which is
             faster.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
-            the bytes of Adam in the number type of the cluster.
+        constants: Constants of the software. None means `SoftwareConstants()`.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            means the bytes of Adam in the number type of the cluster.
 
     Returns:
         The plan with its estimates. `fits` is False if the plan does not fit in memory.
@@ -156,9 +156,9 @@ def plan(
             offload.
         division: The rule that divides the layers among stages: "even", or "compute", which counts
             the head too.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
-            the bytes of Adam in the number type of the cluster.
+        constants: Constants of the software. None means `SoftwareConstants()`.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            means the bytes of Adam in the number type of the cluster.
 
     Returns:
         At most `top` plans that fit, the fastest first, with their bottlenecks.
@@ -271,9 +271,9 @@ def _attach_bottlenecks(
 def _sort_key(estimate: PlanEstimate) -> tuple[float, bool, int, int]:
     """Return the key that sorts plans by step time.
 
-    If step times are equal in six digits, a plan without offload comes first, then the simpler
-    schedule, then less recomputation. A prediction does not include the cost of issuing more
-    instructions.
+    If step times are equal in six digits, a plan without offload comes first. Then the plan with
+    the simpler schedule comes first, and then the plan with less recomputation. A prediction does
+    not include the cost of issuing more instructions.
     """
     schedule_index = [*SCHEDULE_FORMULAS].index(estimate.schedule)
     recompute_index = get_args(Recompute).index(estimate.recompute)
@@ -295,9 +295,9 @@ def all_plans(
         model: The model.
         cluster: The cluster. All its GPUs are used.
         batch: The number of sequences of a step, over all replicas.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
-            the bytes of Adam in the number type of the cluster.
+        constants: Constants of the software. None means `SoftwareConstants()`.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            means the bytes of Adam in the number type of the cluster.
         **filters: The arguments of `plan` from `schedules` to `division`, without `exact`.
 
     Returns:

@@ -130,7 +130,7 @@ def get_trainer(
 
     Args:
         cluster: The cluster.
-        constants: Constants of the software. None uses `SoftwareConstants()`. For CPUs,
+        constants: Constants of the software. None means `SoftwareConstants()`. For CPUs,
             `_TRAIN_CONSTANTS` replaces some of these constants.
         state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses the
             bytes for the cluster's number type (`get_state_bytes`).

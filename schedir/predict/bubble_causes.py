@@ -94,8 +94,8 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
       rank's last forward on, but not before its first backward. Between these times, the cause is
       PEER.
     - IMBALANCE: In any order of instructions, a rank is idle at least for the difference between
-      its work and that of the busiest rank. So this part of the rank's waits for other ranks has
-      the cause IMBALANCE. This time is taken first from PEER waits, then from waits after the
+      its work and the work of the busiest rank. So this part of the rank's waits for other ranks
+      has the cause IMBALANCE. This time is taken first from PEER waits, then from waits after the
       rank's first instruction, then from waits before its first instruction.
 
     Before the first instruction of a rank the causes are the same, but each wait for another rank

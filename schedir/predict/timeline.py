@@ -144,8 +144,8 @@ class Timeline:
         kind: "predicted" or "measured".
         unit: The unit of times: "" for the unit of the costs, or "s" for seconds.
         progress_model: The progress model of the prediction, or of the transport of a measured run.
-        clock_error: The largest difference between the clocks of two ranks, in `unit`. The error is
-            0 in a prediction, and if all ranks read the same clock.
+        clock_error: The largest difference between the clocks of two ranks, in `unit`. The error of
+            a prediction is 0. The error of a measured run is 0 if all ranks read the same clock.
         sizes: The sizes of values. With sizes, memory is in bytes. Without sizes, memory is a
             number of activations.
         blocking_hosts: True if hosts are blocking, as on CPUs.
@@ -311,8 +311,8 @@ class Timeline:
     def peak_activations(self) -> float:
         """The largest activation memory of a rank, in microbatches.
 
-        A microbatch in all stages of a rank counts as 1, and in half of the stages as 0.5. Each
-        segment of a stage has an equal share of the stage's activations.
+        A microbatch in all stages of a rank is counted as 1, and a microbatch in half of the stages
+        as 0.5. Each segment of a stage has an equal share of the stage's activations.
         """
         program = self.program
         segments, peak = program.segments_per_stage, self.peak_in_flight

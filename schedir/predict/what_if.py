@@ -554,7 +554,7 @@ class _Table:
         )
 
     def _iter_greedy_orders(self) -> Iterator[ChangeRow]:
-        """Yield greedy orders with as many pairs in flight as in the run, or one more per rank."""
+        """Yield greedy orders with the pairs in flight of the run, and with one more per rank."""
         if not self.program.has_backward:
             return
         letters = "IFW" if _I in self.program.used_opcodes else "BF"

@@ -462,8 +462,7 @@ class _IntegerProblem(NamedTuple):
     def max_length_below(self, below: float) -> int:
         """Return the largest integer length that is less than an original length.
 
-        If times were rounded, the result is less than the original length by a share of at least
-        1e-6.
+        If times were rounded, the result is at most 1 - 1e-6 times the scaled length.
 
         Args:
             below: A length in the unit of the original problem.
@@ -474,7 +473,7 @@ class _IntegerProblem(NamedTuple):
 
 
 def _to_integer_problem(problem: SchedulingProblem) -> _IntegerProblem:
-    """Scale a problem to integers, so that every order that fits still fits and is not longer.
+    """Scale a problem to integers. An order that fits into memory still fits, and is not longer.
 
     Decimal numbers stay exact if their sum is small enough. Otherwise times and sizes are rounded
     down, so a bound is rounded down too. Capacities include the rounding tolerance.

@@ -54,7 +54,7 @@ def greedy_schedule(
         costs: Times of instructions. The default is `Costs()`.
         name: Name of the draft.
         frozen_stages: Number of frozen stages, which are the first stages. They have no backward,
-            and their forwards do not count as in flight.
+            and their forwards are not counted as in flight.
 
     Returns:
         The draft. `compile` and `simulate` accept it.

@@ -180,7 +180,7 @@ class TracedProcesses:
         """Yield each run of the schedule in a step, the last one first.
 
         Args:
-            step: The number of the ProfilerStep. None uses the complete traces.
+            step: The number of the ProfilerStep. None means the complete traces.
 
         Raises:
             TraceError: Ranks ran the schedule a different number of times. Or two traces of one

@@ -107,10 +107,10 @@ def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) ->
     When the original policy reshards y, the changed policy reshards x. So the changed policy makes
     no more stays than the original policy, and agrees with Belady's policy in one more choice.
 
-    The k-th stay can begin at the (k - max_unsharded)-th smallest end of all stays. When it must
-    begin, all earlier stays except `max_unsharded` - 1 have ended. An earlier stay of the same
-    stage is one of the ended stays. This earlier stay has also ended when the k-th stay can begin,
-    because another stage took its place, and is used after the end of the earlier stay.
+    The k-th stay can begin at the (k - max_unsharded)-th smallest end of all stays. When the k-th
+    stay must begin, all earlier stays except `max_unsharded` - 1 have ended. An earlier stay of the
+    same stage is one of the ended stays. This earlier stay has also ended when the k-th stay can
+    begin, because another stage took its place, and the stay of this other stage ends later.
 
     Args:
         run: The number of the run of each use, ascending, shape (uses,). A run has at most

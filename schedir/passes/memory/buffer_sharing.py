@@ -37,7 +37,7 @@ from schedir.retired_names import get_rename_hint
 DEFAULT_MESSAGE_COST: Final = (
     0.5  # assumed time of a message as a multiple of a forward, if messages have cost 0
 )
-_SEARCH_DIVISIONS = 16  # the search divides no part of 1/16 or less of all (rank, kind) pairs
+_SEARCH_DIVISIONS = 16  # a part of 1/16 or less of all (rank, kind) pairs is not divided
 
 
 def share_slots(

@@ -389,7 +389,7 @@ class _ProgramSimulation:
             self.is_segment_collective[node] and not self.num_pending[node] for node in missing
         ]
         if not all(is_running):
-            return None  # the next compute waits for more than running collectives
+            return None  # the next compute also waits for another instruction
         wait = max(self.end_times.get(node, inf) for node in missing) - now
         max_cost = self.duration_factor * wait * (1 + 1e-9)
         fillers = self._find_fillers(rank, remaining)

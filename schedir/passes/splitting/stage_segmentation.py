@@ -73,9 +73,9 @@ def parse_segment_letters(segments: SegmentSpec, shape: PipelineShape) -> tuple[
 
     Args:
         segments: The number of segments of each stage, or the letters between these segments.
-            `segments` can also be a list with such an entry per stage, or the text of the option.
-            For a number, the letters f and g alternate, as in the layers of Megatron-LM: 5 gives
-            "fgfg".
+            `segments` can also be a list with a number or letters for each stage, or the text of
+            the option. For a number, the letters f and g alternate, as in the layers of
+            Megatron-LM: 5 gives "fgfg".
         shape: The pipeline shape.
 
     Returns:
@@ -502,9 +502,9 @@ def _list_collectives(program: Program) -> Iterator[tuple[Opcode, NDArray[np.boo
     """Yield the opcode, the mask of producers, and the stage offset of each collective.
 
     The mask has the shape (stages,). A collective belongs to the stage that uses its result. The
-    number of this stage is that of the producer plus the offset. With sequence parallelism, a
-    reduction at a boundary leaves each rank its part of the sequence. So the values that cross this
-    boundary in the other direction are gathered.
+    number of this stage is the stage of the producer plus the offset. With sequence parallelism,
+    each rank has only its part of the sequence after a reduction at a boundary. So the values that
+    cross this boundary in the other direction are gathered.
     """
     stages = program.shape.stages
     # The first trained stage computes no gradient of its input.

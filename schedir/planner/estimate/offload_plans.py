@@ -23,8 +23,8 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 MAX_OFFLOAD_PLANS: Final = 24  # The search ends when it has found this many plans that fit.
 _MAX_SIMULATIONS: Final = 96  # The search ends after this many simulations, to limit its time.
 _FORWARD_SHARE: Final = 1 / 3  # The share of forwards in compute: a backward takes twice as long.
-# While one stage computes, data of another stage are copied. The optimizer states or the saved
-# activations of both stages are on the device.
+# While one stage computes, the data of another stage are copied. So the device has the optimizer
+# states or the saved activations of two stages at the same time.
 _RESIDENT_STAGES: Final = 2
 
 

@@ -78,10 +78,10 @@ def simulate_plan(
         model: The model.
         cluster: The cluster.
         plan: The plan.
-        constants: Constants of the software. None uses the constants of the cluster's trainer
+        constants: Constants of the software. None means the constants of the cluster's trainer
             (`get_trainer`).
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
-            the bytes of Adam in the number type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            means the bytes of Adam in the number type of the cluster.
 
     Raises:
         UsageError: The options of the plan are incompatible, or its schedule has stage replicas.
@@ -130,10 +130,10 @@ def simulated_program(
         model: The model.
         cluster: The cluster.
         plan: The plan.
-        constants: Constants of the software. None uses the constants of the cluster's trainer
+        constants: Constants of the software. None means the constants of the cluster's trainer
             (`get_trainer`).
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
-            the bytes of Adam in the number type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            means the bytes of Adam in the number type of the cluster.
 
     Raises:
         UsageError: See `simulate_plan`.

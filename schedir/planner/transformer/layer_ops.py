@@ -1,7 +1,7 @@
 """List the GEMMs, memory passes and collectives of a layer, an embedding and a head.
 
-The operations are those of a transformer that Megatron-LM divides among tensor-parallel ranks
-(arXiv 1909.08053, section 3; 2205.05198, section 4). `layer_time` computes their times.
+The layers are divided among tensor-parallel ranks as in Megatron-LM (arXiv 1909.08053, section 3;
+2205.05198, section 4). `layer_time` computes their times.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ def _count_rank_params(
 def _estimate_states(
     plans: PlanColumns, shares: RankGroupShares, params: _RankParams, state_bytes: StateBytes
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the bytes of weights, of gradients and of optimizer state, as ZeRO shards them."""
+    """Return the bytes of weights, of gradients and of optimizer state, after sharding by ZeRO."""
     d, v, c, e, zero = _get_columns(plans, "dp", "stages_per_rank", "cp", "ep", "zero")
     exists = shares.rank_count > 0
     replicas = {"common": d * c, "experts": np.maximum(d * c // e, 1)}
@@ -435,9 +435,9 @@ def peak_memory(
         model: The model.
         cluster: The cluster.
         plan: The plan. It must not offload.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
-            the bytes of Adam in the number type of the cluster.
+        constants: Constants of the software. None means `SoftwareConstants()`.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            means the bytes of Adam in the number type of the cluster.
 
     Raises:
         UsageError: The planner does not support the schedule, the degrees do not divide the model
@@ -477,9 +477,9 @@ def estimate_by_rank(
         model: The model.
         cluster: The cluster.
         plan: The plan. It must not offload.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
-            the bytes of Adam in the number type of the cluster.
+        constants: Constants of the software. None means `SoftwareConstants()`.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            means the bytes of Adam in the number type of the cluster.
 
     Raises:
         UsageError: See `peak_memory`.

@@ -175,7 +175,7 @@ class _RankIdleBounds:
         In a round trip, a microbatch leaves the rank after its F and returns for its I. If memory
         holds k microbatches, microbatch j must return before microbatch j + k can start. The idle
         times before the first I and before the last I already cover the first and the last round
-        trip, so these do not count. A rank with several stages has (0, 0).
+        trip, so these two trips are left out. A rank with several stages has (0, 0).
         """
         num_trips = (self.problem.microbatches - 1) // self.max_forwards_ahead - 1
         if len(self.stages) > 1 or num_trips < 1:
@@ -241,7 +241,7 @@ class _RankIdleBounds:
             )
 
     def _memory_time_area(self, stage: int) -> float:
-        """Return the least memory x time of a microbatch on a stage, from its F to its W."""
+        """Return the least integral over time of a microbatch's memory on a stage, from F to W."""
         problem = self.problem
         saved_time = problem.F[stage] + self.latency.forward_to_backward[stage]
         return (

@@ -26,13 +26,14 @@ from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import Order, compute_peaks, order_one_by_one
 from schedir.schedule_search.search_results import SearchStep
 
-# An order is shorter only if its length is less than the other length times this factor. A smaller
-# difference is a rounding error.
+# One order is shorter than another order only if its length is less than the length of the other
+# order times this factor. A smaller difference is a rounding error.
 _IMPROVEMENT_FACTOR = 1 - 1e-12
 _CLOCK_SECONDS = 0.05  # Seconds between two checks of the budget.
 # There are two phases. In each phase, the search first tries policies and then varies the best
-# policies. These are the shares of the budget at which the two parts of each phase end. The rest of
-# the budget is for annealing.
+# policies. Each pair of numbers belongs to a phase. The numbers are the shares of the budget that
+# are used when the first part and the second part of the phase end. The rest of the budget is for
+# annealing.
 _POLICY_PHASES = ((0.08, 0.2), (0.35, 0.5))
 _MAX_FINALISTS = 4  # The number of shortest orders to keep.
 # The largest number of orders of the shortest length that are compiled. The lengths of their

@@ -66,7 +66,7 @@ def make_segmentation(
         layers: The number of layers of the model.
         shape: The pipeline shape. If `segment_boundaries` is set, the stages of the shape are
             segments. Otherwise the stages of the shape are unsegmented.
-        layers_per_stage: The number of layers of each stage. None uses the division that
+        layers_per_stage: The number of layers of each stage. None means the division that
             `segment_boundaries` implies. Without `segment_boundaries`, None divides the layers
             evenly.
         microbatch_size: The number of samples in a microbatch before it is split into chunks.
