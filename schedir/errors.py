@@ -246,7 +246,7 @@ def to_float(value: object) -> float | None:
     """Return a number as a float, or None if it is not a usable number.
 
     Args:
-        value: Any object.  Numbers include those of numpy and `fractions`, but not booleans.
+        value: Any object. Numbers include the numbers of numpy and `fractions`, but not booleans.
 
     Returns:
         The float.  The result is None for NaN, for a number that is too large for a float, and for

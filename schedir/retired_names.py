@@ -1,8 +1,8 @@
 """Suggest schedir's present name for a retired name or for a name of another library.
 
-The names are those of options, settings, fields, arguments and functions. Each table of this module
-maps an old name to its present name, or to a hint. `docs/decisions/47-deleted-features.md` explains
-the deleted features.
+A name belongs to an option, a setting, a field, an argument or a function. Each table of this
+module maps an old name to its present name, or to a hint. `docs/decisions/47-deleted-features.md`
+explains the deleted features.
 """
 
 from __future__ import annotations

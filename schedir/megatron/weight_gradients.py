@@ -119,7 +119,7 @@ def _apply_linear(
     async_grad_allreduce: bool | None = None,
     tp_group: Any = None,
 ) -> Any:
-    """Run a linear layer with `_SplitLinear`. The parameters are those of Megatron's function."""
+    """Run a linear layer with `_SplitLinear`. The parameters are Megatron's."""
     settings = _LinearSettings(
         weight,
         gradient_accumulation_fusion,

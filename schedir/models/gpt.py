@@ -1,6 +1,6 @@
 """A GPT in pipeline stages, with tensor parallelism within each stage.
 
-The model is that of GPT-2 (pre-LayerNorm, GELU, learned positions). Tensor parallelism is that of
+The model is GPT-2 (pre-LayerNorm, GELU, learned positions). Tensor parallelism is the same as in
 Megatron-LM (arXiv 1909.08053). The initial value of a parameter depends only on the seed and its
 name, so any number of stages and tensor-parallel ranks starts with the same model.
 

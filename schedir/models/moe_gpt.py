@@ -1,9 +1,9 @@
 """A mixture-of-experts GPT in pipeline stages. The experts are divided among replicas.
 
-The attention is that of `gpt`. The feed-forward network of each layer is a router and experts (see
-`MoEConfig`). With expert parallelism (GShard, arXiv 2006.16668) each of `ep` replicas has some of
-the experts. Stages are split into segments at the all-to-alls of a program: d dispatches tokens to
-experts, and c (combine) returns the outputs:
+The attention is the same as in `gpt`. The feed-forward network of each layer is a router and
+experts (see `MoEConfig`). With expert parallelism (GShard, arXiv 2006.16668) each of `ep` replicas
+has some of the experts. Stages are split into segments at the all-to-alls of a program: d
+dispatches tokens to experts, and c (combine) returns the outputs:
 
     embedding, attention, router | d | experts | c | sum, attention, router | d | experts | ...
 

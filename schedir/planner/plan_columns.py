@@ -30,7 +30,7 @@ RECOMPUTE_MODES: Final[tuple[Recompute, ...]] = get_args(Recompute)
 class RankGroupShares(NamedTuple):
     """The layers, the embedding and the head on each rank group of each plan.
 
-    A rank group is a group of ranks with equal shares of the model. The fields are those of
+    A rank group is a group of ranks with equal shares of the model. The fields are the fields of
     `RankGroupShare`, as arrays of shape (plans, groups). A plan with fewer groups has entries with
     a `rank_count` of 0.
 

@@ -314,7 +314,7 @@ def _find_latest(timeline: Timeline) -> Ints:
     """
     spans = timeline.spans
     order = np.lexsort((spans["lane"] == Lane.COMPUTE, spans["end"]))
-    end_order = np.full(len(spans) + 1, -1.0)  # the last entry is that of NO_POSITION
+    end_order = np.full(len(spans) + 1, -1.0)  # the last entry belongs to NO_POSITION
     end_order[order] = np.arange(len(spans))
     return timeline.graph.find_last_predecessors(end_order[:-1])
 

@@ -131,8 +131,8 @@ class ChangeRow(NamedTuple):
         costs: The costs with which the changed run is simulated.
         draft: The draft to compile, or None to keep the program.
         transfer_costs: The costs from which `compile` computes the order of the draft's transfers.
-        options: The options of `compile` that differ from those of the program.
-        progress_model: The progress model, or None to keep that of the run.
+        options: The options of `compile` that differ from the options of the program.
+        progress_model: The progress model, or None to keep the progress model of the run.
         max_activations: The row is reported only if the changed run's `peak_activations` is at most
             this number.
         baseline_kind: The kind of earlier rows with which this row is compared. This row is

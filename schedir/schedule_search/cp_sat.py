@@ -394,7 +394,7 @@ class _CpSatModel:
         self.model.add(self.total_var <= max_total)
 
     def add_hint(self, order: Order) -> None:
-        """Start the solver from an order, and limit the length to that of the order.
+        """Start the solver from an order, and limit the length to the length of this order.
 
         Args:
             order: An order that does not deadlock.

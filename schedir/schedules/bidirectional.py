@@ -19,8 +19,8 @@ from schedir.schedules.v_shape import dualpipe_v
 def dualpipe(r: int, P: int, m: int) -> RankSchedule:
     """Run DualPipe: forwards of one direction together with backwards of the other direction.
 
-    The order is that of github.com/deepseek-ai/DualPipe. Ranks r and P-1-r have the same order.
-    `dualpipe_v` has this order on half as many ranks.
+    The order is the same as in github.com/deepseek-ai/DualPipe. Ranks r and P-1-r have the same
+    order. `dualpipe_v` has this order on half as many ranks.
 
     Let FB be the cost of a pair: a forward and a backward that run together. If F = I >= W, the
     rank with the most idle time idles for (P/2-1)(FB + B - 3W). If W <= F < I, this rank idles for

@@ -94,7 +94,8 @@ def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> Ran
     next group.
 
     If P divides m, the bubble is (P-1)/(v m) of ideal time. There are min(2(P-1-r) + (v-1)P + 1, v
-    m) stage activations in flight. The number of messages is v times that of 1F1B.
+    m) stage activations in flight. The number of messages is v times the number of messages of
+    1F1B.
 
     Args:
         r: Rank, 0 to P - 1.

@@ -70,8 +70,8 @@ def assert_same_gradients(
             The step accumulates gradients and runs no optimizer.  Gradients are then read from the
             `.grad` of the parameters.  A step that works on copies of the modules returns `{name:
             gradient}` instead, by the parameter names of `model`.
-        model: The model, on the CPU, or a list of its stages.  Differences are reported by stage if
-            the model is a list, or if the stages are those of torch.distributed.pipelining.
+        model: The model, on the CPU, or a list of its stages. Differences are reported by stage if
+            the model is a list, or if the stages are stages of torch.distributed.pipelining.
         batch: Tensors, or tuples and dicts of tensors.  Each tensor is split along its first
             dimension.  A list counts as a list of microbatches.  With a `loss_fn`, the batch or
             each microbatch is a pair of inputs and targets.

@@ -1,4 +1,4 @@
-"""Compare the gradients of a pipeline step with those of a plain loop, stage by stage."""
+"""Compare the gradients of a pipeline step and of a plain loop, stage by stage."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ def checkpoint_count() -> int:
 def hook_count() -> int:
     """Return a number that grows with each registered hook and each retained gradient.
 
-    The hooks with which `fully_shard` gathers parameters do not count, because torch may call them
-    twice without harm.
+    The hooks with which `fully_shard` gathers parameters are not counted, because torch may call
+    them twice without harm.
     """
     return count_registrations() - _Counter.fsdp_hooks + _Counter.retained_gradients
 

@@ -4,9 +4,9 @@ Several processes run the same measurements at the same time: one process on eac
 of processes on the CPU. The processes measure matrix products, copies, layers of the trainer's GPT,
 and all-reduces.
 
-On a CPU, a compute time is the processor time of the thread, so the load of other programs does not
-count. This processor time is multiplied by the number of processes that share a processor. On GPUs,
-a compute time is wall time.
+On a CPU, a compute time is the processor time of the thread, so it does not include the load of
+other programs. This processor time is multiplied by the number of processes that share a processor.
+On GPUs, a compute time is wall time.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def run(path: str, overrides: Sequence[str] = ()) -> int:
 
     Args:
         path: The path of the configuration, a TOML file.
-        overrides: Settings that replace those of the file, such as "pipeline.ranks=2".
+        overrides: Settings that replace the settings of the file, such as "pipeline.ranks=2".
 
     Returns:
         The exit code: 0, 1 after a crash, 2 if a rank refuses the configuration, 130 after Ctrl-C,

@@ -59,7 +59,7 @@ def list_curves(timeline: Timeline, overlays: Collection[str]) -> list[MemoryCur
 
     Args:
         timeline: The timeline.
-        overlays: Names in `OVERLAYS`. Those in `CURVE_FUNCTIONS` have curves.
+        overlays: Names in `OVERLAYS`. The overlays in `CURVE_FUNCTIONS` have curves.
     """
     return [
         curve

@@ -74,9 +74,9 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
     """Reorder a draft so that compute runs during collectives between segments.
 
     Each stage adds to its gradients in the original order, so training results stay bitwise equal.
-    The simulated time of the result is not longer than that of the original. The result does not
-    exceed a memory limit by more bytes than the original. Without a limit, the peak
-    number of (stage, microbatch) pairs in flight on a rank does not exceed that of the original.
+    The simulated time of the result is not longer than the simulated time of the original. The
+    result does not exceed a memory limit by more bytes than the original. Without a limit, the peak
+    number of (stage, microbatch) pairs in flight on a rank is not higher than in the original.
 
     Args:
         program: A draft with segments.
@@ -152,7 +152,7 @@ def _search_order(
 ) -> tuple[Program, tuple[float, float]]:
     """Return the program with the best order if `fill_ops` fill waits, and its evaluation.
 
-    If no order is better than that of the program, the program itself is returned.
+    If no order is better than the order of the program, the program itself is returned.
     """
     best, best_evaluation = program, _evaluate_program(lowered, options)
     for _ in range(_MAX_ROUNDS):

@@ -265,8 +265,8 @@ def split_like(program: Program, reference: Program) -> Program:
         reference: The program with the segments and chunks.
 
     Raises:
-        ShapeError: `reference` has segments, and its number of stages before the split is not that
-            of `program`.
+        ShapeError: `reference` has segments, and its number of stages before the split differs from
+            the number of stages of `program`.
     """
     letters = split_letters_by_stage(reference.segment_boundaries, program.shape.stages)
     if len(letters) != program.shape.stages:

@@ -126,7 +126,7 @@ def compute_saved_bytes(
 ) -> tuple[float, float]:
     """Return the bytes that a layer saves for a microbatch, and the bytes of its recomputation.
 
-    The terms are those of `compute_layer_terms` with these changes:
+    The terms are the terms of `compute_layer_terms` with these changes:
 
     - Keys and values have `kv_heads` heads, and a head has `head_dim` elements.
     - Terms of the feed-forward network have the width `ffn`. With a gate, the input of the

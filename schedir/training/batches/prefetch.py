@@ -53,7 +53,7 @@ class Prefetch:
 
     Args:
         batches: The training samples.
-        steps: The number of steps of the run. The last batch is that of step `steps` - 1.
+        steps: The number of steps of the run. The last batch is for step `steps` - 1.
         device: The device of the batches.
         replica: The replica whose share of each batch is returned.
         replicas: The number of replicas.

@@ -165,7 +165,7 @@ def is_launched() -> bool:
 
 
 _REPORT_LOCK = Lock()  # The first thread that fails acquires the lock, and never releases it.
-_TERMINATION_EVENT = Event()  # It is set if this process must exit without waiting for others.
+_TERMINATION_EVENT = Event()  # Set if this process must exit without waiting for others.
 
 
 def exit_with_error(
