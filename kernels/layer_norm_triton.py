@@ -30,7 +30,8 @@ MAX_TILE_BYTES = 32 * 32 * LOAD_BYTES  # Bytes of a tile in the backward: 32 war
 # The fewest rows of a program in the backward. Each program writes partial sums, which must be read
 # again, so more programs move more memory.
 MIN_ROWS = 8
-# Registers of a thread in the backward, so that 1024 threads fit on a multiprocessor.
+# The largest number of registers of a thread in the backward. With this limit, 1024 threads fit on
+# a multiprocessor.
 MAX_REGISTERS = 64
 
 
@@ -257,7 +258,7 @@ def backward(
         h: The sum, from the forward.
         weight: The gain, of shape (n,).
         moments: The moments, from the forward.
-        limits: Multiprocessors and bytes of shared memory, as from `get_device_limits`. None uses
+        limits: Multiprocessors and bytes of shared memory, as from `get_device_limits`. None means
             the limits of the device.
     """
     dh = dh.contiguous()

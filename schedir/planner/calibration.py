@@ -370,7 +370,8 @@ def _differentiate(
     slopes = []
     for k in range(len(values)):
         moved = values.copy()
-        moved[k] *= np.exp(-_STEP)  # Downward, because `flops` cannot be above the peak.
+        # The change is negative, because `flops` cannot be above the peak.
+        moved[k] *= np.exp(-_STEP)
         moved_values = estimate(_set_constants(cluster, moved))
         slopes.append(np.log(seconds / moved_values) / _STEP)
     return seconds, np.stack(slopes, axis=-1)

@@ -45,8 +45,8 @@ _AUTOGRAD_PREFIX: Final = "autograd::engine::"
 # other vendors.
 _LAUNCH_SUFFIXES: Final = ("_runtime", "_driver")
 _KEPT_CATEGORIES: Final = ("user_annotation", "cpu_op", "kernel", "gpu_memcpy", "gpu_memset")
-# The largest time, in microseconds. In a file without a base time, times count from 1970. The time
-# in nanoseconds must fit into int64.
+# The largest time, in microseconds. In a file without a base time, times are counted from 1970. The
+# time in nanoseconds must fit into int64.
 _MAX_MICROSECONDS: Final = 2**61 / 1e3
 # The largest number of brackets that one read may leave open. The parser needs memory for each open
 # bracket.

@@ -196,7 +196,7 @@ class ProcessTransport:
         """Close the connections for messages, even in the middle of a step.
 
         A rank that waits for a message of this rank gets an error. This rank cannot send
-        afterwards. `EdgeGroups` and `GroupedMessages` do nothing.
+        afterwards. In `EdgeGroups` and `GroupedMessages`, this method does nothing.
         """
 
     def shut_down(self) -> None:

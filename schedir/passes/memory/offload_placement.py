@@ -210,7 +210,7 @@ def _insert_round_trip(
         return insert_at_positions(program, positions, ranks, np.concatenate(words))
 
     def predict_times(trial: Program) -> tuple[Floats, Floats, Program]:
-        """Return starts and ends in `trial`, and `trial`.
+        """Return the starts and ends of instructions in `trial`, and `trial` itself.
 
         The starts and ends belong to the instructions that are also in `program`.
         """

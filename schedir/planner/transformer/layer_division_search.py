@@ -31,7 +31,8 @@ from schedir.predict.simulate import simulate
 Floats = NDArray[np.float64]
 Division = tuple[int, ...]
 
-_MAX_SIMULATIONS: Final = 48  # The limit for one search. Simulations take most of its time.
+# The largest number of simulations in a search. They take most of its time.
+_MAX_SIMULATIONS: Final = 48
 _TOLERANCE: Final = 1e-9  # A share of the step time. A smaller gain is a rounding error.
 
 

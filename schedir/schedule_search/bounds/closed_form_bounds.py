@@ -215,7 +215,7 @@ class _RankIdleBounds:
         problem = self.problem
         start, end = self.idle_before_first_I, self.idle_before_last_I
         # If all F's fit before the first I, the idle times `start` and `end` can overlap. Only the
-        # longer one counts.
+        # longer of the two is used.
         if problem.microbatches <= self.max_forwards_ahead:
             start, end = (start, 0.0) if start > end else (0.0, end)
         num_trips, trip_idle = self.round_trip_idle
