@@ -195,7 +195,7 @@ def compute_shares(
     """Divide a run into columns of equal time, and return the share of each kind in each column.
 
     The share is the part of the column's time in which the compute lane of a rank runs instructions
-    of this kind. The two instructions of a pair that run together count half each.
+    of this kind. Each of two instructions that run together is counted as half.
 
     Args:
         timeline: The run.

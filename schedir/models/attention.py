@@ -42,7 +42,7 @@ def attention(
         q: Queries of b sequences of T tokens, of shape (b, heads, T, width).
         k: Keys, of shape (b, groups, T, width). `groups` divides `heads`.
         v: Values, with the shape of `k`.
-        window: (window, stride) in tokens. None attends to all earlier tokens.
+        window: (window, stride) in tokens. None means all earlier tokens.
         dropout: The dropout probability of attention weights.
 
     Returns:

@@ -59,8 +59,8 @@ def build_stage(
         tp: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if tensor-parallel ranks also divide the tokens. The program must
             have `sequence_parallel yes`.
-        layers_per_stage: The number of layers of each stage (`split_layers`). None divides the
-            layers evenly.
+        layers_per_stage: The number of layers of each stage (`split_layers`). None means that the
+            layers are divided evenly.
         device: The device of the parameters.
         dtype: The type of the parameters.
 

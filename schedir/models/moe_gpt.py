@@ -58,8 +58,8 @@ def build_stage(
         ep: The number of ranks among which the experts are divided. With more than one rank, only
             the segments of the stage can run (`split_stage`).
         ep_rank: The index of this rank in its group: the replica modulo `ep`.
-        layers_per_stage: The number of layers of each stage (`split_layers`). None divides the
-            layers evenly.
+        layers_per_stage: The number of layers of each stage (`split_layers`). None means that the
+            layers are divided evenly.
         device: The device of the parameters.
         dtype: The type of the parameters.
 

@@ -68,7 +68,7 @@ class PlanColumns:
         ep: See `ParallelPlan`.
         attention: The attention of all plans.
         rank_order: The rank order of all plans.
-        layers_per_stage: The division of layers of all plans. () uses the rule `division`.
+        layers_per_stage: The division of layers of all plans. () means the rule `division`.
         division: The rule that divides the layers if `layers_per_stage` is ().
     """
 

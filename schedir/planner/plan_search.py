@@ -54,7 +54,7 @@ def estimate_step(
 
     Args:
         model: The model.
-        cluster: The cluster. The plan must use all its GPUs.
+        cluster: The cluster. The plan must use all GPUs of the cluster.
         plan: The plan.
         exact: If True, simulate the program of the plan. If False, use the closed form, which is
             faster.
@@ -129,7 +129,7 @@ def plan(
 
     The closed form estimates all plans. If `exact` is True, the programs of the best plans are then
     simulated. Arguments from `pp` to `sequence_parallel` restrict a field of the plan to one value
-    or a tuple of values. None allows all useful values.
+    or a tuple of values. None means all useful values.
 
     Args:
         model: The model.
@@ -139,7 +139,7 @@ def plan(
         schedules: Names of built-in schedules.
         exact: If True, simulate the best plans. If False, return the results of the closed form.
         pp: Allowed values of `ParallelPlan.pp`.
-        tp: Allowed values of `ParallelPlan.tp`. None allows only sizes within a node.
+        tp: Allowed values of `ParallelPlan.tp`. None means only sizes within a node.
         dp: Allowed values of `ParallelPlan.dp`.
         stages_per_rank: Allowed values of `ParallelPlan.stages_per_rank`.
         microbatch_size: Allowed values of `ParallelPlan.microbatch_size`.
@@ -147,7 +147,7 @@ def plan(
         ep: Allowed values of `ParallelPlan.ep`.
         recompute: Allowed values of `ParallelPlan.recompute`.
         zero: Allowed values of `ParallelPlan.zero`.
-        sequence_parallel: The value of `ParallelPlan.sequence_parallel`. None allows both values.
+        sequence_parallel: The value of `ParallelPlan.sequence_parallel`. None means both values.
         attention: The attention of all plans.
         rank_order: The rank order of all plans. See `ParallelPlan.rank_order`.
         offload: If True, also consider plans that fit only if they offload saved activations, the

@@ -132,7 +132,7 @@ def get_trainer(
         cluster: The cluster.
         constants: Constants of the software. None means `SoftwareConstants()`. For CPUs,
             `_TRAIN_CONSTANTS` replaces some of these constants.
-        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses the
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None means the
             bytes for the cluster's number type (`get_state_bytes`).
 
     Example:

@@ -153,7 +153,7 @@ def find_ready_gaps(timeline: Timeline) -> Floats:
         timeline: A run of a program that contains its transfers.
 
     Returns:
-        Times of shape (n,). In a prediction all are 0.
+        Times of shape (n,). In a prediction, all these times are 0.
     """
     before, after = _find_followers(timeline)
     spans = timeline.spans

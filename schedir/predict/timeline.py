@@ -245,7 +245,7 @@ class Timeline:
     def busy(self) -> NDArray[np.float64]:
         """The time in which each rank's compute lane is busy, shape (ranks,).
 
-        The time of two instructions that run together counts once.
+        The time of two instructions that run together is counted once.
         """
         return self._sum_busy_time(self.spans["lane"] == Lane.COMPUTE)
 
@@ -476,7 +476,7 @@ class Timeline:
         - A collective does not end before its last member starts.
 
         The clocks of two ranks may differ by `clock_error`. Differences below the clock's
-        resolution do not count.
+        resolution are ignored.
         """
         spans, graph, is_measured = self.spans, self.graph, self.kind == "measured"
         start, end, rank = spans["start"], spans["end"], spans["rank"]

@@ -255,7 +255,7 @@ class Tiles:
     def computed_pairs(self) -> int:
         """The number of (query, key) pairs in computed tiles, including masked pairs.
 
-        Incomplete tiles count as complete tiles.
+        Incomplete tiles are counted as complete tiles.
         """
         return self.visited_count * prod(a.q_tile * a.kv_tile for a in self.axes)
 

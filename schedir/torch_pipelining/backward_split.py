@@ -5,8 +5,8 @@ that a path of a weight shares with a path of an input. torch's BackwardWeight s
 nodes. It silently computes no gradient for two kinds of weights:
 
 - Weights without a join node. For example, a stage after frozen stages gets inputs without a
-  gradient, so its weights have no join nodes. A weight that the stage returns as an output has none
-  either.
+  gradient, so its weights have no join nodes. A weight that the stage returns as an output has no
+  join node either.
 - Weights that are not parameters of the stage, such as a parameter of the loss.
 
 torch also detaches, in place, the tensors that a backward begins with. This fails for views.

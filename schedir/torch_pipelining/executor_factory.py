@@ -351,7 +351,8 @@ def collect_shapes(arguments: Any) -> tuple[Any, ...]:
 
     Returns:
         For each argument its index or name, shape and dtype. For an argument that is not a tensor,
-        the entry has the type instead of shape and dtype. For a bool or a string, it has the value.
+        the entry has the type instead of shape and dtype. For a bool or a string, the entry has the
+        value instead.
     """
     named_arguments = arguments.items() if isinstance(arguments, Mapping) else enumerate(arguments)
     return tuple(

@@ -156,7 +156,7 @@ def check_memory(config: Config, processes: int) -> None:
     process's share of the model and of the activations of one microbatch, plus the tokens of a
     step. The model includes gradients and AdamW's two moments, sharded as `pipeline.zero` requires.
     A process needs at least the memory of its unsharded weights, because the modules are built
-    unsharded. On GPUs, only the unsharded weights and the tokens count.
+    unsharded. On GPUs, only the unsharded weights and the tokens are included.
 
     Args:
         config: The configuration of the run.

@@ -130,7 +130,7 @@ def compute_saved_bytes(
 
     - Keys and values have `kv_heads` heads, and a head has `head_dim` elements.
     - Terms of the feed-forward network have the width `ffn`. With a gate, the input of the
-      activation function counts twice. Each of the `active` experts of a token counts.
+      activation function is counted twice. Each of the `active` experts of a token is counted.
     - Flash attention saves no scores, but 4 bytes per token and head.
     - A context-parallel rank has 1/cp of the tokens, and the attention scores between its tokens
       and all tokens.

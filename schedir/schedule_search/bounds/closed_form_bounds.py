@@ -70,7 +70,7 @@ def _max_time_in_memory(work_types: Sequence[_WorkType], capacity: float) -> flo
     """Return the largest total time of tasks that fit into a memory capacity.
 
     This is a fractional knapsack: the last task may be divided. If all tasks need the same memory,
-    only undivided tasks count.
+    only undivided tasks are included.
     """
     if (
         len({kind.memory for kind in work_types}) == 1
@@ -175,7 +175,7 @@ class _RankIdleBounds:
         In a round trip, a microbatch leaves the rank after its F and returns for its I. If memory
         holds k microbatches, microbatch j must return before microbatch j + k can start. The idle
         times before the first I and before the last I already cover the first and the last round
-        trip, so these two trips are left out. A rank with several stages has (0, 0).
+        trip, so these two trips are left out. For a rank with several stages, both numbers are 0.
         """
         num_trips = (self.problem.microbatches - 1) // self.max_forwards_ahead - 1
         if len(self.stages) > 1 or num_trips < 1:

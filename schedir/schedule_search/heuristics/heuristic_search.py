@@ -202,7 +202,10 @@ class HeuristicSearch:
     # ------------------------------------------------------------ methods of the search
 
     def _try_policies(self, policies_to_try: Iterator[DispatchPolicy], budget_share: float) -> None:
-        """Evaluate policies until a share of the budget is spent. Keep the best in the pool."""
+        """Evaluate policies until a share of the budget is spent.
+
+        Keep the best policies in the pool.
+        """
         while (
             not self.is_proved
             and self._check_budget() <= budget_share

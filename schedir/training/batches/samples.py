@@ -32,7 +32,7 @@ class Batches:
         tokens: The token stream.
         context: The number of inputs of a window.
         batch_size: The number of windows that a step of all replicas reads.
-        seed: The seed of the order. None keeps the order of the stream in each epoch.
+        seed: The seed of the order. None means the order of the stream in each epoch.
         vocab: All tokens must be below this number.
         windows: The windows of the stream. By default, the stream is cut into equal windows.
         source: The name of the stream, for errors. By default, the name of its file.

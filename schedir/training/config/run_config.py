@@ -480,7 +480,7 @@ class Config:
 
     @property
     def buffer_sharing(self) -> BufferSharing | None:
-        """Return how values share buffers. None leaves the buffers of the program unchanged."""
+        """Return how values share buffers, or None to keep the buffers of the program."""
         sharing = self.pipeline.buffer_sharing
         if sharing == AUTO:
             schedule_or_program = Source(self.pipeline.schedule).schedule_or_program
