@@ -4,8 +4,8 @@ A bug in schedir raises an exception of any other class.
 
 An error has its facts as attributes, and builds its message from them.  So code can read the same
 facts as a person. The first line of the message has the name of the program and the fact. The next
-lines show the instructions concerned (`rank R #I instr`), and for some errors a part of a Stream.
-The last line is a hint, if a fix is certain.
+lines show the instructions that the error is about (`rank R #I instr`), and for some errors a part
+of a Stream. The last line is a hint, if a fix is certain.
 
 Example:
     >>> from schedir import PipelineShape, check, compile, errors, from_text, schedules, to_text
@@ -127,7 +127,7 @@ class SchedirError(Exception):
     Args:
         fact: One sentence with the reason.
         program: Name of the program, the first part of the message; "" if there is none.
-        sites: The instructions concerned.
+        sites: The instructions that the error is about.
         hint: A fix, given only if it is certain; "" if there is none.
         fields: Names of the settings that do not fit, the most likely cause first.  A name is a
             field of `PipelineShape` or `Program`, a setting of a configuration, or an argument of
@@ -587,7 +587,7 @@ class ProgramSequenceError(SchedirError):
     Args:
         fact: One sentence with the reason.
         progress_model: Name of the progress model.
-        sites: The instructions concerned, each with its step in the note.
+        sites: The instructions that the error is about, each with its step in the note.
         hint: A fix, given only if it is certain.
     """
 

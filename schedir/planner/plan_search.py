@@ -289,7 +289,7 @@ def all_plans(
     state_bytes: StateBytes | None = None,
     **filters: Any,
 ) -> PlanTable:
-    """Estimate all plans that `plan` chooses from, including those that do not fit into memory.
+    """Estimate all plans that `plan` chooses from, including plans that do not fit into memory.
 
     Args:
         model: The model.

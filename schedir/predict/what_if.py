@@ -136,8 +136,8 @@ class ChangeRow(NamedTuple):
         max_activations: The row is reported only if the changed run's `peak_activations` is at most
             this number.
         baseline_kind: The kind of earlier rows with which this row is compared. This row is
-            reported only if it takes less time than the best of those rows. With "", this row is
-            not compared with rows of another kind.
+            reported only if it takes less time than the best of these earlier rows. With "", this
+            row is not compared with rows of another kind.
     """
 
     kind: str

@@ -415,7 +415,7 @@ class _CpSatModel:
         """Return the order of the tasks by the starts that the solver found.
 
         Tasks of a rank with the same start are sorted by their end, and then by microbatch. Tasks
-        can have the same start if all of them but the last take no time.
+        can have the same start if all these tasks except the last take no time.
 
         Args:
             value_of: The function that returns the solver's value of a variable.

@@ -1,10 +1,10 @@
 """Bidirectional schedules: Chimera, DualPipe and BitPipe.
 
 Each stage has two replicas. One half of the microbatches enters at rank 0, and the other half
-enters at the last rank. A rank has an early stage, `F[0]`, and a late stage, `F[1]`. One of rank 0
-and the last rank is nearer to the rank. The rank uses its early stage for the microbatches that
-enter at this nearer rank, and its late stage for the other microbatches. With "mirror-vee",
-microbatches return through two more stages of the rank.
+enters at the last rank. A rank has an early stage, `F[0]`, and a late stage, `F[1]`. The rank uses
+its early stage for the microbatches that enter at the nearer end of the pipeline, and its late
+stage for the other microbatches. With "mirror-vee", microbatches return through two more stages of
+the rank.
 """
 
 from __future__ import annotations

@@ -325,7 +325,7 @@ def _choose_fewest_to_fit(
 
 
 def _order_candidates(program: Program, candidates: Words, options: Options) -> list[Words]:
-    """Return the candidates of each rank, those with the longest time until their use first.
+    """Return the candidates of each rank, in descending order of the time until their use.
 
     Candidates with equal times have a special order: for any n, the distances between the first n
     candidates are as equal as possible.

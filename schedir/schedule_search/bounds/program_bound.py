@@ -57,8 +57,8 @@ def compute_program_bound(
 
     The memory limit of every rank is the largest memory of a rank of `program`. With sizes, memory
     is the predicted number of bytes, including messages. Without sizes, memory is the number of
-    microbatches in flight. So the bound also holds for programs with fewer bytes of messages and
-    more bytes of saved activations.
+    microbatches in flight. With sizes, the bound also holds for programs with fewer bytes of
+    messages and more bytes of saved activations.
 
     If costs or sizes differ between microbatches, the smallest value of each stage is used. With
     `split_backward`, each backward has the cost of a full or a split backward, whichever is

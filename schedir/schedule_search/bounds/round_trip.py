@@ -5,8 +5,8 @@ before it can start another. The time of a round trip then decides how often the
 microbatches.
 
 Two microbatches on a round trip at the same time cross: the F of the later microbatch and the I of
-the earlier microbatch need the same rank. Usually one of the two tasks must wait. No task waits
-only if the time between the starts of the two microbatches has one of a few values. If no two of
+the earlier microbatch need the same rank. Usually one of the two tasks must wait. If neither task
+waits, the time between the starts of the two microbatches has one of a few values. If no two of
 these values add up to the time of a round trip, microbatches start later. The page
 docs/explanation/lower-bounds.md has the proof.
 """
@@ -139,7 +139,7 @@ def _min_remaining_time(
 ) -> float:
     """Return the least time from an F of a stage to the end of the run.
 
-    `microbatches` is the number of microbatches that the stage has yet to run.
+    `microbatches` is the number of microbatches that the stage has not run yet.
     """
     rank = problem.rank_of[stage]
     remaining_problem = replace(problem, shape=replace(problem.shape, microbatches=microbatches))

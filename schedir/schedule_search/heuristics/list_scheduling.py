@@ -59,7 +59,7 @@ def dispatch_by_policy(
 
     Otherwise the rank waits. If I's of several stages are possible, the I with the lowest
     microbatch runs first. If their microbatches are equal, the I of the highest stage runs first.
-    The rule for F's is the same with `stage_choice` 0.
+    With `stage_choice` 0, the same rule applies to F's.
 
     Args:
         ranks: The number of ranks.
