@@ -66,8 +66,8 @@ def estimate_step(
         The plan with its estimates. `fits` is False if the plan does not fit in memory.
 
     Raises:
-        UsageError: The plan is impossible for this model on this cluster. Also if `exact` is False
-            and the plan offloads.
+        UsageError: The plan is impossible for this model on this cluster. Or `exact` is False, and
+            the plan offloads.
 
     Warns:
         `plan.tp` is more than the GPUs of a node.
@@ -164,8 +164,8 @@ def plan(
         At most `top` plans that fit, the fastest first, with their bottlenecks.
 
     Raises:
-        UsageError: No plan exists, or none fits. With `offload`, also if the cluster has no
-            `host_bandwidth` or `host_memory`, or if `exact` is False.
+        UsageError: No plan exists, or no plan fits. Or `offload` is True, and the cluster has no
+            `host_bandwidth` or no `host_memory`. Or `offload` is True, and `exact` is False.
 
     Example:
         >>> from schedir import planner

@@ -191,7 +191,7 @@ def search_schedule(
         The shortest schedule, its prediction, and the lower bound.
 
     Raises:
-        UsageError: An argument is invalid, or no schedule fits into the limit. Also if an initial
+        UsageError: An argument is invalid, or no schedule fits into the limit. Or an initial
             schedule recomputes, does not train all stages, or has a different shape.
         CostsError: See `make_problem`.
         ShapeError: See `make_problem`.

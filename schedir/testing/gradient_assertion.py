@@ -149,7 +149,7 @@ def assert_same_gradients(
 
 
 def _join_stages(model: Any) -> nn.Module:
-    """Return the model as one module, also if it is a list of its stages."""
+    """Return the model, or the list of its stages, as one module."""
     if isinstance(model, list | tuple) and all(isinstance(part, nn.Module) for part in model):
         model = nn.Sequential(*model)
     if not isinstance(model, nn.Module):

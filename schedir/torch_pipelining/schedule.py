@@ -331,8 +331,8 @@ class Schedule(CheckedRuntime):
         Raises:
             ExecutionError: An earlier step failed, or a load of a checkpoint failed.
             UsageError: Both a batch and microbatches are given, or no target is given, or a target
-                is given although `loss_fn` is None. Also if `n_microbatches` does not divide the
-                batch, or the program has no backwards.
+                is given although `loss_fn` is None. Or `n_microbatches` does not divide the batch,
+                or the program has no backwards.
             ModelError: A stage does not fit the program, or overwrites an output that is still
                 needed.
         """

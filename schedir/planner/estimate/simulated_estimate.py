@@ -205,8 +205,8 @@ def require_host(cluster: Cluster, plan: ParallelPlan | None = None) -> None:
         plan: The plan to check too, or None.
 
     Raises:
-        UsageError: The cluster has only CPUs, or lacks `host_bandwidth` or `host_memory`. Also if
-            the plan has expert parallelism and places optimizer state on the host.
+        UsageError: The cluster has only CPUs, or lacks `host_bandwidth` or `host_memory`. Or the
+            plan has expert parallelism, and places optimizer state on the host.
     """
     if cluster.processors is not None:
         raise UsageError(

@@ -74,9 +74,9 @@ def compute_program_bound(
             default True if `program` splits a backward.
 
     Returns:
-        The bound. None if no bound applies: the program has stage replicas, several updates,
-        sequence chunks, frozen stages or no backwards. Also if the program recomputes or offloads,
-        or if `Costs.FB` is less than a forward and a backward.
+        The bound. None if the program has stage replicas, several updates, sequence chunks, frozen
+        stages or no backwards, because no bound then applies. Also None if the program recomputes
+        or offloads, or if `Costs.FB` is less than a forward and a backward.
     """
     costs = Costs() if costs is None else costs
     shape = program.shape

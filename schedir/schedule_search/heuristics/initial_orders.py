@@ -29,7 +29,7 @@ def list_initial_orders(
 
     Raises:
         UsageError: A schedule of the user recomputes, does not train all stages, has no backwards
-            or has tensor-parallel collectives between stage segments. Also if the schedule has a
+            or has tensor-parallel collectives between stage segments. Or the schedule has a
             different shape than the problem.
     """
     for user_schedule in schedules:
