@@ -12,7 +12,8 @@ from torch import Tensor
 from schedir.kernels import launch_grid
 
 ROWS, COLUMNS, NUM_WARPS = 4, 512, 4  # Rows and columns of a program's tile, and its warps.
-# Registers of a thread in the backward, so that 8 programs fit on a multiprocessor.
+# The largest number of registers of a thread in the backward. With this limit, 8 programs fit on a
+# multiprocessor.
 MAX_REGISTERS = 64
 # The largest number of programs of the backward: enough to fill a GPU, but few, because each
 # program writes a partial sum.

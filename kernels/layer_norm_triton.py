@@ -30,7 +30,8 @@ MAX_TILE_BYTES = 32 * 32 * LOAD_BYTES  # Bytes of a tile in the backward: 32 war
 # The fewest rows of a program in the backward. Each program writes partial sums, which must be read
 # again, so more programs move more memory.
 MIN_ROWS = 8
-# Registers of a thread in the backward, so that 1024 threads fit on a multiprocessor.
+# The largest number of registers of a thread in the backward. With this limit, 1024 threads fit on
+# a multiprocessor.
 MAX_REGISTERS = 64
 
 
@@ -96,7 +97,7 @@ def count_shared_bytes(tiles: int, columns: int, itemsize: int) -> int:
 
 @cache
 def get_device_limits(device: torch.device) -> tuple[int, int]:
-    """Return the number of multiprocessors, and the most bytes of shared memory of a block.
+    """Return the number of multiprocessors, and the bytes of shared memory that a block can have.
 
     Args:
         device: The GPU.
@@ -257,7 +258,7 @@ def backward(
         h: The sum, from the forward.
         weight: The gain, of shape (n,).
         moments: The moments, from the forward.
-        limits: Multiprocessors and bytes of shared memory, as from `get_device_limits`. None uses
+        limits: Multiprocessors and bytes of shared memory, as from `get_device_limits`. None means
             the limits of the device.
     """
     dh = dh.contiguous()

@@ -1,11 +1,11 @@
 """The errors that schedir raises when it refuses input.
 
-A bug in schedir raises another exception.
+A bug in schedir raises an exception of any other class.
 
 An error has its facts as attributes, and builds its message from them.  So code can read the same
-facts as a person.  The first line of the message has the name of the program and the fact. Then
-follow the instructions concerned (`rank R #I instr`), and for some errors a part of a Stream. The
-last line is a hint, if a fix is certain.
+facts as a person. The first line of the message has the name of the program and the fact. The next
+lines show the instructions that the error is about (`rank R #I instr`), and for some errors a part
+of a Stream. The last line is a hint, if a fix is certain.
 
 Example:
     >>> from schedir import PipelineShape, check, compile, errors, from_text, schedules, to_text
@@ -127,7 +127,7 @@ class SchedirError(Exception):
     Args:
         fact: One sentence with the reason.
         program: Name of the program, the first part of the message; "" if there is none.
-        sites: The instructions concerned.
+        sites: The instructions that the error is about.
         hint: A fix, given only if it is certain; "" if there is none.
         fields: Names of the settings that do not fit, the most likely cause first.  A name is a
             field of `PipelineShape` or `Program`, a setting of a configuration, or an argument of
@@ -246,7 +246,7 @@ def to_float(value: object) -> float | None:
     """Return a number as a float, or None if it is not a usable number.
 
     Args:
-        value: Any object.  Numbers include those of numpy and `fractions`, but not booleans.
+        value: Any object. Numbers include the numbers of numpy and `fractions`, but not booleans.
 
     Returns:
         The float.  The result is None for NaN, for a number that is too large for a float, and for
@@ -546,7 +546,7 @@ class ChannelMismatchError(SchedirError):
     """A message that its receive cannot match.
 
     Under the progress model "torch_lazy" the send and the receive can be on different
-    communicators.  With eager messages, two messages of one channel can arrive in another order
+    communicators. With eager messages, two messages of one channel can arrive in a different order
     than their receives.
     """
 
@@ -561,7 +561,8 @@ class CollectiveOrderError(SchedirError):
         program: Names of the programs of the two replicas, only one if both have the same name.
         rank: The rank whose collectives differ.
         replicas: The two replicas.
-        sites: The first collective that differs, of each of these replicas that has one.
+        sites: For each of the two replicas, its first collective that differs. A replica without
+            such a collective has no site.
     """
 
     def __init__(
@@ -586,7 +587,7 @@ class ProgramSequenceError(SchedirError):
     Args:
         fact: One sentence with the reason.
         progress_model: Name of the progress model.
-        sites: The instructions concerned, each with its step in the note.
+        sites: The instructions that the error is about, each with its step in the note.
         hint: A fix, given only if it is certain.
     """
 
@@ -613,11 +614,12 @@ class NonFiniteError(ExecutionError):
     Args:
         fact: One sentence with the reason.
         program: Name of the program.
-        sites: The instruction that produced the first such value; empty if no such instruction was
-            found.  For a loss, the instruction is a forward with an infinite or NaN output; of all
-            such stages, the first one counts. For a gradient, the instruction is a backward or a
-            reduction with such a gradient; the last such stage counts, because backwards begin at
-            the last stage.
+        sites: The instruction that produced the first infinite or NaN value; empty if this
+            instruction was not found. For a loss, the instruction is a forward with an infinite or
+            NaN output; if several stages have such an output, the forward is on the first of these
+            stages. For a gradient, the instruction is a backward or a reduction with such a
+            gradient; if several stages have such a gradient, the instruction is on the last of
+            these stages, because backwards begin at the last stage.
         hint: A fix, given only if it is certain.
         step: Number of the training step, from 1.
         process: The process that runs this instruction; 0 if no such instruction was found.

@@ -76,7 +76,8 @@ def require_package(package: str, feature: str, *, field: str = "", min_version:
         spec = find_spec(package)
     except ModuleNotFoundError:  # a parent is not installed, such as megatron for megatron.core
         spec = None
-    if spec is None or spec.origin is None:  # without an origin, it is only a folder with this name
+    # a spec without an origin is only a folder with this name
+    if spec is None or spec.origin is None:
         raise _make_missing_error(
             package, f"{feature} needs {package}, which is not installed", field
         )

@@ -1,8 +1,8 @@
 """Suggest schedir's present name for a retired name or for a name of another library.
 
-The names are those of options, settings, fields, arguments and functions. Each table maps an old
-name to its present name, or to a hint. `docs/decisions/47-deleted-features.md` explains the deleted
-features.
+A name belongs to an option, a setting, a field, an argument or a function. Each table of this
+module maps an old name to its present name, or to a hint. `docs/decisions/47-deleted-features.md`
+explains the deleted features.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def find_present_name(name: str, known_names: Iterable[str]) -> str:
     """Return the present name of an argument or an option, or an empty string.
 
     Args:
-        name: The name that the user gave: a retired one, or one of another library.
+        name: The name that the user gave: a retired name, or a name from another library.
         known_names: The function's arguments, or the command's options.
 
     Example:

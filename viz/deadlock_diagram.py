@@ -42,9 +42,9 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
     """Return an SVG of the instruction lists of the ranks, and mark the instructions of an error.
 
     For a DeadlockError, ended instructions are grey and waiting instructions are filled. An arrow
-    leads from each waiting instruction to the one that it needs. If two messages of a group cross,
-    an arrow leads from each send to the receive that gets its message. For other errors, the
-    instructions that the error names are filled.
+    leads from each waiting instruction to the instruction that it waits for. If two messages of a
+    group cross, an arrow leads from each send to the receive that gets its message. For other
+    errors, the instructions that the error names are filled.
 
     Args:
         program: The program.

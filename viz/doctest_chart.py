@@ -62,9 +62,9 @@ def draw_schedule(
         schedule: The schedule.
         ranks: The number of ranks.
         microbatches: The number of microbatches.
-        stages_per_rank: The number of stages per rank. None uses the default of the schedule.
+        stages_per_rank: The number of stages per rank. None means the default of the schedule.
         placement: The placement.
-        costs: The costs. None uses the defaults of `Costs`.
+        costs: The costs. None means the defaults of `Costs`.
     """
     costs = costs or Costs()
     options = {} if stages_per_rank is None else {"stages_per_rank": stages_per_rank}

@@ -42,8 +42,9 @@ def html(timeline: Timeline, other: Timeline | None = None) -> str:
 
     Args:
         timeline: The run.
-        other: A second run with as many ranks. If its unit differs, it is scaled so that the mean
-            busy time of a rank equals that of the first run, as in `compare`.
+        other: A second run with as many ranks. If the units of the two runs differ, the second run
+            is scaled so that the mean busy time of a rank is the same in both runs, as in
+            `compare`.
 
     Returns:
         The text of the HTML file.

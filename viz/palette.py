@@ -80,7 +80,7 @@ DARK_PALETTE: Final = Palette(
     | {Lane.ACT: "#3d9bd1", Lane.GRAD: "#e8772e", Lane.DP: "#e6e6e6", Lane.PARAMS: "#d98fb9"}
     | {Lane.D2H: "#b8935a", Lane.H2D: "#e3cb98", Lane.DISK: "#7d5f49", Lane.HOST: "#93b84a"},
 )
-# The palettes of a chart. All except "bright" have the ranges of lightness of `TONES`.
+# The palettes of a chart. All palettes except "bright" have the ranges of lightness of `TONES`.
 PALETTES: Final = {
     "plain": LIGHT_PALETTE,
     "grey": Palette(

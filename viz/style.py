@@ -33,7 +33,7 @@ class Style(TypedDict, total=False):
         palette: A name in `schedir.viz.palette.PALETTES`. "plain" is for colour-blind readers and
             grey prints. "grey" has only shades of grey. "bright" has the colours of Okabe and Ito.
         colours: Other colours for some of F, B, I, W, R, step, and the communication lanes such as
-            act, grad, tp and dp. A colour is any that matplotlib accepts.
+            act, grad, tp and dp. All colours that matplotlib accepts are possible.
         axis: The label of the time axis. "none" removes the label and the numbers.
         time: The start and end of the part to draw, in the unit of the runs. 0 is the start of a
             run.
@@ -67,11 +67,11 @@ class ResolvedStyle:
     Args:
         overlays: The overlays to draw.
         palette: The palette, with the colours of the user.
-        axis_label: The label of the time axis. None gives the unit of time, and "none" removes the
+        axis_label: The label of the time axis. None means the unit of time, and "none" removes the
             axis.
         time_range: The start and end of the part to draw, as the user gave them. `lay_out`
-            validates them, because the part must overlap the runs. None draws the complete runs.
-        width: The width of the axes in inches. None derives it from the labels.
+            validates them, because the part must overlap the runs. None means the complete runs.
+        width: The width of the axes in inches. None means that the width follows from the labels.
         memory_limits: The memory limit on each tier, in bytes.
     """
 

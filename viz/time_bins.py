@@ -1,4 +1,4 @@
-"""Compute the memory curves of a chart, and the busy share of each column of time."""
+"""Compute the memory curves of a chart, and the busy share of each column of the chart."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def list_lower_tiers(timeline: Timeline) -> tuple[str, ...]:
 def _sort_curve(
     timeline: Timeline, times: NDArray[np.float64], values: NDArray[Any]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return a step curve in the order of time, without values that last no time."""
+    """Return a step curve in the order of time, without steps of length 0."""
     order = np.argsort(times, kind="stable")
     times = times[order] - timeline.start_time
     values = values[order].astype(float)
@@ -195,7 +195,7 @@ def compute_shares(
     """Divide a run into columns of equal time, and return the share of each kind in each column.
 
     The share is the part of the column's time in which the compute lane of a rank runs instructions
-    of this kind. The two instructions of a pair that run together count half each.
+    of this kind. Each of two instructions that run together is counted as half.
 
     Args:
         timeline: The run.

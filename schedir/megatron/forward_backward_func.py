@@ -63,8 +63,8 @@ class ForwardBackward:
         require_compile_options(options)
         self.schedule: Schedule | Program = load_schedule(schedule)
         self.options = options
-        # A key has everything that the checks of `_prepare` depend on. A key refers to the model
-        # chunks by weak references.
+        # Each key contains all inputs of the checks in `_prepare`. It refers to the model chunks by
+        # weak references.
         self._prepared: dict[Any, _PreparedRun] = {}
 
     def __call__(
@@ -87,7 +87,7 @@ class ForwardBackward:
     ) -> list[Any]:
         """Run the forwards and backwards of one step.
 
-        The parameters and the result are those of Megatron's `forward_backward_func`.
+        The method has the parameters and the result of Megatron's `forward_backward_func`.
 
         Args:
             forward_step_func: A function of a data iterator and a model chunk. It returns the
@@ -103,7 +103,7 @@ class ForwardBackward:
             first_val_step: True for the first validation step after training steps.
             adjust_tensor_shapes_fn: Not supported.
             p2p_communicator: Not used. schedir sends the messages itself.
-            pg_collection: Megatron's process groups. By default those of `parallel_state`.
+            pg_collection: Megatron's process groups. By default the groups of `parallel_state`.
             force_all_reduce: See Megatron's `finalize_model_grads`.
 
         Returns:
@@ -230,7 +230,7 @@ def forward_backward(schedule: str | Schedule | Program, **options: Any) -> Forw
         A function with the parameters of Megatron's `forward_backward_func`.
 
     Raises:
-        UsageError: The schedule does not exist, or `compile` has no such option.
+        UsageError: The schedule does not exist, or `compile` does not have one of the options.
 
     Example:
         In a training script that calls `get_forward_backward_func()` of Megatron-core::
@@ -327,7 +327,10 @@ def _no_sync_functions(config: Any, chunks: list[Any]) -> list[Any]:
 
 
 def _per_chunk(function: Any, chunks: list[Any]) -> list[Any]:
-    """Return a list with a function or None for each chunk. `function` may be such a list."""
+    """Return a list with a function or None for each chunk.
+
+    If `function` is a list, it is returned.
+    """
     return function if isinstance(function, list) else [function] * len(chunks)
 
 

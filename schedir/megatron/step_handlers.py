@@ -88,8 +88,8 @@ class MegatronStep:
     as_stage: Callable[[int], AbstractContextManager[object]] = nullcontext
     forward_data: list[Any] = field(default_factory=list)
     num_tokens: Tensor = field(init=False)
-    # `inputs` to `weight_gradients` have values by (stage, microbatch). `receives` also has the
-    # lane in its key.
+    # The fields from `inputs` to `weight_gradients` have the keys (stage, microbatch). The keys of
+    # `receives` also contain the lane.
     inputs: dict[StageMicrobatch, Tensor | None] = field(default_factory=dict)
     outputs: dict[StageMicrobatch, Tensor] = field(default_factory=dict)
     activations: dict[StageMicrobatch, Tensor] = field(default_factory=dict)

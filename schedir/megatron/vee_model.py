@@ -35,9 +35,9 @@ def model_provider(
     """Return a model provider that builds the chunks of a schedule's placement.
 
     Pass the result to Megatron instead of `build`. For each chunk the result calls `build` once, as
-    Megatron does. In a looped placement the arguments are those that Megatron passes. In a vee,
-    `pre_process` and `post_process` are those of the chunk's stage, and the layers of the chunk
-    have the numbers of the layers of this stage.
+    Megatron does. In a looped placement, `build` gets the arguments that Megatron passes. In a vee,
+    `build` gets the `pre_process` and `post_process` of the chunk's stage, and the chunk's layers
+    have the numbers of this stage's layers.
 
     Args:
         build: Megatron's model provider. It takes `pre_process`, `post_process` and, with several

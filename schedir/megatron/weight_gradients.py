@@ -9,7 +9,7 @@ of the weight gradient, which `W` runs later.
 The weight is no autograd input of the replacement. Otherwise autograd would call the gradient hook
 of Megatron's DistributedDataParallel in `I`, when no gradient of the weight exists yet. With
 `overlap_grad_reduce` this hook raises an AssertionError. The stored computation adds the gradient
-to `weight.main_grad`, which is what the hook does.
+to `weight.main_grad`, as the hook does.
 
 Two kinds of weights keep Megatron's function, so their gradients are computed in `I`:
 
@@ -77,7 +77,7 @@ def split_linear_backward() -> Iterator[None]:
 def _needs_autograd(weight: Tensor) -> bool:
     """Return whether autograd must compute the gradient of a weight.
 
-    The hooks of Megatron's DistributedDataParallel do not count here, because they are on the
+    The function ignores the hooks of Megatron's DistributedDataParallel, because they are on the
     AccumulateGrad node of the weight.
     """
     has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
@@ -119,7 +119,7 @@ def _apply_linear(
     async_grad_allreduce: bool | None = None,
     tp_group: Any = None,
 ) -> Any:
-    """Run a linear layer with `_SplitLinear`. The parameters are those of Megatron's function."""
+    """Run a linear layer with `_SplitLinear`. The parameters are Megatron's."""
     settings = _LinearSettings(
         weight,
         gradient_accumulation_fusion,
@@ -165,7 +165,7 @@ class _SplitLinear(torch.autograd.Function):
             _add_weight_gradient(settings, input, grad_output)
 
         if buffer is not None and (limit == 0 or len(buffer) < limit):
-            buffer.append(grad_output)  # Megatron uses it at the end of the step
+            buffer.append(grad_output)  # Megatron uses the buffer at the end of the step
         elif _deferred is not None:
             _deferred.append(add_weight_gradient)
         else:

@@ -1,15 +1,14 @@
 """Causal attention, over all earlier tokens or over a window of earlier tokens.
 
-The windows are those of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922), in
-its causal form with one dimension. Query i attends to keys j with leader - window < j <= i. Each
+The windows are defined as in Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922),
+in its causal form with one dimension. Query i attends to keys j with leader - window < j <= i. Each
 group of `stride` queries has one leader, its last query: i // stride * stride + stride - 1. The
-keys of a query do not depend on the number of later tokens. `schedir.predict.window_tiles` computes
-the tiles with pairs of a query and a key that the query attends to.
-
-Tiles without such pairs are skipped. On CPUs, torch's flash attention operation runs for one tile
-of queries at a time, with the keys of this tile. On GPUs, FlexAttention skips the tiles. Neither of
-these two implementations supports dropout. With dropout, the attention computes the scores of all
-pairs and masks them. The same happens on GPUs without Triton, and for heads that are too narrow for
+keys of a query do not depend on the number of later tokens. A tile is a block of queries and a
+block of keys. `schedir.predict.window_tiles` finds the tiles in which a query attends to a key. All
+other tiles are skipped. On CPUs, torch's flash attention operation runs for one tile of queries at
+a time, with the keys of this tile. On GPUs, FlexAttention skips the tiles. Neither of these two
+implementations supports dropout. With dropout, the attention computes the scores of all pairs and
+masks them. The same happens on GPUs without Triton, and for heads that are too narrow for
 FlexAttention.
 """
 
@@ -43,7 +42,7 @@ def attention(
         q: Queries of b sequences of T tokens, of shape (b, heads, T, width).
         k: Keys, of shape (b, groups, T, width). `groups` divides `heads`.
         v: Values, with the shape of `k`.
-        window: (window, stride) in tokens. None attends to all earlier tokens.
+        window: (window, stride) in tokens. None means all earlier tokens.
         dropout: The dropout probability of attention weights.
 
     Returns:
@@ -135,7 +134,8 @@ def _build_query_tiles(
         queries = range(tile_start, min(tile_start + tile, length))
         ranges.append((queries, range(keys_begin, min(keys_end, length))))
     # If all queries of a tile attend to all keys of the tile that precede its first query, the mask
-    # is zero for these keys and causal after them. Such masks are slices of one tensor, `widest`.
+    # is zero in the columns of these keys. The later columns are a causal mask. Such masks are
+    # slices of one tensor, `widest`.
     uncut_lengths = [
         queries.start - keys.start for queries, keys in ranges if start[queries[-1]] <= keys.start
     ]

@@ -1,6 +1,6 @@
 """A GPT in pipeline stages, with tensor parallelism within each stage.
 
-The model is that of GPT-2 (pre-LayerNorm, GELU, learned positions). Tensor parallelism is that of
+The model is GPT-2 (pre-LayerNorm, GELU, learned positions). Tensor parallelism is the same as in
 Megatron-LM (arXiv 1909.08053). The initial value of a parameter depends only on the seed and its
 name, so any number of stages and tensor-parallel ranks starts with the same model.
 
@@ -70,11 +70,11 @@ def build_stage(
         config: The configuration of the model.
         stage: The stage to build, from 0.
         stages: The number of stages.
-        tp: The tensor-parallel group. None is a group of one rank.
+        tp: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if tensor-parallel ranks also divide the tokens. The program must
             have `sequence_parallel yes`.
-        layers_per_stage: The number of layers of each stage (`split_layers`). None divides the
-            layers evenly.
+        layers_per_stage: The number of layers of each stage (`split_layers`). None means that the
+            layers are divided evenly.
         device: The device of the parameters.
         dtype: The type of the parameters.
 
@@ -114,7 +114,7 @@ class Stage(nn.Module):
         layers: The indices of the stage's layers in the full model, from 0.
         is_first: True if the stage has the embedding.
         is_last: True if the stage has the head.
-        tp: The tensor-parallel group. None is a group of one rank.
+        tp: The tensor-parallel group. None means one rank, without communication.
         placement: The device and the type of the parameters.
         sequence_parallel: True if tensor-parallel ranks also divide the tokens.
         make_layer: Builds a layer from the arguments of `Layer`. The default is `Layer`.
@@ -231,8 +231,8 @@ class AttentionLayer(nn.Module):
         self.layer_number = 1 + index
         self.dropout = config.dropout
         self.tp_rank = tp_rank(tp)
-        # The random stream of this rank's heads. With sequence parallelism, the stream `tp_rank` is
-        # that of the rank's tokens, so the heads use another stream.
+        # The random stream of this rank's heads. With sequence parallelism, the rank's tokens use
+        # the stream `tp_rank`, so its heads use another stream.
         self.head_stream = self.tp_rank + tp_size(tp) * sequence_parallel
         self.window = get_windows(config)[index]
         self.sequence_parallel = sequence_parallel

@@ -68,7 +68,7 @@ class GPTConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters. A tied weight counts once."""
+        """Number of parameters. A tied weight is counted once."""
         layer = 12 * self.hidden**2 + 13 * self.hidden
         ends = self.vocab * (2 - self.tied) + self.context + 2
         return self.layers * layer + ends * self.hidden

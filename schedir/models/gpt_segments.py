@@ -149,9 +149,9 @@ def build_boundaries(
 
     A boundary between stages is one tensor. A boundary within a stage is two tensors: the tensor
     for the collective, and the residual stream. In the first stage after frozen stages, the
-    residual stream depends on no trained parameter until the attention adds its output. Until then
-    the residual stream has no gradient. With sequence parallelism, boundaries have the tokens of
-    one rank. The collective then changes the shape, so a segment sends or receives all tokens.
+    residual stream depends on no trained parameter and has no gradient, until the output of the
+    first attention is added to it. With sequence parallelism, boundaries have the tokens of one
+    rank. The collective then changes the shape, so a segment sends or receives all tokens.
 
     Args:
         segments_per_stage: The number of segments of each stage.

@@ -1,7 +1,7 @@
 """Cut causal language models of Hugging Face's transformers into pipeline stages.
 
-A stage runs the model's own `forward` with some of the layers, so masks, positions and rotary
-tables are those of transformers.
+A stage runs the model's own `forward` with some of the layers, so the transformers library computes
+the masks, positions and rotary tables.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
         model: A model such as `LlamaForCausalLM` or `GPT2LMHeadModel`, of the types gemma, gpt2,
             llama, mistral, qwen2 or qwen3.
         stages: The number of stages.
-        layers_per_stage: The number of layers of each stage. Each must be 1 or more. None divides
-            the layers evenly.
+        layers_per_stage: The number of layers of each stage. Each must be 1 or more. None means
+            that the layers are divided evenly.
 
     Raises:
         UsageError: The type of the model is not supported, or the model has no head for language

@@ -16,7 +16,7 @@ from schedir.tensor_parallel.vocab_parallel import (
     vocab_parallel_cross_entropy,
 )
 
-IGNORE_INDEX = -1  # Tokens with this target do not count in the loss and in `count_tokens`.
+IGNORE_INDEX = -1  # The loss and `count_tokens` ignore tokens with this target.
 INIT_STD = 0.02  # The standard deviation of initial weights in GPT-2.
 
 
@@ -108,7 +108,7 @@ class EmbeddingAndHead(NamedTuple):
             config: The configuration of the model.
             is_first: True if the stage is the first.
             is_last: True if the stage is the last.
-            tp: The tensor-parallel group. None is a group of one rank.
+            tp: The tensor-parallel group. None means one rank, without communication.
             placement: The device and the type of the parameters.
             sequence_parallel: True if tensor-parallel ranks also divide the tokens.
         """
@@ -157,12 +157,12 @@ def find_tied_weight(
 
 
 def loss(logits: Tensor, targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:
-    """Return the sum of the cross entropies of all tokens that count.
+    """Return the sum of the cross entropies of all tokens that are not ignored.
 
     Args:
         logits: The logits of this rank, of shape (b, T, V/t), from the last stage.
-        targets: int64 of shape (b, T). Tokens with the target `IGNORE_INDEX` do not count.
-        tp: The tensor-parallel group. None is a group of one rank.
+        targets: int64 of shape (b, T). Tokens with the target `IGNORE_INDEX` are ignored.
+        tp: The tensor-parallel group. None means one rank, without communication.
 
     Returns:
         A 0-dimensional float32 tensor, the same on all tensor-parallel ranks.
@@ -171,7 +171,7 @@ def loss(logits: Tensor, targets: Tensor, tp: ProcessGroup | None = None) -> Ten
 
 
 def count_tokens(targets: Tensor) -> int:
-    """Return the number of targets that count: the mean loss is the sum divided by this number.
+    """Return the number of targets in the loss: the mean loss is the sum divided by this number.
 
     Args:
         targets: int64, of any shape.

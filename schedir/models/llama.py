@@ -1,6 +1,6 @@
 """A Llama model in pipeline stages, with tensor parallelism within each stage.
 
-The model is that of Touvron et al. (LLaMA, arXiv 2302.13971, section 2.2):
+The model is the model of Touvron et al. (LLaMA, arXiv 2302.13971, section 2.2):
 
 - RMSNorm before attention and feed-forward network (Zhang and Sennrich, arXiv 1910.07467).
 - Rotary positions of queries and keys (Su et al., RoPE, arXiv 2104.09864, eq. 34), with pairs in
@@ -56,11 +56,11 @@ def build_stage(
         config: The configuration of the model.
         stage: The stage to build, from 0.
         stages: The number of stages.
-        tp: The tensor-parallel group. None is a group of one rank.
+        tp: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if tensor-parallel ranks also divide the tokens. The program must
             have `sequence_parallel yes`.
-        layers_per_stage: The number of layers of each stage (`split_layers`). None divides the
-            layers evenly.
+        layers_per_stage: The number of layers of each stage (`split_layers`). None means that the
+            layers are divided evenly.
         device: The device of the parameters.
         dtype: The type of the parameters.
 
@@ -100,7 +100,7 @@ class Stage(nn.Module):
         layers: The indices of the stage's layers in the full model, from 0.
         is_first: True if the stage has the embedding.
         is_last: True if the stage has the head.
-        tp: The tensor-parallel group. None is a group of one rank.
+        tp: The tensor-parallel group. None means one rank, without communication.
         placement: The device and the type of the parameters.
         sequence_parallel: True if tensor-parallel ranks also divide the tokens.
     """

@@ -20,8 +20,8 @@ class MoEConfig(GPTConfig):
     """The configuration of a GPT with experts as its feed-forward networks.
 
     A router sends each token to the `active` experts with the largest probabilities. The outputs of
-    these experts are weighted by their probabilities and added. The weights are normalized so that
-    their sum is 1 (Mixtral, arXiv 2401.04088).
+    these experts are weighted by their probabilities and added. These probabilities are scaled so
+    that their sum is 1 (Mixtral, arXiv 2401.04088).
 
     The auxiliary loss of a layer and microbatch is `aux_loss` * tokens * experts * sum(f * p)
     (arXiv 2101.03961, equation 4). The sum is over the experts: f is an expert's share of the

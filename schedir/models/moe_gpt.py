@@ -1,9 +1,9 @@
 """A mixture-of-experts GPT in pipeline stages. The experts are divided among replicas.
 
-The attention is that of `gpt`. The feed-forward network of each layer is a router and experts (see
-`MoEConfig`). With expert parallelism (GShard, arXiv 2006.16668) each of `ep` replicas has some of
-the experts. Stages are split into segments at the all-to-alls of a program: d dispatches tokens to
-experts, and c (combine) returns the outputs:
+The attention is the same as in `gpt`. The feed-forward network of each layer is a router and
+experts (see `MoEConfig`). With expert parallelism (GShard, arXiv 2006.16668) each of `ep` replicas
+has some of the experts. Stages are split into segments at the all-to-alls of a program: d
+dispatches tokens to experts, and c (combine) returns the outputs:
 
     embedding, attention, router | d | experts | c | sum, attention, router | d | experts | ...
 
@@ -58,8 +58,8 @@ def build_stage(
         ep: The number of ranks among which the experts are divided. With more than one rank, only
             the segments of the stage can run (`split_stage`).
         ep_rank: The index of this rank in its group: the replica modulo `ep`.
-        layers_per_stage: The number of layers of each stage (`split_layers`). None divides the
-            layers evenly.
+        layers_per_stage: The number of layers of each stage (`split_layers`). None means that the
+            layers are divided evenly.
         device: The device of the parameters.
         dtype: The type of the parameters.
 
@@ -184,7 +184,7 @@ class MoELayer(gpt.AttentionLayer):
             width = config.shared_experts * config.expert_width
             self.shared_experts = Expert(weights, "shared_experts", width)
         # A segment keeps a layer only if it names one of the layer's submodules. The segment after
-        # the experts uses no parameters of the layer, so it names this submodule.
+        # the experts uses no parameters of the layer, so it names `output`.
         self.output = nn.Identity()
 
     def route(self, x: Tensor, aux: Tensor) -> Tensors:
@@ -235,7 +235,7 @@ class MoELayer(gpt.AttentionLayer):
             rows: The tokens, sorted by the rank that sends them and then by expert, (rows, hidden).
                 Rows after the last token are not used.
             counts: The number of tokens from each rank for each expert of this rank, (ranks *
-                experts,). The first numbers are those of the first rank.
+                experts,). The numbers of the first rank come first.
 
         Returns:
             The outputs, in the same order as `rows`. Rows that are not used are zero.
@@ -375,11 +375,11 @@ def build_boundaries(
 
 
 def loss(output: tuple[Tensor, Tensor], targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:
-    """Return the cross entropies of all tokens that count, plus the auxiliary losses, as one sum.
+    """Return the sum of the cross entropies of all tokens and of the auxiliary losses.
 
     Args:
         output: The logits (b, T, V) and the auxiliary loss (1,), from the last stage.
-        targets: int64 of shape (b, T). Tokens with the target `IGNORE_INDEX` do not count.
+        targets: int64 of shape (b, T). Tokens with the target `IGNORE_INDEX` are ignored.
         tp: Must be None, because these models have no tensor parallelism.
     """
     logits, aux = output

@@ -27,7 +27,7 @@ class LayerParameters(NamedTuple):
         name: The name of the layer, which begins the names of its parameters.
         hidden: Hidden size.
         residual_adds: The number of outputs that the full model adds to the residual stream.
-        tp: The tensor-parallel group. None is a group of one rank.
+        tp: The tensor-parallel group. None means one rank, without communication.
         placement: The device and the type of the parameters.
         sequence_parallel: True if tensor-parallel ranks also divide the tokens.
     """

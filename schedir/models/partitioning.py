@@ -41,7 +41,8 @@ def split_layers(
         layers: Number of layers of the model.
         stages: The number of stages.
         layers_per_stage: An uneven division. Only the first and the last of several stages may have
-            0 layers, because they have the embedding and the head. None divides the layers evenly.
+            0 layers, because they have the embedding and the head. None means that the layers are
+            divided evenly.
 
     Raises:
         UsageError: `layers_per_stage` does not fit the layers and the stages. Or it is None, and

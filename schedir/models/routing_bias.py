@@ -6,7 +6,7 @@ fixed rate. The bias of an expert with fewer tokens increases by this rate.
 
 The gradient of the bias is the excess of tokens times a small factor. So a program sums the excess
 over microbatches and replicas like all other gradients, and the optimizer changes the bias by the
-fixed rate, against the sign of the sum.
+fixed rate: down if the sum is positive, and up if the sum is negative.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class Options:
         boundary: Layout of activations between stages: "replicated" over tensor-parallel ranks, or
             "sharded".
         overlap: True to group opposite transfers, and to post receives and gathers early.
-        buffer_sharing: The rule for the number of static buffers; None gives each value a separate
-            buffer.
+        buffer_sharing: The rule for the number of static buffers; None means a separate buffer for
+            each value.
         extra_options: The options that passes define: name -> value.
         sizes: The sizes of values, for `memory_limit`.
         memory_limit: The limit of the device memory of a rank in bytes; None for no limit.

@@ -1,8 +1,8 @@
 """Parse selections such as "all", "half", "fit", stages, or pairs of stage and microbatch.
 
-"half" is every other microbatch of each stage, and "fit" is as few as a memory limit requires.
-"none" selects nothing, and "full" means "all". Parallel plans use these two words. A selection can
-also be a function of stage and microbatch that returns a boolean.
+"half" selects every other microbatch of each stage. "fit" selects only as many microbatches as the
+memory limit requires. "none" selects nothing, and "full" means "all". Parallel plans use these two
+words. A selection can also be a function of stage and microbatch that returns a boolean.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 class StageRuns(NamedTuple):
     """The stages of each run, over all ranks.
 
-    A run of groups of joined instructions has all stages of one such group.
+    If a run consists of groups of joined instructions, its stages are the stages of one group.
 
     Attributes:
         rank: The rank of each entry, shape (entries,).
@@ -40,8 +40,8 @@ class StageRuns(NamedTuple):
 def find_stage_runs(program: Program, ops: Sequence[Opcode]) -> StageRuns:
     """Find the runs of instructions with given opcodes, on trained stages.
 
-    A run ends before an instruction with such an opcode on another stage. Instructions with other
-    opcodes do not end a run.
+    A run ends before an instruction that has one of these opcodes and belongs to a different stage.
+    Instructions with other opcodes do not end a run.
 
     Args:
         program: The program.

@@ -67,8 +67,8 @@ def find_separate_ends(program: Program) -> UpdateEnds:
 
     A rank ends an update right before the first compute after its last work on the update. So sends
     between this work and this compute come before the end: other ranks may need the sent values to
-    end the update. A rank with frozen stages only may finish a later update before an earlier one.
-    Such a rank still ends its updates in order, and not after the end of its Stream.
+    end the update. A rank that has only frozen stages may finish a later update before an earlier
+    update. Such a rank still ends its updates in order, and not after the end of its Stream.
 
     Args:
         program: The program.

@@ -180,8 +180,8 @@ def _attach_difference(
 ) -> PlanEstimate:
     """Return the estimate with a bottleneck: a part of the step that is shorter in another plan.
 
-    `part_index` is the index of this part in `StepBreakdown`. None chooses the part with the
-    largest difference.
+    `part_index` is the index of this part in `StepBreakdown`. None means the part with the largest
+    difference.
     """
     other = plan_table.estimate_at(model, cluster, other_index)
     differences = breakdown - np.array(other.breakdown)

@@ -202,7 +202,7 @@ class Calibration:
         1992, section 10.2).
 
         Args:
-            max_gpus: The number of GPUs of the plan. None uses the number of GPUs of the run with
+            max_gpus: The number of GPUs of the plan. None means the number of GPUs of the run with
                 the most GPUs.
 
         Returns:
@@ -257,8 +257,8 @@ def predict(
 def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Calibration:
     """Fit five constants of a cluster to measured runs.
 
-    The constants are those of `CONSTANTS`. Each constant stays within its bounds. A constant that
-    the runs do not determine stays near its value in `cluster`.
+    `CONSTANTS` lists the constants. Each constant stays within its bounds. A constant that the runs
+    do not determine stays near its value in `cluster`.
 
     Args:
         cluster: The cluster before the calibration, such as a preset.
@@ -370,7 +370,8 @@ def _differentiate(
     slopes = []
     for k in range(len(values)):
         moved = values.copy()
-        moved[k] *= np.exp(-_STEP)  # Downward, because `flops` cannot be above the peak.
+        # The change is negative, because `flops` cannot be above the peak.
+        moved[k] *= np.exp(-_STEP)
         moved_values = estimate(_set_constants(cluster, moved))
         slopes.append(np.log(seconds / moved_values) / _STEP)
     return seconds, np.stack(slopes, axis=-1)

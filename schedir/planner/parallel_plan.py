@@ -49,7 +49,8 @@ class ParallelPlan:
             (arXiv 2205.05198, section 4.2.2).
         cp: The number of ranks that share each sequence (context parallelism).
         ep: The number of replicas that share the experts of a layer (expert parallelism).
-        layers_per_stage: The number of layers of each stage. () divides the layers evenly.
+        layers_per_stage: The number of layers of each stage. () means that the layers are divided
+            evenly.
         attention: "softmax" writes all scores to memory and reads them again (arXiv 2205.05198,
             section 4.1). "flash" keeps them on chip, and computes them again in the backward (arXiv
             2307.08691).

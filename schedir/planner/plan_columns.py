@@ -30,7 +30,7 @@ RECOMPUTE_MODES: Final[tuple[Recompute, ...]] = get_args(Recompute)
 class RankGroupShares(NamedTuple):
     """The layers, the embedding and the head on each rank group of each plan.
 
-    A rank group is a group of ranks with equal shares of the model. The fields are those of
+    A rank group is a group of ranks with equal shares of the model. The fields are the fields of
     `RankGroupShare`, as arrays of shape (plans, groups). A plan with fewer groups has entries with
     a `rank_count` of 0.
 
@@ -68,7 +68,7 @@ class PlanColumns:
         ep: See `ParallelPlan`.
         attention: The attention of all plans.
         rank_order: The rank order of all plans.
-        layers_per_stage: The division of layers of all plans. () uses the rule `division`.
+        layers_per_stage: The division of layers of all plans. () means the rule `division`.
         division: The rule that divides the layers if `layers_per_stage` is ().
     """
 

@@ -25,12 +25,12 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 class FieldFilter(NamedTuple):
-    """The allowed values of each field of a plan. None allows all useful values.
+    """The allowed values of each field of a plan. None means all useful values.
 
     Attributes:
         schedules: See `ParallelPlan.schedule`.
         pp: See `ParallelPlan`.
-        tp: See `ParallelPlan`. None allows only sizes within a node.
+        tp: See `ParallelPlan`. None means only sizes within a node.
         dp: See `ParallelPlan`.
         stages_per_rank: See `ParallelPlan`.
         microbatch_size: See `ParallelPlan`.
@@ -69,7 +69,7 @@ def build_field_filter(**fields: Any) -> FieldFilter:
     """Build a filter from one value or several values for each field.
 
     Args:
-        **fields: A value or a sequence of values for fields of `FieldFilter`. None uses the
+        **fields: A value or a sequence of values for fields of `FieldFilter`. None means the
             default of the field.
 
     Raises:
@@ -124,7 +124,7 @@ def enumerate_plans(
 
     Args:
         model: The model.
-        cluster: The cluster. All its GPUs are used.
+        cluster: The cluster. A plan uses all its GPUs.
         batch: The number of sequences of a step.
         field_filter: The allowed values.
 

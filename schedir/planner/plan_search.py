@@ -54,20 +54,20 @@ def estimate_step(
 
     Args:
         model: The model.
-        cluster: The cluster. The plan must use all its GPUs.
+        cluster: The cluster. The plan must use all GPUs of the cluster.
         plan: The plan.
         exact: If True, simulate the program of the plan. If False, use the closed form, which is
             faster.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
-            the bytes of Adam in the number type of the cluster.
+        constants: Constants of the software. None means `SoftwareConstants()`.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            means the bytes of Adam in the number type of the cluster.
 
     Returns:
         The plan with its estimates. `fits` is False if the plan does not fit in memory.
 
     Raises:
-        UsageError: The plan is impossible for this model on this cluster. Also if `exact` is False
-            and the plan offloads.
+        UsageError: The plan is impossible for this model on this cluster. Or `exact` is False, and
+            the plan offloads.
 
     Warns:
         `plan.tp` is more than the GPUs of a node.
@@ -129,7 +129,7 @@ def plan(
 
     The closed form estimates all plans. If `exact` is True, the programs of the best plans are then
     simulated. Arguments from `pp` to `sequence_parallel` restrict a field of the plan to one value
-    or a tuple of values. None allows all useful values.
+    or a tuple of values. None means all useful values.
 
     Args:
         model: The model.
@@ -139,7 +139,7 @@ def plan(
         schedules: Names of built-in schedules.
         exact: If True, simulate the best plans. If False, return the results of the closed form.
         pp: Allowed values of `ParallelPlan.pp`.
-        tp: Allowed values of `ParallelPlan.tp`. None allows only sizes within a node.
+        tp: Allowed values of `ParallelPlan.tp`. None means only sizes within a node.
         dp: Allowed values of `ParallelPlan.dp`.
         stages_per_rank: Allowed values of `ParallelPlan.stages_per_rank`.
         microbatch_size: Allowed values of `ParallelPlan.microbatch_size`.
@@ -147,7 +147,7 @@ def plan(
         ep: Allowed values of `ParallelPlan.ep`.
         recompute: Allowed values of `ParallelPlan.recompute`.
         zero: Allowed values of `ParallelPlan.zero`.
-        sequence_parallel: The value of `ParallelPlan.sequence_parallel`. None allows both values.
+        sequence_parallel: The value of `ParallelPlan.sequence_parallel`. None means both values.
         attention: The attention of all plans.
         rank_order: The rank order of all plans. See `ParallelPlan.rank_order`.
         offload: If True, also consider plans that fit only if they offload saved activations, the
@@ -156,16 +156,16 @@ def plan(
             offload.
         division: The rule that divides the layers among stages: "even", or "compute", which counts
             the head too.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
-            the bytes of Adam in the number type of the cluster.
+        constants: Constants of the software. None means `SoftwareConstants()`.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            means the bytes of Adam in the number type of the cluster.
 
     Returns:
         At most `top` plans that fit, the fastest first, with their bottlenecks.
 
     Raises:
-        UsageError: No plan exists, or none fits. With `offload`, also if the cluster has no
-            `host_bandwidth` or `host_memory`, or if `exact` is False.
+        UsageError: No plan exists, or no plan fits. Or `offload` is True, and the cluster has no
+            `host_bandwidth` or no `host_memory`. Or `offload` is True, and `exact` is False.
 
     Example:
         >>> from schedir import planner
@@ -271,9 +271,9 @@ def _attach_bottlenecks(
 def _sort_key(estimate: PlanEstimate) -> tuple[float, bool, int, int]:
     """Return the key that sorts plans by step time.
 
-    If step times are equal in six digits, a plan without offload comes first, then the simpler
-    schedule, then less recomputation. A prediction does not include the cost of issuing more
-    instructions.
+    If step times are equal in six digits, a plan without offload comes first. Then the plan with
+    the simpler schedule comes first, and then the plan with less recomputation. A prediction does
+    not include the cost of issuing more instructions.
     """
     schedule_index = [*SCHEDULE_FORMULAS].index(estimate.schedule)
     recompute_index = get_args(Recompute).index(estimate.recompute)
@@ -289,15 +289,15 @@ def all_plans(
     state_bytes: StateBytes | None = None,
     **filters: Any,
 ) -> PlanTable:
-    """Estimate all plans that `plan` chooses from, including those that do not fit into memory.
+    """Estimate all plans that `plan` chooses from, including plans that do not fit into memory.
 
     Args:
         model: The model.
         cluster: The cluster. All its GPUs are used.
         batch: The number of sequences of a step, over all replicas.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
-            the bytes of Adam in the number type of the cluster.
+        constants: Constants of the software. None means `SoftwareConstants()`.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            means the bytes of Adam in the number type of the cluster.
         **filters: The arguments of `plan` from `schedules` to `division`, without `exact`.
 
     Returns:

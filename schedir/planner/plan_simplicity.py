@@ -47,7 +47,7 @@ def measure_complexity(plan: ParallelPlan, memory: float) -> tuple[int, int, flo
 
 
 def prefer_simplest(plans: Sequence[PlanEstimate]) -> list[PlanEstimate]:
-    """Move one plan to the front: the simplest of those that are within 2 % of the fastest.
+    """Move one plan to the front: the simplest plan within 2 % of the fastest.
 
     Args:
         plans: The plans, the fastest first.

@@ -11,7 +11,7 @@ from schedir.errors import UsageError
 def prediction_regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Return how much slower the predicted best plan is than the measured best plan.
 
-    If several plans have the shortest predicted time, the longest of their measured times counts.
+    If several plans have the shortest predicted time, the longest of their measured times is used.
     Prediction errors matter only if they change which plan is predicted to be the best.
 
     Args:

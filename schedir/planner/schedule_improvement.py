@@ -38,9 +38,10 @@ class ImprovedPlan(NamedTuple):
             schedule.
         program: The program of the plan.
         lower_bound: A lower bound of the step time of all schedules of the plan, in seconds,
-            without reductions over replicas. The bound is the smaller of two bounds, one for full
-            and one for split backwards, because fewer collectives overlap with compute in a split
-            backward. The bound assumes that recomputation runs directly before its backward.
+            without reductions over replicas. A bound for full backwards does not apply to split
+            backwards, because fewer collectives overlap with compute in a split backward. So the
+            search computes a bound for each of the two, and `lower_bound` is the smaller one. The
+            bound assumes that recomputation runs directly before its backward.
         numba: The Numba status of the searches. See
             `schedir.schedule_search.search_results.SearchResult`.
     """
@@ -77,10 +78,10 @@ def improve_schedule(
         model: The model.
         cluster: The cluster.
         plan: The plan. It must not offload.
-        constants: Constants of the software. None uses the constants of the cluster's trainer
+        constants: Constants of the software. None means the constants of the cluster's trainer
             (`get_trainer`).
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
-            the bytes of Adam in the number type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            means the bytes of Adam in the number type of the cluster.
         time_limit: The time limit of both searches together, in seconds.
         max_evaluations: The largest number of rank orders that each search evaluates, or None. If
             this limit ends the search before `time_limit`, the result depends only on `seed`.
@@ -147,8 +148,8 @@ def _merge_model_states(size: Sizes, plan: ParallelPlan, shape: PipelineShape) -
     """Return the sizes with the sum of all states of a stage as the one size `model_states`.
 
     A search treats this sum as memory that the stage always uses. With ZeRO the optimizer state is
-    sharded. Weights and gradients count unsharded, because all stages may be unsharded at the same
-    time.
+    sharded. The sum contains the unsharded weights and gradients, because all stages may be
+    unsharded at the same time.
     """
     replicas = plan.dp * plan.cp
     states = {

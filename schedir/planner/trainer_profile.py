@@ -44,7 +44,7 @@ def compute_trainer_sizes(
 
     All numbers have 32 bits. A layer of hidden size h on t tensor-parallel ranks saves 4h + 12h/t
     numbers per token. It saves no masks, because there is no dropout. It also saves two numbers per
-    norm, and one number per attention head in place of its scores. The head saves the input of its
+    norm, and one number per attention head instead of its scores. The head saves the input of its
     norm and of its matrix, the logits and the targets. For a split backward, each linear layer
     keeps its input and the gradient of its output. `measure_sizes` measures the same sizes
     (tests/cpu/test_planner_memory.py). With ZeRO `measure_sizes` also counts the padding of
@@ -130,10 +130,10 @@ def get_trainer(
 
     Args:
         cluster: The cluster.
-        constants: Constants of the software. None uses `SoftwareConstants()`. For CPUs,
+        constants: Constants of the software. None means `SoftwareConstants()`. For CPUs,
             `_TRAIN_CONSTANTS` replaces some of these constants.
-        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
-            of the cluster's number type (`get_state_bytes`).
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None means the
+            bytes for the cluster's number type (`get_state_bytes`).
 
     Example:
         >>> from schedir import planner

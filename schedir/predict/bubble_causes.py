@@ -94,8 +94,8 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
       rank's last forward on, but not before its first backward. Between these times, the cause is
       PEER.
     - IMBALANCE: In any order of instructions, a rank is idle at least for the difference between
-      its work and that of the busiest rank. So this part of the rank's waits for other ranks has
-      the cause IMBALANCE. This time is taken first from PEER waits, then from waits after the
+      its work and the work of the busiest rank. So this part of the rank's waits for other ranks
+      has the cause IMBALANCE. This time is taken first from PEER waits, then from waits after the
       rank's first instruction, then from waits before its first instruction.
 
     Before the first instruction of a rank the causes are the same, but each wait for another rank
@@ -153,7 +153,7 @@ def find_ready_gaps(timeline: Timeline) -> Floats:
         timeline: A run of a program that contains its transfers.
 
     Returns:
-        Times of shape (n,). In a prediction all are 0.
+        Times of shape (n,). In a prediction, all these times are 0.
     """
     before, after = _find_followers(timeline)
     spans = timeline.spans
@@ -234,9 +234,9 @@ def _find_waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
     """Return the waits of all gaps, in any order, with the fields of `WAIT_DTYPE`.
 
     The loop walks through all gaps in parallel, from their ends to their beginnings. At each step,
-    `waiting` is the instruction that waits, and the time before `time` has no cause yet. A step
-    gives causes to two intervals: the time in which the predecessor ran, and the time from its end
-    to `time`.
+    `waiting` is the instruction that waits, and the time before `time` has no cause yet. Each step
+    determines the cause of two intervals: the run of the predecessor, and the time from the
+    predecessor's end to `time`.
     """
     spans, latest = timeline.spans, _find_latest(timeline)
     nothing_follows = gaps["after"] == NO_POSITION
@@ -314,13 +314,13 @@ def _find_latest(timeline: Timeline) -> Ints:
     """
     spans = timeline.spans
     order = np.lexsort((spans["lane"] == Lane.COMPUTE, spans["end"]))
-    end_order = np.full(len(spans) + 1, -1.0)  # the last entry is that of NO_POSITION
+    end_order = np.full(len(spans) + 1, -1.0)  # the last entry belongs to NO_POSITION
     end_order[order] = np.arange(len(spans))
     return timeline.graph.find_last_predecessors(end_order[:-1])
 
 
 def _find_phase_causes(timeline: Timeline, gaps: NDArray[Any]) -> Ints:
-    """Return the cause of a wait for another rank in each gap, by the phase of the waiting rank."""
+    """Return the cause of waits for other ranks in each gap: the phase of the waiting rank."""
     begins, ends = (times[gaps["rank"]] for times in find_steady_phase(timeline))
     is_filling = np.isfinite(begins) & (gaps["end"] <= begins)
     return np.select(

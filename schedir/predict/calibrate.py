@@ -48,7 +48,7 @@ _ASYNC_COSTS: Final = [
     name for name, ops in _OPS_OF_COST.items() if INSTRUCTIONS[ops[0]].lane is not Lane.COMPUTE
 ]
 SPLIT_BACKWARD: Final = (BACKWARD_INPUT, BACKWARD_WEIGHT)
-# Causes of waits for an instruction that is in progress on another lane than compute.
+# Causes of waits for an instruction that is in progress on a lane other than compute.
 _LANE_CAUSES: Final = (
     IdleCause.MESSAGE, IdleCause.REDUCTION, IdleCause.WEIGHTS, IdleCause.SNAPSHOT,
     IdleCause.OFFLOAD, IdleCause.DISK, IdleCause.SUM, IdleCause.STEP,
@@ -62,7 +62,7 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     With these costs, a simulation has about the same span as the run, and its ranks wait at the
     same instructions.
 
-    Costs of instructions on other lanes than compute, such as messages, gathers and reductions:
+    Costs of instructions on lanes other than compute, such as messages, gathers and reductions:
 
     - The span of an instruction is the time from its recorded start to its recorded end. The span
       bounds the duration of the instruction from above, and sometimes from below.
@@ -75,9 +75,9 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     - So there is an interval of possible durations for each instruction. The cost is the time with
       the smallest sum of distances to all intervals. If several times have this smallest sum, the
       cost is the smallest of them.
-    - A wait counts only if it is longer than the usual gaps of the host and longer than the clock
-      error. A gap of the host is the time between two computes in which the rank waits for nothing.
-      A gap is usual if it is not above the quantile `HOST_GAP_QUANTILE` of all gaps.
+    - A wait is ignored if it is not longer than the usual gaps of the host, or not longer than the
+      clock error. A gap of the host is the time between two computes in which the rank waits for
+      nothing. A gap is usual if it is not above the quantile `HOST_GAP_QUANTILE` of all gaps.
 
     Costs of all other instructions are mean times:
 
@@ -86,9 +86,9 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
       step of one rank may run in parallel to a neighbour's backwards. Each other opcode has one
       cost.
     - The time of an instruction is its span plus the unexplained delay before it. To find this
-      delay, a simulation lets all computes end as in the run, and all messages take the costs
-      above. The delay is the recorded start minus the simulated start. It comes from the host, slow
-      messages and noise. It is negative after a message that was faster than its cost.
+      delay, a simulation uses the recorded ends of all computes, and the costs above for all
+      messages. The delay is the recorded start minus the simulated start. It comes from the host,
+      slow messages and noise. It is negative after a message that was faster than its cost.
     - A cost is never less than the shortest span of its instructions.
     - The cost of a stage with several replicas is the mean over all replicas.
     - Means hide differences between microbatches. For example, the first microbatch may be slow
@@ -115,7 +115,7 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     spans, stages = measured.spans, range(measured.program.shape.stages)
     costs: dict[str, Cost] = dict.fromkeys(COST_BY_OPCODE.values(), 0.0)
     bounds = _bound_durations(measured)
-    # Messages and collectives are on several ranks, but count once.
+    # A message or collective is on several ranks, but is counted once.
     is_counted = measured.graph.node == np.arange(len(spans))
     for name in _ASYNC_COSTS:
         costs[name] = _find_nearest_time(
@@ -193,7 +193,7 @@ def compute_prediction_error(predicted: Timeline, run: Timeline) -> float:
 
 
 def compute_unexplained_share(predicted: Timeline, run: Timeline) -> float:
-    """Return the busy time of the prediction minus that of the run, as a share of ranks x span.
+    """Return the predicted minus the measured busy time, as a share of ranks x span.
 
     The difference consists of time of the host, delays of late messages, and noise. `calibrate`
     adds this time to the costs of computes.
@@ -326,7 +326,7 @@ def _measure_unexplained(measured: Timeline, costs: Costs) -> Floats:
 def fill_missing_backwards(costs: Costs, program: Program) -> Costs:
     """Add the costs of backwards that the run did not have.
 
-    If the run has no B, B costs I + W. If it has no I, then I and W each cost half of B.
+    If the run has no B, B costs I + W. If the run has no I, then I and W each cost half of B.
 
     Args:
         costs: The costs of a run.
@@ -347,17 +347,17 @@ def adjust_for_zero(costs: Costs, program: Program, zero: int, sizes: Sizes | No
     """Convert the costs of a program to another ZeRO level.
 
     An all-reduce takes the time of a reduce-scatter and an all-gather (arXiv 1910.02054, section
-    7.1), so each of the two takes half of this time. The time of the all-gather is multiplied by
-    the bytes of weights divided by the bytes of gradients. A sharded optimizer step takes 1/dp of
-    the time.
+    7.1), so each of the two takes half of this time. The time of the all-gather is then multiplied
+    by the ratio of the bytes of weights to the bytes of gradients. A sharded optimizer step takes
+    1/dp of the time.
 
-    Costs are changed only if exactly one of the two levels is 0. A cost that is given and not 0
-    stays unchanged, except the cost of the step.
+    Costs are changed only if exactly one of the two levels is 0. A given cost other than 0 stays
+    unchanged, except the cost of the step.
 
     Args:
         costs: The costs of `program`.
         program: The program.
-        zero: The other ZeRO level.
+        zero: The ZeRO level of the returned costs.
         sizes: The sizes, for the bytes of weights and gradients. If None, both are assumed equal.
     """
     if bool(zero) == bool(program.zero):

@@ -36,8 +36,8 @@ def simulate_on_cpus(
 
     If n ranks compute on fewer than n processors, each rank runs at processors/n of its speed. This
     is the ideal processor sharing of a fair thread scheduler. Sums and gathers of several processes
-    use processors too, because they copy and add bytes. Messages use no processor. With a processor
-    for each running instruction, the result is that of `simulate`.
+    use processors too, because they copy and add bytes. Messages use no processor. If each running
+    instruction has a processor, the result is the same as from `simulate`.
 
     Args:
         program: A lowered program.

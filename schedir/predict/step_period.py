@@ -28,7 +28,7 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.program import Program
 from schedir.verify.check import check
 
-# Instructions that read weights on another lane than compute. The update is on the compute lane. So
+# Instructions that read weights on a lane other than compute. The update is on the compute lane. So
 # no queue orders these instructions after the update.
 _WEIGHT_READS: Final = tuple(
     op for op in find_consumers(Value.PARAMS) if INSTRUCTIONS[op].lane is not Lane.COMPUTE
@@ -45,11 +45,11 @@ def compute_step_period(
 ) -> float:
     """Return the mean time of a step among many consecutive steps, in the unit of the costs.
 
-    Each queue runs one step after the other. An instruction on another lane than compute that reads
-    weights, such as an Unshard, waits for the update of the previous step. With norm_check=
-    "after_step", an update waits for the norm of the previous step. The simulation assumes that no
-    update must be repeated. A blocking host begins a step when all messages and reductions of the
-    previous step have ended.
+    Each queue runs one step after the other. Some instructions on lanes other than compute read
+    weights, such as Unshard. These instructions wait for the update of the previous step. With
+    norm_check= "after_step", an update waits for the norm of the previous step. The simulation
+    assumes that no update must be repeated. A blocking host begins a step when all messages and
+    reductions of the previous step have ended.
 
     Args:
         program: A lowered program.

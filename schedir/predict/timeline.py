@@ -107,10 +107,10 @@ class CausalityViolations(NamedTuple):
     """The instructions that start or end before one of their causes.
 
     Attributes:
-        amount: For each instruction, the time by which it comes before a cause, shape (n,); 0 for
-            an instruction without a violation.
-        cause: The index in `spans` of this cause, shape (n,); -1 for an instruction without a
-            violation.
+        amount: For each instruction with a violation, the time from the instruction to its cause,
+            which comes later. 0 for all other instructions. Shape (n,).
+        cause: The index in `spans` of this cause, or -1 for an instruction without a violation.
+            Shape (n,).
     """
 
     amount: NDArray[np.float64]
@@ -144,8 +144,8 @@ class Timeline:
         kind: "predicted" or "measured".
         unit: The unit of times: "" for the unit of the costs, or "s" for seconds.
         progress_model: The progress model of the prediction, or of the transport of a measured run.
-        clock_error: The largest difference between the clocks of two ranks, in `unit`. The error is
-            0 in a prediction, and if all ranks read the same clock.
+        clock_error: The largest difference between the clocks of two ranks, in `unit`. The error of
+            a prediction is 0. The error of a measured run is 0 if all ranks read the same clock.
         sizes: The sizes of values. With sizes, memory is in bytes. Without sizes, memory is a
             number of activations.
         blocking_hosts: True if hosts are blocking, as on CPUs.
@@ -245,7 +245,7 @@ class Timeline:
     def busy(self) -> NDArray[np.float64]:
         """The time in which each rank's compute lane is busy, shape (ranks,).
 
-        The time of two instructions that run together counts once.
+        The time of two instructions that run together is counted once.
         """
         return self._sum_busy_time(self.spans["lane"] == Lane.COMPUTE)
 
@@ -311,8 +311,8 @@ class Timeline:
     def peak_activations(self) -> float:
         """The largest activation memory of a rank, in microbatches.
 
-        A microbatch in all stages of a rank counts as 1, and in half of the stages as 0.5. Each
-        segment of a stage has an equal share of the stage's activations.
+        A microbatch in all stages of a rank is counted as 1, and a microbatch in half of the stages
+        as 0.5. Each segment of a stage has an equal share of the stage's activations.
         """
         program = self.program
         segments, peak = program.segments_per_stage, self.peak_in_flight
@@ -485,7 +485,7 @@ class Timeline:
         - A collective does not end before its last member starts.
 
         The clocks of two ranks may differ by `clock_error`. Differences below the clock's
-        resolution do not count.
+        resolution are ignored.
         """
         spans, graph, is_measured = self.spans, self.graph, self.kind == "measured"
         start, end, rank = spans["start"], spans["end"], spans["rank"]

@@ -2,8 +2,8 @@
 
 `_Table` yields each change as a `ChangeRow`. `iter_time_changes` yields changes that may shorten
 the run, and `iter_memory_changes` yields changes of the memory of ranks. A row describes the change
-in words. The row has other costs, another progress model, other options of `compile`, or another
-draft than the run. To try another change, add a row.
+in words. Compared with the run, a row has different costs, a different progress model, different
+options of `compile`, or a different draft. To try another change, add a row.
 """
 
 from __future__ import annotations
@@ -131,13 +131,13 @@ class ChangeRow(NamedTuple):
         costs: The costs with which the changed run is simulated.
         draft: The draft to compile, or None to keep the program.
         transfer_costs: The costs from which `compile` computes the order of the draft's transfers.
-        options: The options of `compile` that differ from those of the program.
-        progress_model: The progress model, or None to keep that of the run.
+        options: The options of `compile` that differ from the options of the program.
+        progress_model: The progress model, or None to keep the progress model of the run.
         max_activations: The row is reported only if the changed run's `peak_activations` is at most
             this number.
         baseline_kind: The kind of earlier rows with which this row is compared. This row is
-            reported only if it takes less time than the best of those rows. With "", this row is
-            not compared with rows of another kind.
+            reported only if it takes less time than the best of these earlier rows. With "", this
+            row is not compared with rows of another kind.
     """
 
     kind: str
@@ -234,8 +234,8 @@ def advise(
         costs: The costs from which a predicted run was computed. If None, `calibrate` computes the
             costs from the run.
         schedule: The schedule from which the program was compiled. If None, `advise` searches for a
-            built-in schedule that gives the same program. If there is no such schedule, more
-            microbatches are not tried.
+            built-in schedule that compiles to the same program. Without a schedule, `advise` tries
+            no change with more microbatches.
         memory_limit: The largest number of bytes that a rank may use on the device. A change of the
             memory of ranks is reported only if every rank is within this limit.
 
@@ -526,7 +526,8 @@ class _Table:
                     is_excluded = (
                         name == self.program.name or draft.has_backward != self.program.has_backward
                     )
-                    # A placement with another number of rows has another number of stage replicas.
+                    # A placement with a different number of rows has a different number of stage
+                    # replicas.
                     if is_excluded or shape.placement_rows != self.shape.placement_rows:
                         continue
                     costs = self._split_costs_into(draft.shape.stages)
@@ -544,7 +545,7 @@ class _Table:
                     )
 
     def _split_costs_into(self, stages: int) -> Costs:
-        """Return costs of the same model divided into another number of stages."""
+        """Return the costs of the run's model after its division into `stages` stages."""
         stage_costs = {name: c for name, c in self.costs.specified.items() if name in STAGE_COSTS}
         own_stages = self.shape.stages
         return replace(
@@ -553,7 +554,7 @@ class _Table:
         )
 
     def _iter_greedy_orders(self) -> Iterator[ChangeRow]:
-        """Yield greedy orders with as many pairs in flight as in the run, or one more per rank."""
+        """Yield greedy orders with the pairs in flight of the run, and with one more per rank."""
         if not self.program.has_backward:
             return
         letters = "IFW" if _I in self.program.used_opcodes else "BF"

@@ -1,9 +1,9 @@
 """Count the tiles that windowed attention computes, and the operations that it saves.
 
-The windows are those of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922). Each
-query attends to `window` keys around it, and the window moves only every `stride` queries. Stride 1
-is a sliding window, and stride = window is blocked attention. Attention computes tiles of queries
-by tiles of keys. Masked pairs in a tile that is computed are wasted work.
+The windows are defined as in Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922).
+Each query attends to `window` keys around it, and the window moves only every `stride` queries.
+Stride 1 is a sliding window, and stride = window is blocked attention. Attention computes tiles of
+queries by tiles of keys. Masked pairs in a tile that is computed are wasted work.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class Axis:
     Each group of `stride` consecutive queries has a leader. All queries of the group share the
     window of the leader.
 
-    - Not causal: the leader is the middle query of the group, or the right one of two in the
-      middle. `window // 2` keys of the window come before the leader. At both ends of the dimension
-      the window is shifted inwards, so that each query attends to the same number of keys. This
-      rule is from section 3.1 of the paper. The paper does not define even strides and windows. For
-      these, this class follows NATTEN, the paper's implementation.
+    - Not causal: the leader is the middle query of the group. If the group has an even number of
+      queries, the leader is the right one of the two middle queries. `window // 2` keys of the
+      window come before the leader. At both ends of the dimension the window is shifted inwards, so
+      that each query attends to the same number of keys. This rule is from section 3.1 of the
+      paper. The paper does not define even strides and windows. For these, this class follows
+      NATTEN, the paper's implementation.
     - Causal: the leader is the last query of the group, and the window ends with it. A query i
       attends to the keys j of this window up to itself: j <= i and j > leader - window. The paper
       does not define this case. NATTEN does the same, except in a last group that is not full. In
@@ -42,8 +43,8 @@ class Axis:
       on the number of queries after it.
 
     NATTEN refuses a window longer than `length`. This class allows such a window. If the window is
-    not causal, it contains all keys. A causal window contains all earlier keys if it is at least as
-    long as `length`, rounded up to a multiple of the stride.
+    not causal, it contains all keys. Let n be `length`, rounded up to a multiple of the stride. A
+    causal window of at least n keys contains all earlier keys.
 
     Args:
         length: The number of queries and of keys.
@@ -121,7 +122,7 @@ class AxisTiles:
 
     @cached_property
     def _key_bounds(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """The bounds of keys for each query tile: first, end, full first and full end.
+        """Four bounds of keys for each query tile.
 
         The first two results bound the keys that at least one query of the tile attends to. The
         last two results bound the keys that all queries of the tile attend to.
@@ -254,7 +255,7 @@ class Tiles:
     def computed_pairs(self) -> int:
         """The number of (query, key) pairs in computed tiles, including masked pairs.
 
-        Incomplete tiles count as complete tiles.
+        Incomplete tiles are counted as complete tiles.
         """
         return self.visited_count * prod(a.q_tile * a.kv_tile for a in self.axes)
 
@@ -312,7 +313,8 @@ def compute_tiles(
         causal: True if a query attends only to itself and earlier keys.
 
     Raises:
-        UsageError: `Axis` refuses a number, or an argument has another number of dimensions.
+        UsageError: `Axis` refuses a number, or an argument has a different number of dimensions
+            than `length`.
 
     Example:
         The paper's video model, with a sliding window and with a stride (Figure 3):

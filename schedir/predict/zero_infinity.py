@@ -4,7 +4,7 @@ The formulas are equations 1 to 11 of arXiv 2104.07857, sections 3 and 4, for a 
 trains in 16 bits with Adam. The transformer has `layers` blocks (nl) of width `hidden` (hd). A
 batch has `batch` sequences (bsz) of `sequence` tokens (seq). `checkpoint_interval` (ci) is the
 number of blocks per activation checkpoint. If `batch` is the batch of one GPU, the bytes of
-activations are also those of one GPU.
+activations are also the bytes of one GPU.
 
 Arithmetic intensity (ait in the paper) is the number of operations per byte moved.
 """
@@ -120,7 +120,8 @@ def activation_working_bytes(
 ) -> float:
     """Return the bytes of the activations between two checkpoints.
 
-    A backward needs all of them at the same time: bsz seq ci (16 hd + 2 heads seq) (equation 5).
+    A backward needs all these activations at the same time: bsz seq ci (16 hd + 2 heads seq)
+        (equation 5).
 
     Args:
         hidden: Width of a block.
@@ -176,7 +177,7 @@ def compute_efficiency(
 def required_bandwidth(
     share: float, intensity: float, peak: float, *, overlapped: bool = False
 ) -> float:
-    """Return the bandwidth in bytes per second with which `compute_efficiency` has a given value.
+    """Return the bandwidth, in bytes per second, at which `compute_efficiency` returns `share`.
 
     This is equation 6 solved for the bandwidth.
 
@@ -259,7 +260,7 @@ def intensity_of_checkpoints(hidden: int, checkpoint_interval: int = 1) -> float
     """Return the arithmetic intensity of moving activation checkpoints, 24 hd ci (equation 11).
 
     The checkpoints are stored and loaded once. The result depends on neither batch nor sequence,
-    because operations and bytes grow equally with both.
+    because operations and bytes are both proportional to batch and sequence.
 
     Args:
         hidden: Width of a block.

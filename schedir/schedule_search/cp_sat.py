@@ -347,8 +347,9 @@ class _CpSatModel:
         """
         saved, deferred = self.problem.saved[stage], self.problem.deferred_wgrad[stage]
         for k in range(self.problem.microbatches):
-            # `i` is the smallest number of I's with which F k fits, if each I is followed by its W.
-            # `w` is the smallest number of W's with which F k fits, for some number of I's.
+            # `i` is the smallest number of I's after which F k fits into memory, if each I is
+            # followed by its W. `w` is the smallest number of W's after which F k fits into memory,
+            # for some number of I's.
             i = next(i for i in range(k + 1) if (k + 1 - i) * saved <= capacity)
             if i:
                 self.model.add(self.start_vars[stage, F][k] >= self.end_expression(stage, I, i - 1))
@@ -393,7 +394,7 @@ class _CpSatModel:
         self.model.add(self.total_var <= max_total)
 
     def add_hint(self, order: Order) -> None:
-        """Start the solver from an order, and limit the length to that of the order.
+        """Start the solver from an order, and limit the length to the length of this order.
 
         Args:
             order: An order that does not deadlock.
@@ -414,7 +415,7 @@ class _CpSatModel:
         """Return the order of the tasks by the starts that the solver found.
 
         Tasks of a rank with the same start are sorted by their end, and then by microbatch. Tasks
-        can have the same start if all of them but the last take no time.
+        can have the same start if all these tasks except the last take no time.
 
         Args:
             value_of: The function that returns the solver's value of a variable.
@@ -461,8 +462,7 @@ class _IntegerProblem(NamedTuple):
     def max_length_below(self, below: float) -> int:
         """Return the largest integer length that is less than an original length.
 
-        If times were rounded, the result is less than the original length by a share of at least
-        1e-6.
+        If times were rounded, the result is at most 1 - 1e-6 times the scaled length.
 
         Args:
             below: A length in the unit of the original problem.
@@ -473,7 +473,7 @@ class _IntegerProblem(NamedTuple):
 
 
 def _to_integer_problem(problem: SchedulingProblem) -> _IntegerProblem:
-    """Scale a problem to integers, so that every order that fits still fits and is not longer.
+    """Scale a problem to integers. An order that fits into memory still fits, and is not longer.
 
     Decimal numbers stay exact if their sum is small enough. Otherwise times and sizes are rounded
     down, so a bound is rounded down too. Capacities include the rounding tolerance.

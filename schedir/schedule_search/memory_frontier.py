@@ -61,8 +61,8 @@ class MemoryFrontier:
     Attributes:
         shape: The pipeline shape.
         levels: The results at ascending limits. A run is never longer than the run at a smaller
-            limit, because that run also fits into the larger limit. Limits above the last level
-            make no run shorter, or were not searched.
+            limit, because that run also fits into the larger limit. A limit above the last level
+            makes no run shorter, or was not searched.
         bounds: Pairs (limit, bound) in ascending order of limits, also for limits that `levels`
             does not have. The bounds never increase. The last limit is infinite.
         timelines: The predictions of the initial and the built-in schedules.

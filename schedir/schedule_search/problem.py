@@ -185,8 +185,9 @@ def make_problem(
     Raises:
         ShapeError: The shape has stage replicas, several updates or sequence chunks.
         CostsError: The costs differ between microbatches, are all 0, or add up to more than 1e299.
-            Also if the costs are for another number of stages, or contain B but not I and W for
-            split backwards. Also if `FB` is less than a forward and a backward.
+            Or the costs have a different number of stages than the shape. Or `split_backward` is
+            True, and the costs contain B but not I and W. Or `FB` is less than a forward and a
+            backward.
         UsageError: The limit is invalid, or too small for any schedule.
     """
     require_type(shape, "shape", PipelineShape, "PipelineShape(ranks=4, microbatches=8)")

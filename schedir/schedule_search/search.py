@@ -35,8 +35,9 @@ BoundMethod = Literal["closed", "solver"]
 _EXAMPLE: Final = "search_schedule(ranks=4, microbatches=8)"  # A correct call, for errors.
 _BOUND_METHODS: Final = get_args(BoundMethod)
 _HEURISTIC_SHARE: Final = 0.3  # The share of the time for the heuristic search before the solver.
-# A pilot is a short search that estimates the memory of messages. These are the largest numbers of
-# pilots and of the evaluations of one pilot, and the share of the time for one pilot.
+# A pilot is a short search that estimates the memory of messages. The three constants are the
+# largest number of pilots, the largest number of evaluations of a pilot, and the share of the time
+# for a pilot.
 _MAX_PILOTS: Final = 8
 _PILOT_EVALUATIONS: Final = 400
 _PILOT_SECONDS_SHARE: Final = 0.04
@@ -190,8 +191,8 @@ def search_schedule(
         The shortest schedule, its prediction, and the lower bound.
 
     Raises:
-        UsageError: An argument is invalid, or no schedule fits into the limit. Also if an initial
-            schedule recomputes, does not train all stages, or has another shape.
+        UsageError: An argument is invalid, or no schedule fits into the limit. Or an initial
+            schedule recomputes, does not train all stages, or has a different shape.
         CostsError: See `make_problem`.
         ShapeError: See `make_problem`.
         MemoryLimitError: No program fits into the limit with its messages.
@@ -313,8 +314,8 @@ def _build_shortest(
     """
     try:
         built = builder.build_shortest(heuristic_search.shortest_orders[:1], built)
-        # The program of an initial order may be shorter than that of the shortest order, because
-        # its messages may wait less.
+        # The program of an initial order may be shorter than the program of the shortest order,
+        # because its messages may wait less.
         built = builder.build_shortest(heuristic_search.initial_orders, built)
         deadline = start_time + time_limit
         built = builder.build_shortest(heuristic_search.list_finalists(), built, deadline)

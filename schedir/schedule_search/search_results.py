@@ -52,8 +52,8 @@ class SearchResult:
             span of a rank.
         bound: The lower bound on the length of every schedule within the memory limit.
         explanation: The proof of the bound in words.
-        improvements: Each schedule that was shorter than all before it, in the order in which the
-            search found them.
+        improvements: Each schedule that was shorter than all earlier schedules, in the order of the
+            search.
         num_evaluated: The number of orders that were evaluated.
         seed: The random seed of the search.
         stop_reason: The reason why the search ended. "proved": no schedule is shorter. "time": the

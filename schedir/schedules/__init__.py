@@ -7,8 +7,8 @@ The docstrings use these terms:
 - F, I, W and B = I + W are the costs of one stage for one microbatch. So the compute of a rank with
   v stages takes v m (F + B). Papers on zero-bubble schedules call our I "B".
 - Idle time is the time in which a rank does not compute, between the first start and the last end
-  of all ranks (`Timeline.idle`). In the active span, it is counted between the first start and the
-  last end of the rank (`Timeline.idle_in_active_span`).
+  of all ranks (`Timeline.idle`). `Timeline.idle_in_active_span` counts idle time only between the
+  first start and the last end of the rank.
 - Ideal time is the compute time of a rank.
 - Timelines have F = I = W = 1, unless an example sets `costs`. A letter begins an instruction, `--`
   continues it, and dots are idle time. The number of ' characters is the local stage.

@@ -1,10 +1,10 @@
 """Bidirectional schedules: Chimera, DualPipe and BitPipe.
 
 Each stage has two replicas. One half of the microbatches enters at rank 0, and the other half
-enters at the last rank. A rank has an early stage, `F[0]`, and a late stage, `F[1]`. The
-rank uses its early stage for the microbatches that enter at the nearer one of these two ranks, and
-its late stage for the others.
-With "mirror-vee", microbatches return through two more stages of the rank.
+enters at the last rank. A rank has an early stage, `F[0]`, and a late stage, `F[1]`. The rank uses
+its early stage for the microbatches that enter at the nearer end of the pipeline, and its late
+stage for the other microbatches. With "mirror-vee", microbatches return through two more stages of
+the rank.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from schedir.schedules.v_shape import dualpipe_v
 def dualpipe(r: int, P: int, m: int) -> RankSchedule:
     """Run DualPipe: forwards of one direction together with backwards of the other direction.
 
-    The order is that of github.com/deepseek-ai/DualPipe. Ranks r and P-1-r have the same order,
-    which is that of `dualpipe_v` on half as many ranks.
+    The order is the same as in github.com/deepseek-ai/DualPipe. Ranks r and P-1-r have the same
+    order. `dualpipe_v` has this order on half as many ranks.
 
-    Let FB be the cost of a pair. If F = I >= W, the rank with the most idle time idles for
-    (P/2-1)(FB + B - 3W). If W <= F < I, it idles for at most this time. If each result of a pair
-    were sent when it is ready, the idle time would be (P/2-1)(F + I - W) at F = I >= W.
+    Let FB be the cost of a pair: a forward and a backward that run together. If F = I >= W, the
+    rank with the most idle time idles for (P/2-1)(FB + B - 3W). If W <= F < I, this rank idles for
+    at most the same time. If each result of a pair were sent when it is ready, the idle time would
+    be (P/2-1)(F + I - W) at F = I >= W.
 
     Each rank has P+1 stage activations in flight, and twice the parameters of a rank of 1F1B.
 
@@ -101,9 +102,9 @@ def chimera(r: int, P: int, m: int) -> RankSchedule:
 def bitpipe(r: int, P: int, m: int) -> RankSchedule:
     """Run BitPipe: two interleaved 1F1B pipelines, one vee in each direction.
 
-    The order is that of the drawing for P = m = 4 in the authors' code. The order follows the rule
-    of Chimera with twice as many stages, each half as long. More than P microbatches run in units
-    of P, one unit after the other. In the authors' drawing for m = 2P = 8, the second forward of a
+    The authors' code has a drawing of this order for P = m = 4. The order follows the rule of
+    Chimera with twice as many stages, each half as long. More than P microbatches run in units of
+    P, one unit after the other. In the authors' drawing for m = 2P = 8, the second forward of a
     unit starts earlier than here. The step in that drawing takes 53 F. With the order here, the
     step takes 54 F.
 

@@ -23,10 +23,10 @@ _LETTERS = (F[0], F[1], I[1], I[0], W[1], W[0])  # The W of the I at index k is 
 
 @with_placement("vee")
 def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
-    """Run Hanayo's waves: v = 2w stages per rank, down the ranks and back w times.
+    """Run Hanayo's waves: each microbatch passes down the ranks and back v / 2 times.
 
     The order is derived from the idea of the paper, not from its code. P microbatches form a wave.
-    Further microbatches use the time in which the wave leaves a rank idle.
+    Further microbatches run when a rank would be idle during a wave.
 
     If P divides m, each rank idles for (P-1)(2 min(F,B) + 2(m/P)|B-F|) for every v. At F = B, this
     is the bubble of `interleaved`. At other costs each wave adds to the bubble, so the schedule is
@@ -62,7 +62,8 @@ def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
     block = [(s, F[j]) for j, s in enumerate(local_stages)]
     block += [(2 * v * P - 1 - s, B[j]) for j, s in enumerate(local_stages)]
     # A microbatch starts in every second slot. So on each rank, the forwards of even local stages
-    # and those of odd local stages have slots of different parity. P microbatches fill a wave.
+    # and the forwards of odd local stages have slots of different parity. P microbatches fill a
+    # wave.
     starts = [k // P * 2 * v * P + k % P * 2 for k in range(m)]
     return order_by_slot((slot + start, letter) for slot, letter in block for start in starts)
 
@@ -164,8 +165,9 @@ def _repeat_block(
 
     The order of a microbatch on a rank is F0, F1, I1, I0. Microbatches follow each other at a
     distance of six slots. In each slot, a rank runs the ready instruction that is first in the
-    block, or else its oldest W. At most `capacity` stage activations are in flight. At most
-    `capacity` - 1 of these belong to F0, so that F1 can always run.
+    block. If no instruction of the block is ready, the rank runs its oldest W. At most `capacity`
+    stage activations are in flight. At most `capacity` - 1 of these belong to F0, so that F1 can
+    always run.
 
     Instructions that run before their slots shorten the warmup and the end. Between the warmup and
     the end, an instruction starts at most `max_lead` slots before its slot in the block. So the

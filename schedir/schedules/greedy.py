@@ -54,13 +54,13 @@ def greedy_schedule(
         costs: Times of instructions. The default is `Costs()`.
         name: Name of the draft.
         frozen_stages: Number of frozen stages, which are the first stages. They have no backward,
-            and their forwards do not count as in flight.
+            and their forwards are not counted as in flight.
 
     Returns:
         The draft. `compile` and `simulate` accept it.
 
     Raises:
-        UsageError: `shape` or `costs` has another type.
+        UsageError: `shape` or `costs` has a wrong type.
         ScheduleError: `priority` is not an order of these letters, or the limit is not an integer
             or is too low.
 

@@ -54,9 +54,9 @@ def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
 def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run depth first: P microbatches through all local stages, then the next P.
 
-    All forwards come before all backwards. The forwards have the same order as in `interleaved`,
-    and so do the backwards, but in `interleaved` forwards and backwards alternate. arXiv 2211.05953
-    uses the name "depth-first" for the alternating order.
+    All forwards come before all backwards. The forwards have the same order as in `interleaved`.
+    The backwards also have the same order. But in `interleaved`, forwards and backwards alternate.
+    arXiv 2211.05953 uses the name "depth-first" for the alternating order.
 
     If P divides m, each rank idles for (P-1)(F+B). There are m v stage activations in flight.
     Boundary activations of at most P microbatches wait for the next local stage. With `looped_bfs`,
@@ -94,7 +94,8 @@ def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> Ran
     next group.
 
     If P divides m, the bubble is (P-1)/(v m) of ideal time. There are min(2(P-1-r) + (v-1)P + 1, v
-    m) stage activations in flight. The number of messages is v times that of 1F1B.
+    m) stage activations in flight. The number of messages is v times the number of messages of
+    1F1B.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -131,10 +132,10 @@ def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> Ran
 def interleaved_zb(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run interleaved 1F1B with split backwards: ZB-H1 on v stages per rank.
 
-    The order is that of PyTorch's InterleavedZeroBubble, for all shapes that PyTorch can run.
-    Groups are those of `interleaved`. If P divides m, the idle time of each rank is that of `zb_h1`
-    with the costs of one of the v stages. So it is 1/v of the idle time of `zb_h1` for the same
-    model. There are v P stage activations in flight on each rank.
+    The order is the same as in PyTorch's InterleavedZeroBubble, for all shapes that PyTorch can
+    run. The microbatches are divided into groups as in `interleaved`. If P divides m, each rank has
+    the idle time of `zb_h1` with the costs of one of the v stages. So the idle time is 1/v of the
+    idle time of `zb_h1` for the same model. There are v P stage activations in flight on each rank.
 
     Args:
         r: Rank, 0 to P - 1.

@@ -93,8 +93,8 @@ def _number_recomputes(
     span = len(op) + 1
     # The next backward of each R.
     next_backward = np.searchsorted(cell[b] * span + b, cell[r] * span + r)
-    # An R needs a backward after that of the previous R of its stage, so `backward_index - k` never
-    # decreases.
+    # The backward of an R comes after the backward of the previous R of its stage, so
+    # `backward_index - k` never decreases.
     k = np.arange(len(r))
     first_of_stage = np.searchsorted(cell[r], cell[r])  # Index of the first R of the same stage.
     offset = cell[r] * 2 * span  # With this offset, the running maximum restarts at each stage.

@@ -259,7 +259,7 @@ def overlapped_pair(first: RankSchedule, second: RankSchedule) -> RankSchedule:
 
     Args:
         first: The first letter of each pair.
-        second: The second letter of each pair. It must have the length of `first`.
+        second: The second letter of each pair. `second` must have as many letters as `first`.
 
     Returns:
         The pairs. Each second letter is joined to the first.

@@ -57,8 +57,9 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
         The program, without messages, reductions and steps.
 
     Raises:
-        ScheduleError: `schedule` is not such a function, raises an error, or does not end. Or it
-            needs another placement or weight delay, or uses a stage that is not on the rank.
+        ScheduleError: `schedule` is not a function of (rank, ranks, microbatches), raises an error,
+            or does not end. Or the schedule needs a placement or weight delay that `shape` does not
+            have, or uses a stage that is not on the rank.
         ShapeError: The program has more instructions than allowed (`input_limits`).
 
     Example:

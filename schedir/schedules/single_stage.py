@@ -64,9 +64,9 @@ def one_f_one_b(r: int, P: int, m: int) -> RankSchedule:
 def eager_1f1b(r: int, P: int, m: int) -> RankSchedule:
     """Run 1F1B with twice the warmup, so that messages overlap with compute.
 
-    If messages take no time, the bubble is that of 1F1B. If a message takes t, 1F1B takes 2(P-1)t
-    longer for every P microbatches. This schedule avoids this loss up to t = (F+B)/2. There are
-    min(2(P-1-r) + 1, m) activations in flight.
+    If messages take no time, the bubble is the same as in 1F1B. If a message takes t, 1F1B takes
+    2(P-1)t longer for every P microbatches. This schedule avoids this loss up to t = (F+B)/2. There
+    are min(2(P-1-r) + 1, m) activations in flight.
 
     Args:
         r: Rank, 0 to P - 1.

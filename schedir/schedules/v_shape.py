@@ -69,8 +69,8 @@ def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
     The messages of one instruction of a pair overlap with the compute of the other instruction.
 
     Let FB be the cost of a pair. If F = I >= W, the rank with the most idle time idles for (P-1)(FB
-    + B - 3W). If W <= F < I, it idles for at most this time. There are 2P+1 stage activations in
-    flight on each rank.
+    + B - 3W). If W <= F < I, this rank idles for at most the same time. There are 2P+1 stage
+    activations in flight on each rank.
 
     A pair is one unit: both of its results are available when it ends. If each result were sent
     when it is ready, the same order would idle for (P-1)(F + I - W) at F = I >= W. With P = 4, m =

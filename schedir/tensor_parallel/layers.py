@@ -3,9 +3,9 @@
 A layer takes the full weight, as a tensor or as a `SlicedInit`, and keeps the shard of this rank.
 Up to rounding, the result does not depend on the number of ranks.
 
-With `sequence_parallel` the ranks also divide the tokens (arXiv 2205.05198, section 4.2.2). The
-tensors that are the same on all ranks without this option then have only the tokens of this rank,
-(..., s / t, n).
+Without `sequence_parallel`, some tensors are the same on all ranks. With `sequence_parallel`, the
+ranks also divide the tokens (arXiv 2205.05198, section 4.2.2), and these tensors have only the
+tokens of this rank, (..., s / t, n).
 
 In shapes, s is the number of tokens and t the number of ranks. n and k are the numbers of input and
 output features of the full weight.

@@ -26,7 +26,7 @@ class SlicedInit:
     """The initializer of a weight with the distribution normal(0, std), which returns slices.
 
     Args:
-        key: The seed and the name of the weight. It determines the values.
+        key: The seed and the name of the weight, which determine its values.
         shape: The shape of the full weight.
         dim: The dimension that is sharded over tensor-parallel ranks.
         std: The standard deviation.

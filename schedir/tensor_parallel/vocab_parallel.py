@@ -131,7 +131,7 @@ def vocab_parallel_cross_entropy(
         logits: This rank's logits, of shape (..., k), in any floating type.
         targets: int64 of shape (...), the same on all ranks.
         group: The tensor-parallel group. None means one rank, without communication.
-        ignore_index: Tokens with this target do not count.
+        ignore_index: Tokens with this target are ignored.
 
     Returns:
         A 0-dimensional float32 tensor, the same on all ranks.
@@ -155,7 +155,7 @@ def fused_cross_entropy(
         logits: This rank's logits, of shape (..., k), in any floating type.
         targets: int64 of shape (...), the same on all ranks.
         group: The tensor-parallel group. None means one rank, without communication.
-        ignore_index: Tokens with this target do not count.
+        ignore_index: Tokens with this target are ignored.
     """
     if logits.is_leaf and logits.requires_grad:
         logits = logits.clone()  # The backward must not overwrite a parameter of the caller.

@@ -60,8 +60,8 @@ def assert_same_gradients(
     `start_method` is "spawn".
 
     A gradient is correct if the norm of its difference from the expected gradient is at most
-    `tolerance` times a reference.  The reference is the sum of the norms of the gradients of the
-    single microbatches.
+    `tolerance` times a reference. The reference is the sum, over all microbatches, of the norm of
+    the microbatch's gradient.
 
     Args:
         step: Called as `step(rank, ranks, model, batch)` in each process.  torch.distributed is
@@ -70,8 +70,8 @@ def assert_same_gradients(
             The step accumulates gradients and runs no optimizer.  Gradients are then read from the
             `.grad` of the parameters.  A step that works on copies of the modules returns `{name:
             gradient}` instead, by the parameter names of `model`.
-        model: The model, on the CPU, or a list of its stages.  Differences are reported by stage if
-            the model is a list, or if the stages are those of torch.distributed.pipelining.
+        model: The model, on the CPU, or a list of its stages. Differences are reported by stage if
+            the model is a list, or if the stages are stages of torch.distributed.pipelining.
         batch: Tensors, or tuples and dicts of tensors.  Each tensor is split along its first
             dimension.  A list counts as a list of microbatches.  With a `loss_fn`, the batch or
             each microbatch is a pair of inputs and targets.
@@ -86,7 +86,8 @@ def assert_same_gradients(
             microbatches.  The same gradient is expected on each replica.
         tolerance: The largest allowed norm of a difference, divided by the sum of the norms of the
             microbatches' gradients.  The default is 1e-6 in float32, 1e-12 in float64, and 8 times
-            the `eps` of any other type.  Such a type hides small errors.  0 requires equal bits.
+            the `eps` of any other type. This larger default hides small errors in types such as
+            bfloat16. 0 requires equal bits.
         timeout: Seconds after which a rank that still runs the step counts as hung.
         start_method: "fork" or "spawn".  The default is described above.
 
@@ -148,7 +149,7 @@ def assert_same_gradients(
 
 
 def _join_stages(model: Any) -> nn.Module:
-    """Return the model as one module, also if it is a list of its stages."""
+    """Return the model, or the list of its stages, as one module."""
     if isinstance(model, list | tuple) and all(isinstance(part, nn.Module) for part in model):
         model = nn.Sequential(*model)
     if not isinstance(model, nn.Module):

@@ -1,4 +1,4 @@
-"""Compare the gradients of a pipeline step with those of a plain loop, stage by stage."""
+"""Compare the gradients of a pipeline step and of a plain loop, stage by stage."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from schedir.testing.unpipelined_model import (
     flatten_to_float64,
 )
 
-# Largest error of a correct gradient by data type.  The error is relative to the sum of the norms
-# of the gradients that the single microbatches give.
+# Largest error of a correct gradient by data type. The error is relative to the sum, over all
+# microbatches, of the norm of the microbatch's gradient.
 TOLERANCES: Final = {torch.float32: 1e-6, torch.float64: 1e-12}
 MAX_NAMES: Final = 3  # parameter names in one line of the error; longer lines are hard to read
 MISSING: Final = "no gradient"
@@ -72,7 +72,7 @@ class StageLocation(NamedTuple):
 
 
 class GradientDifference(NamedTuple):
-    """Gradients that differ in the same way from those of the plain loop.
+    """Several gradients that differ in the same way from the gradients of the plain loop.
 
     Args:
         locations: The stages and ranks that have these gradients.
@@ -119,7 +119,7 @@ def _describe_locations(locations: Sequence[StageLocation]) -> str:
 
 
 class WrongGradients(AssertionError):
-    """Gradients differ from those of the plain loop.
+    """Gradients differ from the gradients of the plain loop.
 
     Args:
         differences: The differences, the lowest stage first.
@@ -173,7 +173,7 @@ def compare_gradients(
     replicas: int = 1,
     tolerance: float | None = None,
 ) -> float:
-    """Compare the gradients that ranks have after a step with those of the plain loop.
+    """Compare the ranks' gradients after a step with the gradients of the plain loop.
 
     Args:
         loop: The plain loop.
@@ -256,7 +256,8 @@ def _list_gradients(
                 and not bool(gradient.any())
             ):
                 gradient = None  # A step may return zeros for parameters of other ranks.
-            # A rank has a parameter if it has a gradient for it, or a stage with the parameter.
+            # A rank has a parameter if the rank has a gradient of the parameter, or a stage with
+            # the parameter.
             if gradient is not None or name in stage_by_name:
                 result.append((StageLocation(stage_by_name.get(name), rank), name, gradient))
     for names in weight_names:

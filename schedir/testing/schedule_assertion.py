@@ -79,7 +79,7 @@ def assert_schedule(
         )()
         return
     if shapes is not None and not isinstance(shapes, Iterable):
-        # One shape counts as a list of one.
+        # One shape is treated as a list with this shape.
         require_type(shapes, "shapes", PipelineShape, _SHAPES_EXAMPLE)
     shape_list = shapes_for(schedule) if shapes is None else shapes
     shape_list = [shape_list] if isinstance(shape_list, PipelineShape) else list(shape_list)
@@ -92,7 +92,7 @@ def assert_schedule(
 
 
 def _require_progress_models(value: object) -> tuple[ProgressModel, ...]:
-    """Return the progress models as a tuple; one model counts as a list of one."""
+    """Return the progress models as a tuple; one model is treated as a list with this model."""
     models: object = [value] if isinstance(value, str) else value
     result = tuple(models) if isinstance(models, Iterable) else (models,)
     if not result or any(model not in MODELS for model in result):
@@ -154,7 +154,7 @@ def _describe_difference(
         for (name, p), q in zip(named_parameters, plain_parameters, strict=True):
             assert p.grad is not None and q.grad is not None
             error = float((p.grad - q.grad).norm() / q.grad.norm())
-            if not error <= (0.0 if needs_equal_bits else 1e-6):  # NaN counts as wrong, too
+            if not error <= (0.0 if needs_equal_bits else 1e-6):  # NaN is also wrong
                 cause = ""
                 if not program.reduces_in_microbatch_order:
                     cause = ": its backwards are not in the order of the microbatches"

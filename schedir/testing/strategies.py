@@ -30,7 +30,7 @@ PLACEMENT_KINDS = ("loop", "vee", "mirror", "given", "rows")
 def shapes_for(
     schedule: Schedule, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
 ) -> list[PipelineShape]:
-    """Return all shapes that a schedule can have, up to some sizes, in ascending order.
+    """Return all shapes that a schedule can have, up to the given sizes, in ascending order.
 
     The decorator `with_placement` gives a schedule its placement and its stages per rank.  A
     schedule without this decorator gets the placement "loop", and several stages per rank only if
@@ -83,10 +83,10 @@ def shapes(
         microbatches: The largest number of microbatches.
         stages_per_rank: The largest number of stages per rank.  With the placements "given" and
             "rows" it is the largest average over the ranks.
-        placements: The kinds of placement to draw from.  "loop", "vee" and "mirror" are those of
-            `PipelineShape`.  "given" is any list with one rank for each stage.  "rows" is any
-            placement with two or three replicas of each stage, also an uneven one.  "vee" needs
-            `stages_per_rank` of 2 or more.  "mirror" and "rows" also need 2 ranks and 2
+        placements: The kinds of placement to draw from. "loop", "vee" and "mirror" mean the same as
+            in `PipelineShape`. "given" is any list with one rank for each stage. "rows" is any
+            placement with two or three replicas of each stage, also an uneven one. "vee" needs
+            `stages_per_rank` of 2 or more. "mirror" and "rows" also need 2 ranks and 2
             microbatches.
 
     Returns:

@@ -23,8 +23,9 @@ class ExpectedGradient(NamedTuple):
 
     Args:
         value: The gradient.
-        size: The sum of the norms of the gradients that the single microbatches give, divided by
-            the same divisor as the gradient.  Rounding errors are proportional to this size.
+        size: The sum, over all microbatches, of the norm of the microbatch's gradient. This sum is
+            divided by the same number as the gradient. Rounding errors are proportional to this
+            size.
     """
 
     value: Tensor

@@ -5,8 +5,8 @@ that a path of a weight shares with a path of an input. torch's BackwardWeight s
 nodes. It silently computes no gradient for two kinds of weights:
 
 - Weights without a join node. For example, a stage after frozen stages gets inputs without a
-  gradient, so its weights have no join nodes. A weight that the stage returns as an output has none
-  either.
+  gradient, so its weights have no join nodes. A weight that the stage returns as an output has no
+  join node either.
 - Weights that are not parameters of the stage, such as a parameter of the loss.
 
 torch also detaches, in place, the tensors that a backward begins with. This fails for views.
@@ -145,8 +145,8 @@ def make_detachable(tensor: Any) -> Any:
         tensor: An output or a loss.
 
     Returns:
-        A new tensor in the same memory for a view or for an input that the stage returns, and
-        `tensor` otherwise.
+        A new tensor in the same memory, if `tensor` is a view or an input that the stage returns.
+        Otherwise `tensor`.
     """
     is_plain = type(tensor) in (Tensor, nn.Parameter)
     needs_alias = is_plain and (tensor._is_view() or (tensor.is_leaf and tensor.requires_grad))
@@ -154,7 +154,7 @@ def make_detachable(tensor: Any) -> Any:
 
 
 class _MemoryAlias(Function):
-    """Returns its input as another tensor in the same memory that is not a view."""
+    """Returns a new tensor that has the memory of its input and is not a view."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -167,8 +167,9 @@ class _MemoryAlias(Function):
 
 
 def full_backward_dw_builder() -> Callable[[], None]:
-    """Return a function that does nothing, as the `dw_builder` of a stage.
+    """Return a function that does nothing.
 
-    With a `dw_builder`, torch runs the full backward at I, and the returned function at W.
+    The `dw_builder` of a stage can be set to this function. torch then runs the full backward at I,
+    and the returned function at W.
     """
     return lambda: None

@@ -350,8 +350,9 @@ def collect_shapes(arguments: Any) -> tuple[Any, ...]:
         arguments: A sequence of arguments, or a mapping of keywords.
 
     Returns:
-        For each argument its index or name, shape and dtype. An argument that is not a tensor has
-        its type instead, or its value if the value is a bool or a string.
+        For each argument its index or name, shape and dtype. For an argument that is not a tensor,
+        the entry has the type instead of shape and dtype. For a bool or a string, the entry has the
+        value instead.
     """
     named_arguments = arguments.items() if isinstance(arguments, Mapping) else enumerate(arguments)
     return tuple(
@@ -361,7 +362,7 @@ def collect_shapes(arguments: Any) -> tuple[Any, ...]:
 
 
 def _describe_non_tensor(value: object) -> str:
-    """Return the type of a value, or the value of a bool or string, because stages may test it."""
+    """Return the type of a value. For a bool or a string, return the value: stages may test it."""
     return repr(value) if isinstance(value, bool | str) else type(value).__name__
 
 

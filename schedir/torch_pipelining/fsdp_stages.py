@@ -67,9 +67,9 @@ def _max_unsharded(actions: Sequence[Any], unsharded_stages: int) -> int:
 def _stages_of_action(
     action: Any, kinds: Sequence[Any] = (*COMPUTE, REDUCE_GRAD)
 ) -> tuple[int, ...]:
-    """Return the stages of an action if it has one of the given kinds, or of its sub-actions.
+    """Return the stages of an action and of its sub-actions, if these have one of the given kinds.
 
-    The default kinds are those that need unsharded parameters or gradients.
+    By default, these are the kinds that need unsharded parameters or gradients.
     """
     if action.sub_actions is not None:
         return tuple(

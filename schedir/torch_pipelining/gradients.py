@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from schedir.runtime.parameters.tied_parameters import TiedWeight
 
 SavedGradients = Mapping[nn.Parameter, Tensor]
-BUCKET_BYTES = 25 << 20  # the most bytes of an all-reduce of several gradients, as in DDP
+BUCKET_BYTES = 25 << 20  # the largest size of an all-reduce of several gradients, as in DDP
 
 
 def list_parameters(stages: Iterable[Any]) -> list[nn.Parameter]:

@@ -1,9 +1,10 @@
 """Detect activation checkpoints, and hooks that a split backward calls too often or never.
 
-The first half of a split backward runs the autograd nodes where weights and inputs join, and the
-second half starts at these nodes. So both halves call a hook on the outputs of these nodes, and a
-hook that changes a gradient changes it twice. A hook on a parameter receives the gradient of one
-group of weights at a time. Post-accumulate-grad hooks are never called.
+In the autograd graph, paths from weights and paths from inputs meet at join nodes (see
+`backward_split`). The first half of a split backward runs the join nodes, and the second half
+starts at them. So both halves call a hook on the outputs of these nodes, and a hook that changes a
+gradient changes it twice. A hook on a parameter receives the gradient of one group of weights at a
+time. Post-accumulate-grad hooks are never called.
 
 The W of each group of weights would also recompute the activations of a checkpoint. A selective
 checkpoint refuses a second backward.
@@ -94,8 +95,8 @@ def checkpoint_count() -> int:
 def hook_count() -> int:
     """Return a number that grows with each registered hook and each retained gradient.
 
-    The hooks with which `fully_shard` gathers parameters do not count, because torch may call them
-    twice without harm.
+    The hooks with which `fully_shard` gathers parameters are not counted, because torch may call
+    them twice without harm.
     """
     return count_registrations() - _Counter.fsdp_hooks + _Counter.retained_gradients
 

@@ -71,9 +71,9 @@ class PendingOutputs:
     def note_read(self, stage: int, mb: int) -> None:
         """Record that the next stage, on the same rank, has read the outputs of a forward.
 
-        From now on, only outputs with a gradient are needed, until their backward. Later checks
-        compare these outputs with their present state, because the next stage may have written to
-        its inputs.
+        From now on, only outputs with a gradient are needed, until their backward. The next stage
+        may have written to its inputs. So later checks compare these outputs with their state at
+        this call.
 
         Args:
             stage: The stage of the outputs.

@@ -86,7 +86,7 @@ def compile_for_stages(
             Program with tied weights.
 
     Raises:
-        UsageError: The Program is for other stages, has a ZeRO level, or has collectives between
+        UsageError: The Program has a different shape, has a ZeRO level, or has collectives between
             segments.
         SchedirError: The schedule does not compile.
     """

@@ -321,7 +321,8 @@ class Schedule(CheckedRuntime):
             arg_mbs: A tuple of arguments for each microbatch.
             kwarg_mbs: A dict of keywords for each microbatch.
             target_mbs: A target for each microbatch.
-            **kwargs: Keyword arguments of the stages. Each rank passes those of its stages.
+            **kwargs: Keyword arguments of the stages. Each rank passes the arguments of its own
+                stages.
 
         Returns:
             The merged outputs on the rank of the last stage, if `return_outputs`, and None
@@ -330,8 +331,8 @@ class Schedule(CheckedRuntime):
         Raises:
             ExecutionError: An earlier step failed, or a load of a checkpoint failed.
             UsageError: Both a batch and microbatches are given, or no target is given, or a target
-                is given although `loss_fn` is None. Also if `n_microbatches` does not divide the
-                batch, or the program has no backwards.
+                is given although `loss_fn` is None. Or `n_microbatches` does not divide the batch,
+                or the program has no backwards.
             ModelError: A stage does not fit the program, or overwrites an output that is still
                 needed.
         """

@@ -35,7 +35,7 @@ def require_stages(stages: object) -> list[Any]:
         stages: A sequence of torch's PipelineStages, or a single one.
 
     Raises:
-        UsageError: The argument is something else, or empty.
+        UsageError: `stages` contains anything but PipelineStages, or is empty.
     """
     is_sequence = isinstance(stages, Sequence) and not isinstance(stages, str)
     stage_list: list[Any] = [*stages] if is_sequence else [stages]  # type: ignore[misc]
@@ -153,8 +153,8 @@ def require_frozen_stages(stages: Sequence[Any], program: Program) -> None:
 def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> None:
     """Refuse an output that differs from the declared output or from the output of the first step.
 
-    torch would not raise an error. It would send the output into a buffer of another shape, or
-    would not send the gradient of the output back.
+    torch would not raise an error. It would send an output into a buffer with a different shape
+    than the output, or would not send the gradient of the output back.
 
     Args:
         stage: A stage of torch.
@@ -162,8 +162,8 @@ def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> Non
         is_sent: True if the next stage is on another rank.
 
     Raises:
-        ModelError: A sent output has another shape or dtype. Or an output needs a gradient, but the
-            declared output does not.
+        ModelError: A sent output has a different shape or dtype than the declared output. Or an
+            output requires a gradient, but the declared output does not.
     """
     declared = stage._stage_meta.outputs or ()
     outputs = output if isinstance(output, tuple | list) else (output,)
@@ -250,7 +250,7 @@ class SharedWeights:
         return {stage.stage_index: unwrap_module(stage.submod) for stage in self._stages}
 
     def _find_named_ties(self) -> TiedStages:
-        """Return all stages with a `tied_weight` as one tie, or () if fewer than two.
+        """Return all stages with a `tied_weight` as one tie, or () if there are fewer than two.
 
         The `tied_weight` of each of these modules is a copy of the same weight.
         """

@@ -41,11 +41,11 @@ class ExecutedSpan(NamedTuple):
         actions: The instructions.
         start: The start, in nanoseconds.
         end: The end, in nanoseconds. None for a posted message whose arrival is not recorded.
-        wait_time: The time in their profiler range that was a wait for messages, in nanoseconds.
-            This time is not between `start` and `end`.
+        wait_time: The time that the rank waited for messages within the profiler range, in
+            nanoseconds. The time from `start` to `end` does not include these waits.
         is_joined: True if the instructions are in one group with the previous span (`&` in the text
             form).
-        has_operators: True if an operator ran in their profiler range.
+        has_operators: True if an operator ran within the profiler range.
     """
 
     actions: tuple[NamedInstruction, ...]
@@ -119,7 +119,7 @@ def split_repetitions(
 
 
 def _merge_batches(spans: list[ExecutedSpan]) -> list[ExecutedSpan]:
-    """Give all messages of a batch the time of its kernel.
+    """Set the time of all messages of a batch to the time of the batch's kernel.
 
     A batch has one kernel, which is launched with its last message.
     """

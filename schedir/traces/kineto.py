@@ -41,14 +41,19 @@ _MESSAGE_OPS: Final = {
 # Ranges that start when a receive is posted, and end when a waiting thread sees the message.
 _WAIT_RANGES: Final = ("gloo:recv",)
 _AUTOGRAD_PREFIX: Final = "autograd::engine::"
-# Suffixes of the categories of launches: cuda_runtime, cuda_driver, and those of other vendors.
+# Suffixes of the categories of launches, such as cuda_runtime, cuda_driver, and the categories of
+# other vendors.
 _LAUNCH_SUFFIXES: Final = ("_runtime", "_driver")
 _KEPT_CATEGORIES: Final = ("user_annotation", "cpu_op", "kernel", "gpu_memcpy", "gpu_memset")
-# The largest time, in microseconds. A file without a base time counts from 1970, and the time in
-# nanoseconds must fit into int64.
+# The largest time, in microseconds. In a file without a base time, times are counted from 1970. The
+# time in nanoseconds must fit into int64.
 _MAX_MICROSECONDS: Final = 2**61 / 1e3
-_MAX_OPEN_BRACKETS: Final = 1000  # brackets left open in one read; the parser keeps all open ones
-_MAX_HEADER_BYTES: Final = 2**21  # bytes before the events: usually thousands, more in large jobs
+# The largest number of brackets that one read may leave open. The parser needs memory for each open
+# bracket.
+_MAX_OPEN_BRACKETS: Final = 1000
+# The largest size of the part of a file before the events, in bytes. This part usually has some
+# thousand bytes, and more in large jobs.
+_MAX_HEADER_BYTES: Final = 2**21
 _HEADER_KEYS: Final = ("distributedInfo", "host_name", "baseTimeNanoseconds")
 
 
@@ -150,7 +155,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 class _TraceFile:
-    """A file that is decompressed if its first bytes are those of gzip.
+    """A trace file, which is decompressed if it begins with the first bytes of gzip.
 
     `read` refuses more than `max_bytes` bytes. It also refuses files with many unclosed brackets,
     because a parser keeps all of them in memory.
@@ -277,9 +282,9 @@ class _TraceReader:
                 self._read_event(event)
         for ranges in (trace.instruction_ranges, trace.messages, trace.receive_waits):
             ranges.sort(key=lambda profiler_range: (profiler_range.start, -profiler_range.end))
-        # A run of GPipe may also have ranges with other names. These contain messages and waits.
-        # Ranges with torch's names (`PP:...`) are preferred, because each of them contains only one
-        # instruction.
+        # A run of torch's GPipe may have ranges with torch's names (`PP:...`) and ranges with other
+        # names. If a trace has both, only the ranges with torch's names are kept, because each of
+        # them contains only one instruction. The other ranges also contain messages and waits.
         trace.instruction_ranges = [
             e for e in trace.instruction_ranges if is_torch_range(e.name)
         ] or trace.instruction_ranges

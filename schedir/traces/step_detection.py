@@ -55,7 +55,8 @@ class ScheduleExecution(NamedTuple):
     Attributes:
         description: The step, in words.
         ranks: The runs of the ranks, in the order of their stages.
-        num_replica_traces: The number of traces of replicas that were left out.
+        num_replica_traces: The number of traces that were left out, because they are of other
+            replicas.
         is_one_pipeline: True if the ranks surely are one pipeline. False if they may be processes
             of different replicas.
     """
@@ -157,7 +158,10 @@ class TracedProcesses:
     def _choose_pipeline(
         self, stages_of_process: dict[int, tuple[int, ...]]
     ) -> tuple[dict[tuple[int, ...], int], bool]:
-        """Return one process for each set of stages, and True if these surely are one pipeline."""
+        """Return one process for each set of stages, and a flag.
+
+        The flag is True if these processes surely form one pipeline.
+        """
         first_process: dict[tuple[int, ...], int] = {}
         for number, stages in stages_of_process.items():
             first_process.setdefault(stages, number)
@@ -176,7 +180,7 @@ class TracedProcesses:
         """Yield each run of the schedule in a step, the last one first.
 
         Args:
-            step: The number of the ProfilerStep. None uses the complete traces.
+            step: The number of the ProfilerStep. None means the complete traces.
 
         Raises:
             TraceError: Ranks ran the schedule a different number of times. Or two traces of one

@@ -45,8 +45,8 @@ Floats = NDArray[np.float64]
 
 _STEP_OP: Final = OPCODE_BY_TEXT["step"]
 # Progress models to try, the strictest first. The run did finish, so its program must finish under
-# one of these models. "torch_lazy" is the last, because a trace does not record which communicators
-# existed.
+# one of these models. "torch_lazy" is the last, because it depends on which communicators exist at
+# the start of the step, and a trace does not record this.
 _GPU_MODELS: Final[tuple[ProgressModel, ...]] = (
     "per_device",
     "per_direction",

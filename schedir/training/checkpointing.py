@@ -42,8 +42,8 @@ class TrainingCheckpoints:
         start_step: The number of steps that were complete when this process began.
         start_samples: The number of samples that these steps used, summed over all replicas.
         saved_step: The step of the newest complete checkpoint, or 0 if there is none.
-        pending_step: The step of a copy that was requested and is not being written yet; 0 if there
-            is none.
+        pending_step: The step of a copy that was requested, but that is not being written yet; 0 if
+            there is none.
         extra_state: The name and the settings of the run, which each checkpoint stores.
     """
 
@@ -79,7 +79,7 @@ class TrainingCheckpoints:
 
         Raises:
             CheckpointError: There are checkpoints, but none of them is complete.
-            ModelError: The checkpoint is from a run on other samples.
+            ModelError: The run of the checkpoint has different samples than this run.
         """
         train, folder = self.train, self.train.checkpoint_dir
         if folder is None:
@@ -224,7 +224,7 @@ class TrainingCheckpoints:
         With several processes this method does nothing, because other processes may have exited.
         """
         if self.saver is not None and dist.get_world_size() == 1:
-            with suppress(CheckpointError, ModelError):  # The run has ended for another reason.
+            with suppress(CheckpointError, ModelError):  # The run reports another error.
                 self.wait()
 
     def _flush_losses(self) -> None:

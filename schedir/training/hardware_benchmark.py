@@ -4,9 +4,9 @@ Several processes run the same measurements at the same time: one process on eac
 of processes on the CPU. The processes measure matrix products, copies, layers of the trainer's GPT,
 and all-reduces.
 
-On a CPU, a compute time is the processor time of the thread, so the load of other programs does not
-count. This processor time is multiplied by the number of processes that share a processor. On GPUs,
-a compute time is wall time.
+On a CPU, a compute time is the processor time of the thread, so it does not include the load of
+other programs. This processor time is multiplied by the number of processes that share a processor.
+On GPUs, a compute time is wall time.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ ALL_REDUCES_PER_LAYER: Final = 4
 # The smallest time of an all-reduce within a layer, in seconds. This time is computed as a
 # difference, which noise can make negative.
 _MIN_SECONDS: Final = 1e-6
-# The benchmark warns if other programs use more than this share of the processors. It also warns if
-# the rounds of the median measurement differ by more than this share.
+# The benchmark warns if other programs use more than this share of the processors. It also computes
+# by how much the rounds of each measurement differ, and warns if the median of these differences is
+# more than this share.
 BUSY_THRESHOLD: Final = 0.1
 
 
@@ -67,7 +68,7 @@ class BenchmarkExtent(NamedTuple):
         gemms: Matrix products (m, k) x (k, n), as (m, k, n).
         smallest_layers: Layers that are so small that only kernel launches take time.
         layers: Layers of usual sizes.
-        copy_bytes: Bytes of the tensor that the copy reads and writes.
+        copy_bytes: Bytes of the tensor that the benchmark copies.
         all_reduce_bytes: Bytes of each all-reduce.
         sharded_layers: Layers that tensor-parallel ranks share. Each has `ALL_REDUCES_PER_LAYER`
             all-reduces.
@@ -82,9 +83,9 @@ class BenchmarkExtent(NamedTuple):
 
 
 def _list_gemm_shapes(*shapes: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
-    """Return the products (m, k, n) of layers with these (tokens, hidden size).
+    """Return the products (m, k, n) of layers. A shape is (tokens, hidden size).
 
-    The last two products are those of a tensor-parallel shard of the first layer.
+    The last two products belong to a tensor-parallel shard of the first layer.
     """
     gemms = [(m, k, n) for m, h in shapes for k, n in ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h))]
     m, h = shapes[0]

@@ -183,8 +183,8 @@ class StepQueue:
         All processes must call this, after `read_oldest_step` returned None.
 
         Returns:
-            The error, with the first instruction that gave an infinite or NaN value, if it was
-            found.
+            The error. If the second run shows which instruction first computed an infinite or NaN
+            value, the error names this instruction.
         """
         assert self.failed_step is not None
         step, residue_flags = self.failed_step

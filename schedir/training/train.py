@@ -65,7 +65,7 @@ def run(path: str, overrides: Sequence[str] = ()) -> int:
 
     Args:
         path: The path of the configuration, a TOML file.
-        overrides: Settings that replace those of the file, such as "pipeline.ranks=2".
+        overrides: Settings that replace the settings of the file, such as "pipeline.ranks=2".
 
     Returns:
         The exit code: 0, 1 after a crash, 2 if a rank refuses the configuration, 130 after Ctrl-C,
@@ -156,7 +156,7 @@ def check_memory(config: Config, processes: int) -> None:
     process's share of the model and of the activations of one microbatch, plus the tokens of a
     step. The model includes gradients and AdamW's two moments, sharded as `pipeline.zero` requires.
     A process needs at least the memory of its unsharded weights, because the modules are built
-    unsharded. On GPUs, only the unsharded weights and the tokens count.
+    unsharded. On GPUs, only the unsharded weights and the tokens are included.
 
     Args:
         config: The configuration of the run.

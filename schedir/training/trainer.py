@@ -81,7 +81,7 @@ def train(
         MemoryLimitError: No program fits into `memory.memory_limit`.
         CheckpointError: A checkpoint cannot be read or written.
         NonFiniteError: A loss or a gradient is not finite. All processes raise this error.
-        ExecutionError: The run fails in another way.
+        ExecutionError: The run fails for any other reason.
         TerminationNotice: The run ends after SIGTERM, and the last step is saved.
     """
     torch.set_num_threads(config.train.threads)
@@ -224,8 +224,9 @@ class _Trainer:
                 if step == start_step:
                     self.allocation_count = count_allocations(self.device)
                 # The losses of a step may be read after the next step is issued. There are two
-                # exceptions. The first step connects and warms up, and its time must not count for
-                # the second step. If a step is reported or saved, its losses are needed now.
+                # exceptions. The first step connects and warms up, and its time must not be a part
+                # of the time of the second step. If a step is reported or saved, its losses are
+                # needed now.
                 may_read_late = (
                     self.step_queue.can_read_late and step > start_step and not (logs or saves)
                 )
@@ -461,7 +462,7 @@ class _Trainer:
                 )
 
         seconds = [s.seconds for s in recent]
-        # The first step connects and warms up, so its time does not count.
+        # The first step connects and warms up, so its time is left out.
         timed = seconds[1:] if first_step == self.checkpoints.start_step + 1 else seconds
         self.step_seconds += timed
         last_step = recent[-1]

@@ -153,8 +153,8 @@ def read_nccl_files(environ: Mapping[str, str]) -> dict[str, str]:
     The user's file overrides /etc/nccl.conf.
 
     Args:
-        environ: The environment variables. NCCL_CONF_FILE has the path of the user's file, and HOME
-            the folder of the default .nccl.conf.
+        environ: The environment variables. NCCL_CONF_FILE has the path of the user's file. By
+            default the file is .nccl.conf in the folder HOME.
 
     Returns:
         The values by name.

@@ -1,10 +1,10 @@
 """Find CUDA streams of a rank that share a hardware queue.
 
 CUDA does not report which streams share a hardware queue, so a probe detects them before the first
-step. At each end of each edge, a receive waits for a message that is not sent yet. Meanwhile the
-other streams of the rank get a short operation each. A stream whose operation does not end shares a
-queue with the edge. Then the message is sent, and all operations end. The probe cannot hang,
-because only the hosts wait for each other.
+step. At each end of each edge, the probe starts a receive of a message that is not sent yet.
+Meanwhile the other streams of the rank get a short operation each. A stream whose operation does
+not end shares a queue with the edge. Then the message is sent, and all operations end. The probe
+cannot hang: a host waits only for other hosts, and the message ends all blocked operations.
 
 Most streams may share a queue without harm. `require_safe_queues` refuses a program only if the
 shared queues would make the program deadlock. The probe does not test two cases: collective streams
@@ -68,8 +68,8 @@ def require_safe_queues(
     Args:
         program: The program that will run.
         transport: The transport, after its edges were created.
-        probe: Issues a short operation, see `LaneProbe`. The operation must have run before,
-            because its first run may take longer.
+        probe: Issues a short operation, see `LaneProbe`. The operation must have run once before
+            this call, because its first run may take longer.
         timeout: Seconds after which an operation counts as blocked.
 
     Returns:
@@ -191,8 +191,8 @@ def _find_late_queues(
 ) -> list[Queue]:
     """Return the queues whose operations do not end in time.
 
-    If the compute stream is blocked, queues of messages are left out, because messages wait for
-    computation.
+    If the compute stream is blocked, the result omits the queues of messages, because messages wait
+    for computation.
     """
     deadline = time.monotonic() + timeout
     late_queues = [*completion_checks]

@@ -21,7 +21,7 @@ from schedir.errors import ModelError, describe
 
 # A process may send at most this number of bytes. So it cannot exhaust the memory of a peer.
 MAX_BYTES: Final = 2**28
-_MAX_FACT_LENGTH: Final = 120  # the most characters of a fact in an error message
+_MAX_FACT_LENGTH: Final = 120  # the largest number of characters of a fact in an error message
 RecordTypes = Sequence[type]  # NamedTuples, dataclasses and Enums
 
 
@@ -38,7 +38,7 @@ def gather(value: object, group: Any = None, record_types: RecordTypes = ()) -> 
 
     Raises:
         ModelError: A peer sent more than `MAX_BYTES`, or data that cannot be decoded.
-        TypeError: `value` contains an object of another type.
+        TypeError: `value` contains an object that cannot be encoded.
     """
     encoded = gather_bytes(encode_value(value, record_types), group)
     return [decode_value(data, f"process {k}", record_types) for k, data in enumerate(encoded)]

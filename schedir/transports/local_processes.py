@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# The seconds after the first failure in which other ranks may still report their failures.
+# After the first failure, other ranks may still report their failures for this number of seconds.
 GRACE_SECONDS = 1.0
 DIED_MESSAGE = "died without an error report"
 

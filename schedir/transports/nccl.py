@@ -68,7 +68,7 @@ def count_streams(
 
     Returns:
         The numbers for "computation", "layers", "gathers", "all_to_alls", "reductions", "messages"
-        and "records", without those that are 0.
+        and "records". A number that is 0 is left out.
     """
     edges = [e for e in directed_edges(program, *extra_programs) if rank in (e.source, e.target)]
     queues = len(edges) if get_model_row(progress_model).has_direction_queues else bool(edges)
@@ -248,8 +248,8 @@ class NCCLEdge(EdgeGroups):
         extra_programs: Other programs that run on the same mesh.
 
     Raises:
-        ModelError: The device is not a GPU, a rank has too many CUDA streams, or streams share a
-            hardware queue so that a program would hang. Also see `EdgeGroups`.
+        ModelError: The device is not a GPU, or a rank has too many CUDA streams. Or streams share a
+            hardware queue, and a program would therefore hang. Also see `EdgeGroups`.
     """
 
     def __init__(
@@ -321,8 +321,8 @@ def nccl_transport(
     Call `transports.nccl.initialise` first. The program must be proven free of deadlocks under the
     progress model of the transport: `per_edge` for "per_edge", and `per_device` for "grouped".
 
-    Messages are received and sent in memory that is allocated once: the size of one boundary for
-    each slot of the program. Compile the program with `buffer_sharing="latency_preserving"`.
+    The memory of messages is allocated once: one boundary for each slot of the program. Compile the
+    program with `buffer_sharing="latency_preserving"`.
     Otherwise each value has its own slot: a rank of 1F1B on 8 ranks with 64 microbatches then
     allocates memory for 256 boundaries instead of 6.
 
@@ -333,7 +333,7 @@ def nccl_transport(
             communicator for the pipeline.
         timeout: See `ProcessTransport`.
         max_message_bytes: The size of the largest message, in bytes, or 0 if it is unknown.
-        extra_programs: Other programs that run on the same stages.
+        extra_programs: Other programs that run on the same mesh.
 
     Raises:
         ModelError: See `NCCLEdge` and `NCCLGrouped`.

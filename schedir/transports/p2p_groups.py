@@ -5,8 +5,8 @@ choice of communicators therefore determines which messages can delay each other
 the progress model.
 
 - `EdgeGroups`, model `per_edge`: a group of two ranks for each directed edge and lane.
-- `GroupedMessages`, model `per_device`: one process group for the pipeline. Transfers that the
-  program groups are issued as one batch.
+- `GroupedMessages`, model `per_device`: one process group for the pipeline. The transport issues
+  the transfers of each group of the program as one batch.
 
 Both classes work over any backend. All processes create groups, and send the first message of each
 edge, in one global order before the first step. The first message creates the connection. A

@@ -30,7 +30,7 @@ from schedir.analysis.progress_models import ProgressModel
 GroupRow = Sequence[int]
 _T = TypeVar("_T")
 
-# The seconds by which NCCL's watchdog waits longer than schedir's watchdog. The value is torch's
+# NCCL's watchdog waits this many seconds longer than schedir's watchdog. The value is torch's
 # default timeout for NCCL.
 WATCHDOG_MARGIN: Final = 600.0
 BYTES_PER_CTA: Final = 2 << 20  # bytes of a message per multiprocessor, see choose_max_ctas

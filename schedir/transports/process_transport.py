@@ -74,7 +74,7 @@ class ProcessTransport:
 
     Raises:
         ModelError: The number of processes is not pp * tp * dp, the processes have different
-            programs or transports, or an extra program has another mesh.
+            programs or transports, or an extra program has a different mesh.
         UsageError: A program is not a `Program`, or `timeout` is not a positive number.
     """
 
@@ -196,7 +196,7 @@ class ProcessTransport:
         """Close the connections for messages, even in the middle of a step.
 
         A rank that waits for a message of this rank gets an error. This rank cannot send
-        afterwards. `EdgeGroups` and `GroupedMessages` do nothing.
+        afterwards. In `EdgeGroups` and `GroupedMessages`, this method does nothing.
         """
 
     def shut_down(self) -> None:
@@ -259,7 +259,8 @@ class ProcessTransport:
             programs: The programs to check.
 
         Raises:
-            ModelError: A program has another mesh, or needs a group or an edge that is missing.
+            ModelError: A program has a different mesh than this transport, or needs a group or an
+                edge that this transport lacks.
         """
         for program in programs:
             self._require_mesh(program)

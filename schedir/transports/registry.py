@@ -27,8 +27,8 @@ class DeviceRow(NamedTuple):
 
     Attributes:
         device: The name of the device.
-        require_path: The path of a function whose argument is a number of processes. The function
-            raises UsageError if this machine lacks devices for that number of processes.
+        require_path: The path of a function that takes a number of processes. The function raises
+            UsageError if this machine lacks devices for that number of processes.
         initialise_path: The path of a function `initialise(timeout, **init_args)` that initialises
             torch.distributed.
         buffer_sharing: The default of `buffer_sharing` for programs. On a CPU it is "none", because
@@ -51,7 +51,8 @@ class TransportRow(NamedTuple):
         blocking_hosts: See `Transport`.
         class_path: The module of this package and the class, as "module:class". The class is called
             with (program, timeout, device=, max_message_bytes=, extra_programs=).
-        doc: The end of a sentence of the documentation that begins with "messages travel".
+        doc: A clause of the documentation, which completes a sentence that begins with "messages
+            travel".
     """
 
     name: str
@@ -93,7 +94,7 @@ TRANSPORTS: Final[dict[str, TransportRow]] = {row.name: row for row in _TRANSPOR
 
 
 def list_transports(device: str, name: str = AUTO) -> list[TransportRow]:
-    """Return the transports of a device with a given name, the fastest first.
+    """Return the transports with a given name for a device, the fastest first.
 
     Args:
         device: The name of the device.

@@ -351,7 +351,7 @@ def connect_neighbours(
 
     Raises:
         PeerLate: A neighbour has not connected within the timeout.
-        PeerLeft: The process of a neighbour has ended while it connected.
+        PeerLeft: The process of a neighbour ended during the connection.
         OSError: A connection fails, or a socket belongs to another user.
     """
     with ExitStack() as sockets:
@@ -730,8 +730,8 @@ def _list_received_slots(
 ) -> dict[Lane, list[tuple[SlotKey, bool]]]:
     """Return, by lane, the slots of the messages that a sender sends to a rank in a step.
 
-    The slots are in the order of the messages. The flag of a slot is True if its message is a
-    tensor-parallel shard that the rank gathers.
+    The slots are in the order of the messages. Each slot has a flag. The flag is True if the slot's
+    message is a tensor-parallel shard that the rank gathers.
     """
     program = index.program
     stream, slots_by_value = program.streams[rank], assign_slots(program, rank)

@@ -57,9 +57,9 @@ from schedir.verify.completeness import require_complete, require_givers
 
 # Forwards run from the first chunk of a sequence to the last, and backwards from the last to the
 # first.  A forward reads the keys and values that earlier chunks left in the stage.  A backward
-# adds to the gradients of these keys and values (arXiv 2406.03488, section 3).  No message contains
-# this dependency, and another order gives wrong results without an error.  So
-# `require_segment_order` checks the order.
+# adds to the gradients of these keys and values (arXiv 2406.03488, section 3). No message contains
+# this dependency. Any other order gives wrong results without an error. So `require_segment_order`
+# checks the order.
 
 
 def require_segment_order(index: InstructionIndex) -> None:
@@ -71,7 +71,8 @@ def require_segment_order(index: InstructionIndex) -> None:
         index: The index of the program.
 
     Raises:
-        OrderError: A stage runs a chunk too early. The error names the first such instruction.
+        OrderError: A stage runs a chunk too early. The error names the first instruction that runs
+            too early.
     """
     shape = index.program.shape
     if shape.sequence_chunks == 1:
@@ -132,7 +133,7 @@ def check(
     stage runs it backward once, and every message has a send and a receive. Each update reduces the
     gradients and has one optimizer step per rank. Each rank produces a value before it uses the
     value, and has a free slot for the value. Ranks do not wait for each other in a cycle under the
-    progress model. Messages arrive in the order in which they are sent.
+    progress model. The messages of a channel arrive in the order of their sends.
 
     The program stores each proof in `Program.proofs`, so a second check with the same arguments
     returns immediately.
@@ -148,7 +149,7 @@ def check(
             communicator creates it. The creation blocks the hosts of all ranks of the communicator
             until each host has reached its first use of this communicator.
         eager_limit: Largest size in bytes of a message that does not wait for its receive, such as
-            small messages of NCCL and MPI. The number of such messages in flight is not limited.
+            small messages of NCCL and MPI. The number of these messages in flight is not limited.
             None means that every message waits.
         sizes: The sizes of messages, which `eager_limit` needs. With `sizes`, a
             DeadlockError reports the smallest limit with which the program would finish.
@@ -164,8 +165,8 @@ def check(
         OrderError: A rank uses a value before it exists, or instructions of two updates or sequence
             chunks are in the wrong order.
         SlotError: A rank has too few slots.
-        ChannelMismatchError: Messages are not received in the order in which they are sent, or the
-            two ends of a message use different communicators.
+        ChannelMismatchError: Messages of a channel are not received in the order of their sends, or
+            the two ends of a message use different communicators.
         DeadlockError: Ranks wait for each other.
         UsageError: An argument has a wrong type or value, `lazy_communicators` is set with blocking
             hosts, or `eager_limit` is set without the sizes of messages.
@@ -227,7 +228,7 @@ def check(
 
 
 def _find_proven_limit(graph: Graph, sizes: Sizes) -> float | None:
-    """Return the smallest eager limit with which a hanging program is correct, or None."""
+    """Return the smallest eager limit with which a program that hangs would be correct, or None."""
     if (
         not _has_message_sizes(graph.program, sizes)
         or (min_limit := find_min_eager_limit(graph, sizes)) is None
@@ -240,16 +241,16 @@ def _find_proven_limit(graph: Graph, sizes: Sizes) -> float | None:
 
 
 def parse_eager_limit(limit: object, sizes: Sizes | None, program: Program) -> EagerMessages | None:
-    """Verify an eager limit, and return it with the sizes of messages, or None without a limit.
+    """Verify an eager limit. Return it with the sizes of messages, or None if there is no limit.
 
     Args:
         limit: The limit in bytes, at least 0 and finite, or None. See `check`.
         sizes: The sizes of messages, or None.
-        program: The program to whose messages the limit applies.
+        program: The program with the messages.
 
     Raises:
-        UsageError: `limit` is not such a number, or `sizes` does not give the sizes of all
-            messages.
+        UsageError: `limit` is not a finite number of at least 0, or `sizes` does not give the sizes
+            of all messages.
     """
     if sizes is not None:
         require_type(sizes, "sizes", Sizes, "Sizes(activation=16e6)")
@@ -369,7 +370,7 @@ def check_draft(program: Program) -> Program:
 
     Raises:
         CompletenessError: A compute is missing, exists twice, or is on the wrong rank.
-        GroupError: Instructions are joined that cannot be issued together.
+        GroupError: The draft joins instructions that cannot be issued together.
         UsageError: `program` is not a program.
     """
     require_type(program, "program", Program, "schedir.compile(schedule, shape)")
@@ -412,7 +413,7 @@ def _require_free_slots(graph: Graph) -> None:
 
 
 def _require_releases(graph: Graph) -> None:
-    """Verify that a program frees each value, and frees it before it produces the value again.
+    """Verify that each value is freed, and is freed before an instruction produces it again.
 
     Only values that a Stream produces repeatedly (`ProducerRule.LATEST`) are checked.
     """

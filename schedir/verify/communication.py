@@ -46,7 +46,8 @@ def require_transfers(inspector: Inspector) -> None:
         inspector: The inspector of the program.
 
     Raises:
-        UnmatchedTransferError: A send or a receive is missing, or has no value to move.
+        UnmatchedTransferError: A send or a receive is missing, or exists although its value does
+            not pass between ranks.
         CompletenessError: A program without a backward moves gradients.
     """
     shape, m = inspector.shape, inspector.shape.microbatches
@@ -182,7 +183,7 @@ def require_group_members(inspector: Inspector) -> None:
 
 
 def require_form_pairs(inspector: Inspector) -> None:
-    """Check that each value that is sent in another form is converted back after its receive.
+    """Check that each value that is converted before its send is converted back after its receive.
 
     No other value may be converted back. With sequence parallelism, values between stages are
     shards already, so no instruction may shard them before a send.

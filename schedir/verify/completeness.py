@@ -98,7 +98,7 @@ def require_complete(program: Program, *, is_draft: bool) -> InstructionIndex:
 
 
 def require_givers(program: Program, flow: Dataflow) -> None:
-    """Check that each value that an instruction needs is made by another instruction.
+    """Check that an instruction makes each value that another instruction needs.
 
     Args:
         program: A program that `require_complete` accepts.
@@ -140,7 +140,7 @@ def _require_plausible_size(program: Program) -> None:
 
 
 def _require_valid_words(program: Program) -> None:
-    """Refuse words that do not encode an instruction. Only words made by hand can be wrong."""
+    """Refuse int64 words that do not encode an instruction. Only words from a user can be wrong."""
     words, fields = program.words, program.words.view(WORD_DTYPE)
     is_valid = (fields["joined"] <= 1) & (fields["op"] < len(INSTRUCTIONS))
     is_valid &= (fields["stage"] == 0) | ~is_op(fields["op"], _RANK_OPS)
@@ -196,10 +196,10 @@ def _require_valid_ranges(inspector: Inspector) -> None:
 
 
 def _describe_excess(inspector: Inspector, position: int) -> str:
-    """Return a text if a stage has more instructions of one opcode than microbatches, or else "".
+    """Return a remark if a stage has more instructions of an opcode than microbatches, else "".
 
-    The stage and the opcode are those of the instruction at `position`. B and I of a stage are
-    counted together.
+    The function takes the stage and the opcode from the instruction at `position`. B and I of a
+    stage are counted together.
     """
     ix = inspector.index
     candidates = BACKWARD_OPS if ix.op[position] in BACKWARD_OPS else (ix.op[position],)
@@ -296,7 +296,7 @@ def _require_compute(inspector: Inspector) -> None:
         stage, microbatches = inspector.stage[key], inspector.shape.microbatches
         forwards_by_stage = has_forward.reshape(-1, microbatches).sum(axis=1)
         forwards = int(forwards_by_stage[stage])
-        # If all stages lack the same number, `microbatches` is probably wrong.
+        # If all stages lack the same number of forwards, `microbatches` is probably wrong.
         hint = (
             f"set microbatches to {forwards}, or compile the schedule again for {microbatches}"
             if forwards and (forwards_by_stage == forwards).all()

@@ -1,4 +1,4 @@
-"""Tables of a program for the checks, and methods that raise errors about the program."""
+"""The class `Inspector`: tables of a program for the checks, and methods that raise errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from schedir.ir.program import Program
 
 
 class Inspector:
-    """Tables of one program, and methods that raise the errors of the checks.
+    """Has the tables of one program that the checks use, and raises the errors of the checks.
 
     Args:
         program: The program to check.

@@ -65,8 +65,8 @@ def check_program_sequence(
 
     Raises:
         SchedirError: `check` refuses one of the programs.
-        UsageError: `runs` is not a list of programs for each rank, or a program has another number
-            of ranks.
+        UsageError: `runs` is not a list of programs for each rank, or the programs differ in their
+            number of ranks.
         ProgramSequenceError: A message arrives in another step or never, or ranks wait for each
             other.
 
@@ -148,10 +148,11 @@ class _ProgramSequence:
     def require_matching_steps(self) -> None:
         """Refuse a sequence if the two ends of a message belong to different steps.
 
-        In a correct program, the numbers of sends and receives of a channel are equal. So it is
-        enough that the steps that use a channel are in the same order on both of its ranks.
-        Collectives need no check here. Only programs that train have collectives of ranks, and two
-        such programs in different orders do not finish. `require_finish` refuses them.
+        In a correct program, a channel has as many sends as receives. So this method compares only
+        the order of the steps that use a channel, on both ranks of the channel. Collectives need no
+        check here. Only programs that train have collectives over pipeline ranks. If ranks run two
+        such programs in different orders, the ranks do not finish, and `require_finish` raises the
+        error.
         """
         violations: list[
             tuple[int, int, int, int, _SequenceStep | None, int, _SequenceStep | None]
@@ -189,7 +190,7 @@ class _ProgramSequence:
             ]
 
     def _find_channel_uses(self, graph: Graph) -> Iterator[tuple[int, dict[int, int]]]:
-        """Yield each channel of a program, and rank -> first position that uses the channel."""
+        """Yield each channel of a program with a dict: rank -> first position on the channel."""
         index = graph.index
         receives, channel = find_channels(index, graph.partner, graph.rules)
         sends = graph.partner[receives]

@@ -42,7 +42,8 @@ from schedir.verify.check import check
 _REPLICA_ROWS: Final = [
     row for row in INSTRUCTIONS if row.ring is not None and row.ring.members in ("dp", "ep")
 ]
-# Lane -> the opcodes of its collectives over replicas. All collectives of a lane have one order.
+# Lane -> the opcodes of its collectives over replicas. The members of a group issue the collectives
+# of a lane in one order.
 _OPS_BY_LANE: Final = {
     row.lane: tuple(other.op for other in _REPLICA_ROWS if other.lane is row.lane)
     for row in _REPLICA_ROWS
@@ -71,15 +72,17 @@ def check_replicas(
         programs: The program of each replica. The number of programs is `dp`. The programs differ
             only in their names, Streams and slots.
         progress_model: The progress model of the transport.
-        blocking_hosts: True if the host waits for the inputs of each compute, as on CPUs, and at
-            each dispatch for the numbers of tokens of the group. Set it also for torch over
-            NCCL, where messages and collectives wait for all earlier compute of the rank.
+        blocking_hosts: True if the host waits for the inputs of each compute, as on CPUs. At each
+            dispatch, such a host also waits for the token counts of the group's members. Set it
+            also for torch over NCCL, where messages and collectives wait for all earlier compute of
+            the rank.
 
     Raises:
         SchedirError: `check` refuses one of the programs. A note of the error names the replica.
         CollectiveOrderError: Members of a group issue their collectives in different orders.
         DeadlockError: Ranks of several replicas wait for each other.
-        UsageError: `programs` is not a list of such programs.
+        UsageError: `programs` is not a list with one program per replica, or the programs differ in
+            their settings.
 
     Example:
         >>> from schedir import check_replicas, compile
@@ -156,8 +159,8 @@ def _require_same_settings(programs: Sequence[Program]) -> None:
 class _ReplicaGraph(Graph):
     """The dependency graph of all replicas, in which a collective of replicas is one node.
 
-    The ranks of its program are those of all replicas, one replica after the other. The class has
-    only the attributes of a graph that the search for a cycle uses.
+    Its program has the ranks of all replicas, one replica after the other. The class has only the
+    attributes of a graph that the search for a cycle uses.
 
     Args:
         programs: The program of each replica, all of them correct.
@@ -190,13 +193,14 @@ class _ReplicaGraph(Graph):
         self.blocking_hosts, self.host_device_sync = blocking_hosts, False
         # The first position of each replica.
         self.starts = np.cumsum([0, *map(len, self.graphs)])
-        # The nodes of groups come after the positions of all replicas.
+        # Nodes are numbered in this order: first the positions of all replicas, then the nodes of
+        # groups.
         sizes = [graph.node_id_limit - len(graph) for graph in self.graphs]
         group_starts = np.cumsum([len(self.index), *sizes])
         joint = np.arange(group_starts[-1], dtype=np.int32)
         for members in _match_collectives(programs, self.starts):
             joint[members] = members[0]
-        # For each replica, the node in this graph of each node of the replica's graph.
+        # For each replica, an array: node of the replica's graph -> node of this graph.
         self.joint_nodes = [
             np.concatenate([joint[a:b], joint[c:d]])
             for (a, b), (c, d) in zip(pairwise(self.starts), pairwise(group_starts), strict=True)
@@ -257,7 +261,7 @@ class _ReplicaGraph(Graph):
 
     @cached_property
     def mismatched_sends(self) -> Positions:
-        """No sends: each program is correct."""
+        """Always empty, because each program is correct."""
         return np.empty(0, np.int32)
 
     def edges(self) -> Iterator[tuple[Positions, Positions]]:
@@ -309,7 +313,7 @@ def _require_same_order(
     replicas: tuple[int, int],
     positions: Sequence[NDArray[np.int64]],
 ) -> None:
-    """Raise CollectiveOrderError if a rank of two replicas has different collectives on a lane.
+    """Raise CollectiveOrderError if a rank's collectives on a lane differ between two replicas.
 
     Args:
         programs: The program of each replica.
@@ -355,10 +359,11 @@ def _join_names(programs: Sequence[Program]) -> str:
 
 
 def _name_replicas(error: DeadlockError, ranks: int) -> DeadlockError:
-    """Return a deadlock with the replica of each rank.
+    """Return the deadlock with the replica of each rank, and with ranks numbered per replica.
 
     Args:
-        error: The deadlock. Its ranks are those of all replicas, one replica after the other.
+        error: The deadlock. Its rank numbers count the ranks of all replicas, one replica after the
+            other.
         ranks: The number of ranks of a replica.
     """
     cycle = [

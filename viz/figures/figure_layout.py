@@ -49,7 +49,7 @@ class ChartLayout:
         rectangles: The rectangles of the chart.
         time_range: The time that the chart shows, in the unit of its timeline.
         is_dense: True if single boxes are too small to be visible.
-        title: The title. None gives the name and kind, and "" gives no title line.
+        title: The title. None means the name and the kind, and "" means no title line.
         top_margin: Inches above the axes.
         bottom_margin: Inches below the axes.
         has_axis_numbers: True if the time axis has numbers below this chart.

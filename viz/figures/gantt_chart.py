@@ -59,7 +59,7 @@ def gantt(
         title: The title, instead of the name and the kind. "" removes the title line.
         bound: A lower bound on the span (`schedir.lower_bound`), in the unit of the timeline. The
             bound must hold for all orders with the same memory. If the timeline has no split
-            backwards, it may be a bound for full backwards only. A line marks the bound, and the
+            backwards, the bound may hold for full backwards only. A line marks the bound, and the
             title has the largest possible saving.
         **style: The options of `schedir.viz.Style`.
 
@@ -92,7 +92,7 @@ def compare(
 
     The title of each timeline has its bubble and the largest peak memory of a rank, in bytes.
     Without sizes, the peak is a number of activations. The activations of one microbatch in all v
-    stages of a rank count 1, so those of one stage count 1/v.
+    stages of a rank are counted as 1. So the activations in one stage are counted as 1/v.
 
     If some timelines are in units of cost and others in seconds, each timeline has its own axis.
     The axes are scaled so that the mean busy time of a rank is equally long in all charts. A note

@@ -59,7 +59,7 @@ def list_curves(timeline: Timeline, overlays: Collection[str]) -> list[MemoryCur
 
     Args:
         timeline: The timeline.
-        overlays: Names in `OVERLAYS`. Those in `CURVE_FUNCTIONS` have curves.
+        overlays: Names in `OVERLAYS`. The overlays in `CURVE_FUNCTIONS` have curves.
     """
     return [
         curve
@@ -146,7 +146,7 @@ def draw_critical_path(axes: Axes, rectangles: ChartRectangles, *, is_dense: boo
 
 
 def draw_bound(axes: Axes, min_span: float) -> None:
-    """Mark the lower bound on the span by a line, over which the boxes are drawn, and an arrow.
+    """Mark the lower bound on the span by an arrow, and by a line behind the boxes.
 
     Args:
         axes: The axes.

@@ -316,8 +316,8 @@ def _set_axis_limits(
 ) -> None:
     """Set the ranges of the axes, so that they contain the relevant points.
 
-    The memory axis ends at about 8 times the limit at most. The time axis ends at about 12 times
-    the shortest step at most.
+    The memory axis ends at about 8 times the limit or earlier. The time axis ends at about 12 times
+    the shortest step or earlier.
     """
     right = float(memory.max())
     if limit is not None:

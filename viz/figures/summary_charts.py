@@ -90,7 +90,7 @@ def memory_frontier(frontier: MemoryFrontier) -> Figure:
     A line shows the shortest run that the search found within each limit. No schedule of these
     stages can be in the filled region. Each point is one of `frontier.timelines`. Memory is the
     largest peak of a rank, in GB. Without sizes, memory is a number of activations. One microbatch
-    in all stages of a rank counts 1. The chart leaves out the area far above all points.
+    in all stages of a rank is counted as 1. The chart leaves out the area far above all points.
 
     Args:
         frontier: The result of `schedir.memory_frontier`.
@@ -216,9 +216,9 @@ def _draw_names(
 def idle_map(timeline: Timeline) -> Figure:
     """Draw a heat map of idle time, with a row per rank and a column per cause.
 
-    The cells are shares of the span. The causes are those of `schedir.predict.bubble_causes`. A
-    cause that does not occur has no column. The last column is the sum, and the last row is the
-    mean of all ranks.
+    The cells are shares of the span. `schedir.predict.bubble_causes` defines the causes. A cause
+    that does not occur has no column. The last column is the sum, and the last row is the mean of
+    all ranks.
 
     Args:
         timeline: The timeline.

@@ -50,8 +50,8 @@ def reduce_scatter(program: Program) -> Program:
     """Insert reduce-scatters, which leave each replica a shard of a stage's gradient.
 
     A run is a sequence of instructions that add to the gradient of one stage. Other instructions
-    may be between them, except those that add to the gradient of another stage of the rank. A group
-    of joined instructions that adds to two stages belongs to the runs of both stages. A
+    may be between them, except instructions that add to the gradient of another stage of the rank.
+    A group of joined instructions that adds to two stages belongs to the runs of both stages. A
     BackwardWeight belongs to a later run than its BackwardInput if a backward of another stage is
     between them.
 
@@ -93,14 +93,14 @@ def reduce_replicated_stages(program: Program) -> Program:
     """Insert the sum of each stage's gradient over its stage replicas.
 
     The sum comes when the gradients of all replicas are ready. In the global order of
-    `insert_transfers`, the sum is between the same two messages on all replicas. If several sums
-    are between two messages, these sums have the same order on all ranks: the gradient that is
-    ready earlier in its Stream comes first. So all Streams still follow one global order, and the
-    program cannot hang.
+    `insert_transfers`, the message before the sum and the message after the sum are the same on all
+    replicas. If several sums are between two messages, these sums have the same order on all ranks:
+    the gradient that is ready earlier in its Stream comes first. So all Streams still follow one
+    global order, and the program cannot hang.
 
-    With data parallelism, all sums are at the end of the update. The reason is that each sum must
-    wait for the reduction over the data-parallel replicas, which runs during compute. With an
-    earlier sum on blocking hosts, all later instructions would wait for this reduction, too.
+    With data parallelism, all sums are at the end of the update. Each sum must wait for the
+    reduction over the data-parallel replicas, which runs during compute. If the sum came earlier,
+    all later instructions of a blocking host would also wait for this reduction.
 
     Args:
         program: A program with gradient reductions.

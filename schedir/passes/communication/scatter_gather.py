@@ -41,7 +41,7 @@ def scatter_gather(program: Program) -> Program:
 
 
 def insert_form_changes(program: Program, form: Form) -> Program:
-    """Convert every value that passes between ranks to an additional form while it is sent.
+    """Convert every value that passes between ranks to a form before its send, and back afterwards.
 
     Args:
         program: A program with its messages.

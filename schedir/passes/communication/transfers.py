@@ -122,7 +122,7 @@ def _merge_ranks(
 ) -> None:
     """Merge the instructions of a range of ranks into `output`.
 
-    If there are many instructions, each half of the ranks is merged separately.
+    If there are many instructions, the first half of the ranks is merged, and then the second half.
     """
     if len(output) > _MAX_MERGE_SIZE and end_rank - first_rank > 1:
         middle_rank = (first_rank + end_rank) // 2
@@ -144,7 +144,7 @@ def _number_instructions(
     """Return the global order: a number for each instruction, and one for each produced value.
 
     Instructions are ordered by their start, and produced values by the end of their producer. At
-    equal times the order is that of `EarliestTimes.level`, and then that of the position.
+    equal times they are ordered by `EarliestTimes.level`, and then by position.
     """
     program = graph.program
     producer_order = np.argsort(producer_positions, kind="stable")

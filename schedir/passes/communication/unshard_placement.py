@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# The number of runs by which a stage is unsharded early. A run is a sequence of computes of the
-# same stages. With 1, a rank gathers the weights of the next run while the current run computes.
+# A stage is unsharded this many runs before the run that uses it. A run is a sequence of computes
+# of the same stages. With 1, a rank gathers the weights of the next run while the current run
+# computes.
 DEFAULT_PREFETCH: Final = 1
 
 
@@ -91,9 +92,9 @@ def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) ->
     """Return the first and the last use of each interval in which a stage stays unsharded.
 
     Such an interval is called a stay. A run is a set of uses that need their stages unsharded at
-    the same time. During a run, the stages of the run are unsharded, and after them the stages of
-    the next `prefetch` runs, the nearest first. At most `max_unsharded` stages are unsharded at the
-    same time.
+    the same time. During a run, the stages of the run are unsharded. The stages of the next
+    `prefetch` runs are unsharded too, the nearest run first, as long as there are at most
+    `max_unsharded` unsharded stages.
 
     The policy is Belady's: a stage is unsharded when it must be, and the stage with the farthest
     next use is resharded. An exchange argument shows that no policy makes fewer stays. Compare
@@ -106,17 +107,17 @@ def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) ->
     When the original policy reshards y, the changed policy reshards x. So the changed policy makes
     no more stays than the original policy, and agrees with Belady's policy in one more choice.
 
-    The k-th stay can begin at the (k - max_unsharded)-th smallest end of all stays. When it must
-    begin, all earlier stays except `max_unsharded` - 1 have ended. An earlier stay of the same
-    stage is one of the ended stays. This earlier stay has also ended when the k-th stay can begin,
-    because another stage took its place, and is used after the end of the earlier stay.
+    The k-th stay can begin at the (k - max_unsharded)-th smallest end of all stays. When the k-th
+    stay must begin, all earlier stays except `max_unsharded` - 1 have ended. An earlier stay of the
+    same stage is one of the ended stays. This earlier stay has also ended when the k-th stay can
+    begin, because another stage took its place, and the stay of this other stage ends later.
 
     Args:
         run: The number of the run of each use, ascending, shape (uses,). A run has at most
             `max_unsharded` uses, which need their stages at the same time.
         stage: The stage of each use, shape (uses,).
         max_unsharded: Largest number of stages that are unsharded at the same time.
-        prefetch: Number of runs by which a stage is unsharded early.
+        prefetch: A stage is unsharded up to this many runs before the run that uses it.
 
     Returns:
         Indices of the first and the last use of each stay, shape (stays, 2), sorted by the first.

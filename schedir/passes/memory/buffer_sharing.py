@@ -37,7 +37,7 @@ from schedir.retired_names import get_rename_hint
 DEFAULT_MESSAGE_COST: Final = (
     0.5  # assumed time of a message as a multiple of a forward, if messages have cost 0
 )
-_SEARCH_DIVISIONS = 16  # the search divides no part of 1/16 or less of all (rank, kind) pairs
+_SEARCH_DIVISIONS = 16  # a part of 1/16 or less of all (rank, kind) pairs is not divided
 
 
 def share_slots(
@@ -73,7 +73,7 @@ def share_slots(
         progress_model: The progress model of the transport, for "latency_preserving".
 
     Raises:
-        UsageError: `buffer_sharing` has another value.
+        UsageError: `buffer_sharing` is neither "minimal" nor "latency_preserving".
     """
     if buffer_sharing not in ("minimal", "latency_preserving"):
         raise UsageError(
@@ -194,7 +194,7 @@ def remove_slot_sharing(program: Program) -> Program:
 def _count_overlaps(
     program: Program, start: Times, end: Times, *, lower_bound: bool
 ) -> NDArray[np.int64]:
-    """Return the numbers of slots with which values start and end at given times.
+    """Return the numbers of slots that values need to start and end at given times.
 
     With c slots, the k-th value of a Stream gets the slot that the (k-c)-th freeing instruction
     frees. So this instruction must end before the value starts. The times need not ascend along the

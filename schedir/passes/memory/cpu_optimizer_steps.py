@@ -69,7 +69,8 @@ def insert_host_steps(program: Program) -> Program:
             is_local_sum = (index.op[grad_positions] == Opcode.ReduceGrads) & (program.dp == 1)
             is_local_sum &= ~np.isin(trained_stages, tied_stages)
             offloads, steps, reloads = (pack(op, trained_stages, update) for op in _HOST_STEP_OPS)
-            # With several updates, the next update may add to the gradients after this check.
+            # With several updates, the next update may add to the gradients after this check. So
+            # each update has a check with its number.
             check_numbers = [update] if shape.optimizer_steps > 1 else []
             checks = pack(Opcode.CheckGradsFinite, 0, np.array(check_numbers, int))
             words += [offloads, checks, steps, reloads]

@@ -208,9 +208,9 @@ def _insert_round_trip(
         return insert_at_positions(program, positions, ranks, np.concatenate(words))
 
     def predict_times(trial: Program) -> tuple[Floats, Floats, Program]:
-        """Return starts and ends in `trial`, and `trial`.
+        """Return the starts and ends of instructions in `trial`, and `trial` itself.
 
-        The starts and ends are those of the instructions that are also in `program`.
+        The starts and ends belong to the instructions that are also in `program`.
         """
         earliest_times = compute_earliest_times(
             Graph.from_program(trial, options.progress_model), options.costs
@@ -221,8 +221,8 @@ def _insert_round_trip(
     def place_reloads(start: Floats, end: Floats, lead: int) -> Program:
         """Return the program with reloads as late as possible.
 
-        A reload must start so early that it ends at the start of its user. The reload is inserted
-        before the compute that runs at this latest start. `lead` moves each reload earlier by
+        A reload must end before its user starts, so the reload has a latest start. The reload is
+        inserted before the compute that runs at this time. `lead` moves each reload earlier by
         `lead` times the duration of the reload.
         """
         if reloads is not None:
@@ -268,7 +268,7 @@ def _find_ranks(program: Program, positions: Positions) -> Positions:
 
 
 def _compute_latest_starts(start: Floats, durations: Floats, ranks: Positions) -> Floats:
-    """Return the latest start of each move for which the move ends before its user starts.
+    """Return the latest start at which each move still ends before its user starts.
 
     The moves of a rank run one after the other, because they are on one lane.
     """

@@ -54,7 +54,7 @@ from schedir.passes.selection import (
 Floats = NDArray[np.float64]
 Positions = NDArray[np.intp]
 MAX_LISTED: Final = 4  # number of selected addresses without effect that a warning lists
-# "fit" also tries to move these shares of the values that need not move to keep the limit.
+# Some values need not move to keep the limit. "fit" also tries to move these shares of them.
 _TRIED_SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -89,7 +89,7 @@ def insert_offloads(program: Program, options: Options) -> Program:
     "fit" applies to the ranks that exceed the limit. As in the paper, it selects the values with
     the longest time until their use. If several values have the same time, it selects some of them
     at even distances, such as every second one. "fit" selects the smallest number of values that
-    keeps the limit. It selects more values if the step is then shorter. For the disk, it selects
+    keeps the limit. It selects more values if the step is then shorter. For the disk, "fit" selects
     the values that are on the host for the longest time.
 
     Args:
@@ -325,10 +325,10 @@ def _choose_fewest_to_fit(
 
 
 def _order_candidates(program: Program, candidates: Words, options: Options) -> list[Words]:
-    """Return the candidates of each rank, those with the longest time until their use first.
+    """Return the candidates of each rank, in descending order of the time until their use.
 
-    Candidates with equal times are ordered so that the first n of them, for any n, are spaced as
-    evenly as possible.
+    Candidates with equal times have a special order: for any n, the distances between the first n
+    candidates are as equal as possible.
     """
     lifetimes = find_lifetimes(program)
     idle_times = _compute_idle_times(program, lifetimes, options)

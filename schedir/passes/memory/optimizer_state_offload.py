@@ -143,7 +143,7 @@ def set_device_buffers(program: Program) -> Program:
 
 
 def set_host_buffers(program: Program) -> Program:
-    """Set the number of buffers on the host for states on their way from and to the disk.
+    """Set the number of buffers on the host for states that move from or to the disk.
 
     The number is the smallest that the order of the Stream allows.
 

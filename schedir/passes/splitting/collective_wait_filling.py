@@ -1,10 +1,10 @@
 """Reorder compute so that it runs while a segment waits for a collective or an all-to-all.
 
 The pass simulates the program with several rules, and each rule gives a new order of computes on
-each rank. With most rules, a rank whose next compute waits only for a running collective runs the
-first later compute that is ready. With one rule, as in list scheduling, a rank always runs the
-compute with the longest remaining path. The pass lowers and simulates each order. It keeps the best
-order, or the original order if none is better.
+each rank. With most rules, a rank runs a later compute if its next compute waits only for a running
+collective. The rank then runs the first later compute that is ready. With one rule, as in list
+scheduling, a rank always runs the compute with the longest remaining path. The pass lowers and
+simulates each order. It keeps the best order, or the original order if none is better.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _FILL_OPS: Final = {
     "F": (FORWARD_OPS,),
     "all": (COMPUTE_OPS, BACKWARD_WEIGHT_OPS, FORWARD_OPS),
 }
-# Number of later pairs of direction (forward or backward) and microbatch whose segments may run
-# early.
+# The segments of this many later (direction, microbatch) pairs may run early. A direction is
+# forward or backward.
 _LOOKAHEADS: Final = (1, 2)
 # The largest duration of a compute that fills a wait, as a multiple of the wait.  With None, the
 # compute with the longest remaining path always runs.
@@ -74,9 +74,9 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
     """Reorder a draft so that compute runs during collectives between segments.
 
     Each stage adds to its gradients in the original order, so training results stay bitwise equal.
-    The simulated time of the result is not longer than that of the original. The result does not
-    exceed a memory limit by more bytes than the original. Without a limit, the peak
-    number of (stage, microbatch) pairs in flight on a rank does not exceed that of the original.
+    The simulated time of the result is not longer than the simulated time of the original. The
+    result does not exceed a memory limit by more bytes than the original. Without a limit, the peak
+    number of (stage, microbatch) pairs in flight on a rank is not higher than in the original.
 
     Args:
         program: A draft with segments.
@@ -152,7 +152,7 @@ def _search_order(
 ) -> tuple[Program, tuple[float, float]]:
     """Return the program with the best order if `fill_ops` fill waits, and its evaluation.
 
-    If no order is better than that of the program, the program itself is returned.
+    If no order is better than the order of the program, the program itself is returned.
     """
     best, best_evaluation = program, _evaluate_program(lowered, options)
     for _ in range(_MAX_ROUNDS):
@@ -389,7 +389,7 @@ class _ProgramSimulation:
             self.is_segment_collective[node] and not self.num_pending[node] for node in missing
         ]
         if not all(is_running):
-            return None  # the next compute waits for more than running collectives
+            return None  # the next compute also waits for another instruction
         wait = max(self.end_times.get(node, inf) for node in missing) - now
         max_cost = self.duration_factor * wait * (1 + 1e-9)
         fillers = self._find_fillers(rank, remaining)

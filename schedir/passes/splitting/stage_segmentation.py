@@ -3,7 +3,8 @@
 A segment is the compute of a stage between two collectives of the tensor-parallel or the
 expert-parallel group. Segments are stages of the program. So checks, costs, recomputation, offload
 and charts work for segments as for stages. The collectives between segments are instructions, and
-other compute can run during a collective. T3 (arXiv 2401.16677) overlaps them in hardware.
+other compute can run during a collective. T3 (arXiv 2401.16677) overlaps such collectives with
+compute in hardware.
 
 The chunks of a microbatch pass through each segment one after the other. The samples of a
 microbatch are independent, so the next chunk can run during the collective of the previous chunk. A
@@ -72,9 +73,9 @@ def parse_segment_letters(segments: SegmentSpec, shape: PipelineShape) -> tuple[
 
     Args:
         segments: The number of segments of each stage, or the letters between these segments.
-            `segments` can also be a list with such an entry per stage, or the text of the option.
-            For a number, the letters f and g alternate, as in the layers of Megatron-LM: 5 gives
-            "fgfg".
+            `segments` can also be a list with a number or letters for each stage, or the text of
+            the option. For a number, the letters f and g alternate, as in the layers of
+            Megatron-LM: 5 gives "fgfg".
         shape: The pipeline shape.
 
     Returns:
@@ -264,8 +265,8 @@ def split_like(program: Program, reference: Program) -> Program:
         reference: The program with the segments and chunks.
 
     Raises:
-        ShapeError: `reference` has segments, and its number of stages before the split is not that
-            of `program`.
+        ShapeError: `reference` has segments, and its number of stages before the split differs from
+            the number of stages of `program`.
     """
     letters = split_letters_by_stage(reference.segment_boundaries, program.shape.stages)
     if len(letters) != program.shape.stages:
@@ -392,9 +393,9 @@ def split_costs(
         chunks: Number of chunks of each microbatch.
 
     Raises:
-        CostsError: `values` are costs of another number of stages.
-        UsageError: `values` are sizes of another number of stages, the number of shares is wrong, a
-            share is negative, or the shares of a stage are all 0.
+        CostsError: `values` are costs of a different number of stages than `shape` has.
+        UsageError: `values` are sizes of a different number of stages than `shape` has. Or the
+            number of shares is wrong, a share is negative, or the shares of a stage are all 0.
 
     Example:
         >>> from schedir import Costs, PipelineShape, split_costs
@@ -501,9 +502,9 @@ def _list_collectives(program: Program) -> Iterator[tuple[Opcode, NDArray[np.boo
     """Yield the opcode, the mask of producers, and the stage offset of each collective.
 
     The mask has the shape (stages,). A collective belongs to the stage that uses its result. The
-    number of this stage is that of the producer plus the offset. With sequence parallelism, a
-    reduction at a boundary leaves each rank its part of the sequence. So the values that cross this
-    boundary in the other direction are gathered.
+    number of this stage is the stage of the producer plus the offset. With sequence parallelism,
+    each rank has only its part of the sequence after a reduction at a boundary. So the values that
+    cross this boundary in the other direction are gathered.
     """
     stages = program.shape.stages
     # The first trained stage computes no gradient of its input.

@@ -121,7 +121,7 @@ def estimate_breakdowns(
         link_times.neighbors,
     )
     mean_boundary_time = boundary_time / np.maximum(boundaries, 1)
-    # The time in which ranks wait for a slower rank hides the messages of each microbatch.
+    # Ranks wait for a slower rank. This waiting time hides the messages of each microbatch.
     mean_rank_time = (rank_times.total * shares.rank_count).sum(axis=1) / p
     hidden = plans.microbatches * np.minimum(
         messages_each * mean_boundary_time, at_busiest(rank_times.total) - mean_rank_time
@@ -259,11 +259,11 @@ def _apply_formulas(
 ) -> tuple[Floats, Floats, Floats]:
     """Return waiting times, and numbers of messages that do not overlap with compute.
 
-    The first result has, for each rank group, the seconds that another rank waits for one rank of
-    the group. Its shape is (plans, groups). The second result is the number of exposed messages of
-    a step. The third result is the number of exposed messages per microbatch. The second and the
-    third result have the shape (plans,). Recomputation that may run before the gradient arrives
-    (`recompute_ahead`) adds no waiting time.
+    The first result has one number for each rank group: the seconds that any other rank waits for
+    one rank of the group. Its shape is (plans, groups). The second result is the number of exposed
+    messages of a step. The third result is the number of exposed messages per microbatch. The
+    second and the third result have the shape (plans,). Recomputation that may run before the
+    gradient arrives (`recompute_ahead`) adds no waiting time.
     """
     waits = np.zeros(rank_times.F.shape)
     messages, messages_each = np.zeros((2, len(plans)))
@@ -303,8 +303,8 @@ def _estimate_data_parallel(
     - The share `reduction_overlap_share` of the reduction of a stage overlaps with the last
       backward of the stage. On a rank with several stages, all reductions except the last reduction
       also overlap with later backwards. If the backward is not split, the last backward of rank r
-      ends r stage backwards before the last backward of rank 0. Reductions between these two ends
-      are not exposed.
+      ends before the last backward of rank 0, earlier by the time of r backwards of a stage.
+      Reductions between these two ends are not exposed.
     - Weights: with ZeRO, the replicas gather the weights at the start of the step, while ranks wait
       for their first microbatch. With sharded weights, the replicas gather them several times, in
       parallel with compute.

@@ -46,7 +46,7 @@ def compute_stage_times(
         model: The model.
         cluster: The cluster.
         plan: The plan.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
+        constants: Constants of the software. None means `SoftwareConstants()`.
     """
     layers_per_stage = get_layers_per_stage(model, plan)
     cache: dict[tuple[int, bool, bool], StageTimes] = {}

@@ -126,8 +126,8 @@ def place_on_nodes(cluster: Cluster, plan: ParallelPlan) -> NodePlacement:
     nodes = mesh // cluster.gpus_per_node
     crossed = (nodes[:, 1:] != nodes[:, :-1]).any(axis=(0, 2))
     groups = mesh.reshape(len(mesh), -1)
-    # Groups of replicas have the same links if their ranks are equally many nodes apart. So one
-    # group for each set of distances is enough.
+    # Groups of replicas have the same links if the distances between their ranks, in nodes, are
+    # equal. So one group for each set of distances is enough.
     node_offsets = (nodes - nodes[:1]).reshape(len(mesh), -1)
     distinct_groups = groups[:, np.unique(node_offsets, axis=1, return_index=True)[1]].T
     slowest, experts = (
@@ -225,7 +225,7 @@ class ReplicaRing(NamedTuple):
         return np.where((ring_size > 1) & (size > 0), seconds, 0.0)
 
     def compute_tensor_latency(self) -> Floats:
-        """Return the latency of one more collective of a small tensor, in seconds.
+        """Return the latency of a collective of a small tensor, in seconds.
 
         The shape is (plans, 1). See `compute_tree_latency`.
         """

@@ -23,8 +23,8 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 MAX_OFFLOAD_PLANS: Final = 24  # The search ends when it has found this many plans that fit.
 _MAX_SIMULATIONS: Final = 96  # The search ends after this many simulations, to limit its time.
 _FORWARD_SHARE: Final = 1 / 3  # The share of forwards in compute: a backward takes twice as long.
-# While one stage computes, data of another stage are copied. The optimizer states or the saved
-# activations of both stages are on the device.
+# While one stage computes, the data of another stage are copied. So the device has the optimizer
+# states or the saved activations of two stages at the same time.
 _RESIDENT_STAGES: Final = 2
 
 
@@ -114,11 +114,11 @@ def _guess_offload_plans(
     """Yield plans that do not fit, each with an offload that may make it fit, the fastest first.
 
     Each result is (estimated seconds of a step, column of `plan_table`, offload). The times are
-    rough: they only decide which plans are simulated, and in which order. Offloaded activations add
-    the time by which their copies are longer than the compute that hides them. If only one
-    microbatch is in flight, only forwards hide the copies to the host, and only backwards hide the
-    copies from the host. Offloaded optimizer states add the time to load the states of all stages
-    and to store the states of one stage.
+    rough: they only decide which plans are simulated, and in which order. If the copies of
+    offloaded activations take longer than the compute that hides them, the estimate adds the
+    difference. If only one microbatch is in flight, only forwards hide the copies to the host, and
+    only backwards hide the copies from the host. Offloaded optimizer states add the time to load
+    the states of all stages and to store the states of one stage.
     """
     plans, share = plan_table.plans, 1 + constants.allocator_share
     weights, gradients, optimizer, activations, _ = plan_table.memory

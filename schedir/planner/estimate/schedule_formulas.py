@@ -70,12 +70,12 @@ def _flush_wait(F: Any, I: Any, W: Any) -> Any:
 
 
 def _zb_h1_wait(F: Any, I: Any, W: Any) -> Any:
-    """Return the wait time of ZB-H1 (2401.10241, section 2), as `schedules.zb_h1` builds it."""
+    """Return the wait time of `schedules.zb_h1` (2401.10241, section 2)."""
     return np.maximum(F, I + np.maximum(F - W, 0))
 
 
 def _zb_h2_wait(F: Any, I: Any, W: Any) -> Any:
-    """Return the wait time of ZB-H2, as `schedules.zb_h2` builds it.
+    """Return the wait time of `schedules.zb_h2`.
 
     The wait time includes the idle time at the end of the step, in which all ranks wait for the
     gradient norm.
@@ -84,7 +84,7 @@ def _zb_h2_wait(F: Any, I: Any, W: Any) -> Any:
 
 
 def _zb_v_wait(F: Any, I: Any, W: Any) -> Any:
-    """Return the wait time of ZB-V for F <= I, as `schedules.zb_v` builds it for F = I.
+    """Return the wait time of ZB-V for F <= I, in the order that `schedules.zb_v` builds for F = I.
 
     If I < F, the error is at most F - I.
     """

@@ -78,10 +78,10 @@ def simulate_plan(
         model: The model.
         cluster: The cluster.
         plan: The plan.
-        constants: Constants of the software. None uses the constants of the cluster's trainer
+        constants: Constants of the software. None means the constants of the cluster's trainer
             (`get_trainer`).
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
-            the bytes of Adam in the number type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            means the bytes of Adam in the number type of the cluster.
 
     Raises:
         UsageError: The options of the plan are incompatible, or its schedule has stage replicas.
@@ -130,10 +130,10 @@ def simulated_program(
         model: The model.
         cluster: The cluster.
         plan: The plan.
-        constants: Constants of the software. None uses the constants of the cluster's trainer
+        constants: Constants of the software. None means the constants of the cluster's trainer
             (`get_trainer`).
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
-            the bytes of Adam in the number type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            means the bytes of Adam in the number type of the cluster.
 
     Raises:
         UsageError: See `simulate_plan`.
@@ -205,8 +205,8 @@ def require_host(cluster: Cluster, plan: ParallelPlan | None = None) -> None:
         plan: The plan to check too, or None.
 
     Raises:
-        UsageError: The cluster has only CPUs, or lacks `host_bandwidth` or `host_memory`. Also if
-            the plan has expert parallelism and places optimizer state on the host.
+        UsageError: The cluster has only CPUs, or lacks `host_bandwidth` or `host_memory`. Or the
+            plan has expert parallelism, and places optimizer state on the host.
     """
     if cluster.processors is not None:
         raise UsageError(
@@ -300,7 +300,7 @@ def break_down_step(
 ) -> StepBreakdown:
     """Divide the time from the first start to the last end of a step into parts.
 
-    The parts are those of the busiest rank. `stage_times` divides the compute instructions of this
+    All parts are times of the busiest rank. `stage_times` divides the compute instructions of this
     rank into compute, recomputation and collectives. `idleness` gives the causes of its idle time.
 
     Args:

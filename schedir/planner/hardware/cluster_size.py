@@ -9,7 +9,7 @@ from schedir.ir.cost.cluster import Cluster
 
 
 def resize_cluster(cluster: Cluster, gpus: int) -> Cluster:
-    """Return a cluster with another number of GPUs.
+    """Return the cluster with a given number of GPUs.
 
     Args:
         cluster: The cluster.

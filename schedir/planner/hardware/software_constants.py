@@ -53,7 +53,8 @@ class SoftwareConstants:
             bits. Use 1 for training in 16 bits.
         kernels_per_op: The number of kernels that the software launches for each kernel that the
             planner counts.
-        loss_share: Bytes that the loss reads and writes, divided by those of Megatron-LM.
+        loss_share: Bytes that the loss reads and writes, divided by the bytes for the loss of
+            Megatron-LM.
         gathers_per_layer: The number of tensors of a layer that ZeRO gathers, each with a separate
             collective.
         crossing_us: Microseconds that the host needs for each tensor-parallel collective, per rank

@@ -109,8 +109,8 @@ def get_layers_per_stage(model: TransformerSpec, plan: ParallelPlan) -> tuple[in
 
     Raises:
         UsageError: The stages do not divide the layers evenly and the plan has no
-            `layers_per_stage`. Also if `layers_per_stage` is not a division of the model's layers
-            into the plan's stages.
+            `layers_per_stage`. Or `layers_per_stage` is not a division of the model's layers into
+            the plan's stages.
 
     Example:
         >>> from schedir.planner import TransformerSpec

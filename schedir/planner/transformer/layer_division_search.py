@@ -31,7 +31,8 @@ from schedir.predict.simulate import simulate
 Floats = NDArray[np.float64]
 Division = tuple[int, ...]
 
-_MAX_SIMULATIONS: Final = 48  # The limit for one search. Simulations take most of its time.
+# The largest number of simulations in a search. They take most of its time.
+_MAX_SIMULATIONS: Final = 48
 _TOLERANCE: Final = 1e-9  # A share of the step time. A smaller gain is a rounding error.
 
 
@@ -93,10 +94,10 @@ def optimize_layer_division(
         model: The model.
         cluster: The cluster.
         plan: The plan. It must not offload. Its `layers_per_stage` is ignored.
-        constants: Constants of the software. None uses the constants of the cluster's trainer
+        constants: Constants of the software. None means the constants of the cluster's trainer
             (`get_trainer`).
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
-            the bytes of Adam in the number type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            means the bytes of Adam in the number type of the cluster.
 
     Raises:
         UsageError: No division fits in the memory, or the plan offloads.

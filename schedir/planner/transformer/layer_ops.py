@@ -1,7 +1,7 @@
 """List the GEMMs, memory passes and collectives of a layer, an embedding and a head.
 
-The operations are those of a transformer that Megatron-LM divides among tensor-parallel ranks
-(arXiv 1909.08053, section 3; 2205.05198, section 4). `layer_time` computes their times.
+The layers are divided among tensor-parallel ranks as in Megatron-LM (arXiv 1909.08053, section 3;
+2205.05198, section 4). `layer_time` computes their times.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Gemm(NamedTuple):
 class MemoryPass(NamedTuple):
     """Kernels whose time depends only on the bytes that they read and write.
 
-    The bytes are those of tensors with 16-bit elements.
+    All bytes are for tensors with 16-bit elements.
 
     Attributes:
         name: The name of the pass.
@@ -328,9 +328,9 @@ def _list_ffn_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
 def list_embedding_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     """Return the operations of the embedding: token and position embeddings, and a dropout.
 
-    Each tensor-parallel rank has a part of the rows of the token embedding. The kernels are those
-    of Megatron-LM: `get_ltor_masks_and_position_ids`, whose small kernels cost only host time, and
-    `VocabParallelEmbedding`, which masks the rows of other ranks.
+    Each tensor-parallel rank has a part of the rows of the token embedding. The kernels are the
+    same as in Megatron-LM: `get_ltor_masks_and_position_ids`, whose small kernels cost only host
+    time, and `VocabParallelEmbedding`, which masks the rows of other ranks.
 
     Args:
         model: The model.
@@ -371,11 +371,11 @@ def list_embedding_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
 def list_head_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     """Return the operations of the head: norm, vocabulary-parallel logits and loss.
 
-    The loss is that of Megatron-LM (core/tensor_parallel/cross_entropy.py). Each line of this code
-    starts a kernel. In the forward, these kernels read or write all logits: the conversion to 32
-    bits, the maximum, its subtraction, the exponential, the sum and the division. In the backward,
-    the product with the gradient of the loss and the conversion to 16 bits read and write all
-    logits. The other kernels and the three all-reduces process one number per token.
+    The loss is the same as in Megatron-LM (core/tensor_parallel/cross_entropy.py). Each line of
+    this code starts a kernel. In the forward, these kernels read or write all logits: the
+    conversion to 32 bits, the maximum, its subtraction, the exponential, the sum and the division.
+    In the backward, the product with the gradient of the loss and the conversion to 16 bits read
+    and write all logits. The other kernels and the three all-reduces process one number per token.
 
     Args:
         model: The model.

@@ -47,9 +47,9 @@ class GpuWork(NamedTuple):
     def stage_times(self) -> StageTimes:
         """The longer of GPU time and host time, for the forward, the backward and recomputation.
 
-        If the host takes longer, the GPU waits for the host, and this wait counts as compute. In
-        the backward, the wait is divided between I and W in proportion to their host times. Values
-        are numbers or arrays.
+        If the host takes longer, the GPU waits for the host, and this wait is a part of the compute
+        time. In the backward, the wait is divided between I and W in proportion to their host
+        times. Values are numbers or arrays.
         """
         gpu, tensor, host, all_to_alls = self
         gpu_time = gpu.plus(tensor)
@@ -81,7 +81,7 @@ def layer_time(
         model: The model.
         cluster: The cluster.
         plan: The plan.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
+        constants: Constants of the software. None means `SoftwareConstants()`.
 
     Raises:
         UsageError: The degrees of the plan do not divide the layer evenly.
@@ -116,7 +116,7 @@ def embedding_time(
         model: The model.
         cluster: The cluster.
         plan: The plan.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
+        constants: Constants of the software. None means `SoftwareConstants()`.
 
     Example:
         >>> from schedir import planner
@@ -144,7 +144,7 @@ def head_time(
         model: The model.
         cluster: The cluster.
         plan: The plan.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
+        constants: Constants of the software. None means `SoftwareConstants()`.
 
     Example:
         >>> from schedir import planner
@@ -182,7 +182,7 @@ def stage_time(
         layers: The number of layers of the stage.
         is_first: True if the stage has the embedding.
         is_last: True if the stage has the head.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
+        constants: Constants of the software. None means `SoftwareConstants()`.
 
     Raises:
         UsageError: The degrees of the plan do not divide the layer evenly.
@@ -230,7 +230,7 @@ def compute_work(
         model: The model.
         cluster: The cluster.
         plan: The plan.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
+        constants: Constants of the software. None means `SoftwareConstants()`.
 
     Raises:
         UsageError: The degrees of the plan do not divide the layer evenly, or the FP8 peak of the

@@ -126,11 +126,11 @@ def compute_saved_bytes(
 ) -> tuple[float, float]:
     """Return the bytes that a layer saves for a microbatch, and the bytes of its recomputation.
 
-    The terms are those of `compute_layer_terms` with these changes:
+    The terms are the terms of `compute_layer_terms` with these changes:
 
     - Keys and values have `kv_heads` heads, and a head has `head_dim` elements.
     - Terms of the feed-forward network have the width `ffn`. With a gate, the input of the
-      activation function counts twice. Each of the `active` experts of a token counts.
+      activation function is counted twice. Each of the `active` experts of a token is counted.
     - Flash attention saves no scores, but 4 bytes per token and head.
     - A context-parallel rank has 1/cp of the tokens, and the attention scores between its tokens
       and all tokens.
@@ -259,7 +259,7 @@ def _count_rank_params(
 def _estimate_states(
     plans: PlanColumns, shares: RankGroupShares, params: _RankParams, state_bytes: StateBytes
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the bytes of weights, of gradients and of optimizer state, as ZeRO shards them."""
+    """Return the bytes of weights, of gradients and of optimizer state, after sharding by ZeRO."""
     d, v, c, e, zero = _get_columns(plans, "dp", "stages_per_rank", "cp", "ep", "zero")
     exists = shares.rank_count > 0
     replicas = {"common": d * c, "experts": np.maximum(d * c // e, 1)}
@@ -435,9 +435,9 @@ def peak_memory(
         model: The model.
         cluster: The cluster.
         plan: The plan. It must not offload.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
-            the bytes of Adam in the number type of the cluster.
+        constants: Constants of the software. None means `SoftwareConstants()`.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            means the bytes of Adam in the number type of the cluster.
 
     Raises:
         UsageError: The planner does not support the schedule, the degrees do not divide the model
@@ -477,9 +477,9 @@ def estimate_by_rank(
         model: The model.
         cluster: The cluster.
         plan: The plan. It must not offload.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None uses
-            the bytes of Adam in the number type of the cluster.
+        constants: Constants of the software. None means `SoftwareConstants()`.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            means the bytes of Adam in the number type of the cluster.
 
     Raises:
         UsageError: See `peak_memory`.

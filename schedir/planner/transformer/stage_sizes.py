@@ -87,7 +87,7 @@ def compute_sizes(
     constants: SoftwareConstants | None = None,
     state_bytes: StateBytes = ADAM,
 ) -> Sizes:
-    """Return the sizes of each stage of a plan on one GPU. Activations are those of one microbatch.
+    """Return the sizes of each stage of a plan on one GPU. Activations are per microbatch.
 
     - A layer saves the bytes of `compute_saved_bytes`. The first stage also saves the mask of its
       dropout.
@@ -102,7 +102,7 @@ def compute_sizes(
         model: The model.
         plan: The plan.
         shape: The pipeline shape of the program.
-        constants: Constants of the software. None uses `SoftwareConstants()`.
+        constants: Constants of the software. None means `SoftwareConstants()`.
         state_bytes: Bytes of weights, gradients and optimizer state per parameter.
     """
     constants = constants or SoftwareConstants()
@@ -129,7 +129,7 @@ def compute_sizes(
     state_sizes = {name: size * numbers.total for name, size in state_bytes._asdict().items()}
     # ZeRO shards experts over fewer replicas than `Sizes` assumes, so each replica has additional
     # bytes of experts. The optimizer state is never gathered, so the size `optimizer` includes its
-    # additional bytes. The size `buffers` includes those of weights and gradients.
+    # additional bytes. The size `buffers` includes the additional bytes of weights and gradients.
     replicas = plan.dp * plan.cp
     extra = numbers.experts * (1 / max(replicas // plan.ep, 1) - 1 / replicas)
     for name, size in state_bytes._asdict().items():

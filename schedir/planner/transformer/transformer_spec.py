@@ -34,9 +34,9 @@ class TransformerSpec:
         tied: True if the head uses the weight of the embedding.
 
     Raises:
-        UsageError: A size is not an integer of at least 1, or is too large. Also if `kv_heads` does
-            not divide `heads`, or `active` is more than `experts`. If `head_dim` is 0, also if
-            `heads` does not divide `hidden`.
+        UsageError: A size is not an integer of at least 1, or is too large. Or `kv_heads` does not
+            divide `heads`, or `active` is more than `experts`. Or `head_dim` is 0, and `heads` does
+            not divide `hidden`.
 
     Example:
         >>> from schedir.planner import TransformerSpec

@@ -70,7 +70,7 @@ def _max_time_in_memory(work_types: Sequence[_WorkType], capacity: float) -> flo
     """Return the largest total time of tasks that fit into a memory capacity.
 
     This is a fractional knapsack: the last task may be divided. If all tasks need the same memory,
-    only undivided tasks count.
+    only undivided tasks are included.
     """
     if (
         len({kind.memory for kind in work_types}) == 1
@@ -109,7 +109,7 @@ class _RankIdleBounds:
 
     @cached_property
     def max_forwards_ahead(self) -> int:
-        """The number of F's of the rank's last stage that can start before its first I ends."""
+        """The number of F's that the rank's last stage can start before its first I ends."""
         return self.lags.max_forwards_ahead(self.problem, self.stages[-1])
 
     @cached_property
@@ -175,7 +175,7 @@ class _RankIdleBounds:
         In a round trip, a microbatch leaves the rank after its F and returns for its I. If memory
         holds k microbatches, microbatch j must return before microbatch j + k can start. The idle
         times before the first I and before the last I already cover the first and the last round
-        trip, so these do not count. A rank with several stages has (0, 0).
+        trip, so these two trips are left out. For a rank with several stages, both numbers are 0.
         """
         num_trips = (self.problem.microbatches - 1) // self.max_forwards_ahead - 1
         if len(self.stages) > 1 or num_trips < 1:
@@ -215,7 +215,7 @@ class _RankIdleBounds:
         problem = self.problem
         start, end = self.idle_before_first_I, self.idle_before_last_I
         # If all F's fit before the first I, the idle times `start` and `end` can overlap. Only the
-        # longer one counts.
+        # longer of the two is used.
         if problem.microbatches <= self.max_forwards_ahead:
             start, end = (start, 0.0) if start > end else (0.0, end)
         num_trips, trip_idle = self.round_trip_idle
@@ -241,7 +241,7 @@ class _RankIdleBounds:
             )
 
     def _memory_time_area(self, stage: int) -> float:
-        """Return the least memory x time of a microbatch on a stage, from its F to its W."""
+        """Return the least integral over time of a microbatch's memory on a stage, from F to W."""
         problem = self.problem
         saved_time = problem.F[stage] + self.latency.forward_to_backward[stage]
         return (

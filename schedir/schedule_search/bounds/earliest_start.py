@@ -2,8 +2,8 @@
 
 Some of the tasks that precede a task on its rank are known: tasks of one kind and stage run in the
 order of their microbatches, and a memory limit forces further precedences. Each preceding task has
-an earliest start, and a rank runs one task at a time. So the task starts no earlier than the time
-at which all preceding tasks can have ended.
+an earliest start, and a rank runs one task at a time. These two facts give the earliest time at
+which the last preceding task can end. The task does not start before this time.
 
 The same computation backward in time gives the tail of each task: the least time from its end to
 the end of the run. The length of Jackson's preemptive schedule of a rank, with these earliest
@@ -54,8 +54,8 @@ class PrecedenceTable(NamedTuple):
     """The precedences of the tasks of each code.
 
     Attributes:
-        from_other_ranks: For each code, the precedences of tasks on neighbouring stages, whose
-            values the task needs.
+        from_other_ranks: For each code, its precedences whose predecessors are on neighbouring
+            stages. The task needs the values of these predecessors.
         on_same_rank: For each code, the precedences of tasks on the same rank.
         topological_order: All codes, in an order in which the tasks of one microbatch can run.
     """
@@ -255,14 +255,14 @@ def _preemptive_makespan(jobs: Sequence[_SchedulingJob]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The earliest start and the tail of each task. A tail ends when the run or one rank ends.
+    """The earliest start and the tail of each task. A tail ends with the run or with one rank.
 
     Attributes:
         durations: The duration of the tasks of each code.
         codes: The codes of each rank.
         heads: The earliest start of each task, by code and microbatch.
-        tails: The least time from the end of each task to the end of the run or of the rank, by
-            code and microbatch. -inf if the task can run after this end.
+        tails: The least time from the end of each task to the end of the run, or to the end of the
+            bounded rank, by code and microbatch. -inf if the task can run after this end.
     """
 
     durations: Sequence[float]

@@ -59,8 +59,8 @@ class MemoryLags(NamedTuple):
       The stages after q, up to s, save at least one microbatch.
     - `F_after_W`: Until W a on q ends, each of the microbatches a to j - 1 uses memory. This memory
       has deferred weight gradients on q, or activations that the stages up to s save. If q is not
-      after s, only the activations that the stages up to q save count. The proof counts the smaller
-      of the two sizes. In addition, the stages up to s save microbatch j.
+      after s, only the activations that the stages up to q save are included. The proof counts the
+      smaller of the two sizes. In addition, the stages up to s save microbatch j.
 
     The proof of `I_after_W`: I j of stage s uses `saved_and_deferred`, and the stages before s save
     microbatch j. The stages after s have already run I j. The rest of the memory can have deferred

@@ -42,7 +42,8 @@ _UNSUPPORTED_OPS: Final = {
         or {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.needs, *row.gives, *row.frees}
     )
 }  # fmt: skip
-# Names of the sizes of slots. Other programs may need fewer slots, so slots do not count.
+# Names of the sizes of slots. Other programs may need fewer slots, so the bytes of slots are left
+# out.
 _SLOT_SIZES: Final = {kind.name.lower() for kind in SLOT_VALUES}
 
 
@@ -59,28 +60,28 @@ def compute_program_bound(
 
     The memory limit of every rank is the largest memory of a rank of `program`. With sizes, memory
     is the predicted number of bytes, including messages. Without sizes, memory is the number of
-    microbatches in flight. Other programs may use the memory of this program's messages for saved
-    activations.
+    microbatches in flight. With sizes, the bound also holds for programs with fewer bytes of
+    messages and more bytes of saved activations.
 
-    If costs or sizes differ between microbatches, the smallest value of each stage counts. With
-    `split_backward`, a backward counts as the cheaper of a full and a split backward. The bound is
-    then lower, but still valid.
+    If costs or sizes differ between microbatches, the smallest value of each stage is used. With
+    `split_backward`, each backward has the cost of a full or a split backward, whichever is
+    cheaper. The bound is then lower, but still valid.
 
     Args:
         program: The program to compare with.
         costs: The costs of stages. By default `Costs()`.
         sizes: The sizes in bytes. By default memory is counted in microbatches in flight.
         objective: The length to bound: "span" or "active_span", see `search_schedule`.
-        split_backward: True if other programs may split some or all backwards into I and W. False
-            if other programs have only full backwards. By default True if `program` splits a
-            backward.
+        split_backward: True if the bound must also hold for programs that split some or all
+            backwards into I and W. False if it must hold only for programs with full backwards. By
+            default True if `program` splits a backward.
         footprints: `Timeline.footprints` of a prediction for the program with these sizes. By
             default they are computed.
 
     Returns:
-        The bound. None if no bound applies: the program has stage replicas, several updates,
-        sequence chunks, frozen stages or no backwards. Also if the program recomputes or offloads,
-        or if `Costs.FB` is less than a forward and a backward.
+        The bound. None if the program has stage replicas, several updates, sequence chunks, frozen
+        stages or no backwards, because no bound then applies. Also None if the program recomputes
+        or offloads, or if `Costs.FB` is less than a forward and a backward.
     """
     costs = Costs() if costs is None else costs
     shape = program.shape
@@ -130,7 +131,7 @@ def _relax_program(
             OPTIMIZER_STEP_OPS[0],
         )
     )
-    if split_backward:  # A full backward counts as an I followed by its W.
+    if split_backward:  # A full backward is treated as an I followed by its W.
         I = np.minimum(I, B)
         W = np.minimum(W, B - I)
     step_costs = step if set(OPTIMIZER_STEP_OPS) & program.used_opcodes else 0 * step

@@ -5,9 +5,10 @@ before it can start another. The time of a round trip then decides how often the
 microbatches.
 
 Two microbatches on a round trip at the same time cross: the F of the later microbatch and the I of
-the earlier microbatch need the same rank. One of the two tasks is late, except for a few values of
-the time between the starts of the two microbatches. If no two of these values add up to the time of
-a round trip, microbatches start later. The page docs/explanation/lower-bounds.md has the proof.
+the earlier microbatch need the same rank. Usually one of the two tasks must wait. If neither task
+waits, the time between the starts of the two microbatches has one of a few values. If no two of
+these values add up to the time of a round trip, microbatches start later. The page
+docs/explanation/lower-bounds.md has the proof.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from schedir.schedule_search.search_results import LowerBound
 
 # Weights of the delays of the first and the third microbatch in `_min_average_delay`. The delay of
 # the second microbatch has the weight 1. Each value gives a valid bound of the average delay, and
-# the largest bound counts.
+# the largest bound is used.
 _LATENESS_WEIGHTS: Final = [k / 8 for k in range(9)]
 
 
@@ -138,7 +139,7 @@ def _min_remaining_time(
 ) -> float:
     """Return the least time from an F of a stage to the end of the run.
 
-    `microbatches` is the number of microbatches that the stage has yet to run.
+    `microbatches` is the number of microbatches that the stage has not run yet.
     """
     rank = problem.rank_of[stage]
     remaining_problem = replace(problem, shape=replace(problem.shape, microbatches=microbatches))

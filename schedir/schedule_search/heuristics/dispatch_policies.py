@@ -68,9 +68,9 @@ def generate_policies(problem: SchedulingProblem, random: Random) -> Iterator[Di
 def _list_leads(problem: SchedulingProblem) -> list[tuple[int, ...]]:
     """Return values of `max_lead` to try. The values that are most often best come first.
 
-    Each value has a number for each stage. In some values, this is the number of F's for which
-    there is time before the first gradient can arrive, plus 0 to 3. In one value, it is the number
-    of microbatches. In the others, it is a multiple of the number of later stages, plus 0 to 3.
+    Each value has a number for each stage. In some values, this is the number of F's that the stage
+    can run before its first gradient can arrive, plus 0 to 3. In one value, it is the number of
+    microbatches. In the other values, it is a multiple of the number of later stages, plus 0 to 3.
     """
     m, S = problem.microbatches, problem.shape.stages
     forward_counts = []

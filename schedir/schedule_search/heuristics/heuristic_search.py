@@ -26,19 +26,21 @@ from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import Order, compute_peaks, order_one_by_one
 from schedir.schedule_search.search_results import SearchStep
 
-# An order is shorter only if its length is less than the other length times this factor. A smaller
-# difference is a rounding error.
+# One order is shorter than another order only if its length is less than the length of the other
+# order times this factor. A smaller difference is a rounding error.
 _IMPROVEMENT_FACTOR = 1 - 1e-12
 _CLOCK_SECONDS = 0.05  # Seconds between two checks of the budget.
 # There are two phases. In each phase, the search first tries policies and then varies the best
-# policies. These are the shares of the budget at which the two parts of each phase end. The rest of
-# the budget is for annealing.
+# policies. Each pair of numbers belongs to a phase. The numbers are the shares of the budget that
+# are used when the first part and the second part of the phase end. The rest of the budget is for
+# annealing.
 _POLICY_PHASES = ((0.08, 0.2), (0.35, 0.5))
 _MAX_FINALISTS = 4  # The number of shortest orders to keep.
 # The largest number of orders of the shortest length that are compiled. The lengths of their
 # programs differ, because messages may wait for each other.
 _MAX_EQUAL_ORDERS = 32
-_MAX_EQUAL_MOVES = 500  # The most moves from the shortest order to an order of the same length.
+# The largest number of moves from the shortest order to an order of the same length.
+_MAX_EQUAL_MOVES = 500
 _FIRST_MOVES = 16  # The number of moves before the first check of the budget.
 _POOL_SIZE = 24  # Annealing starts from the orders of this many policies.
 _COMPILE_AFTER_SECONDS = 0.2  # For a shorter search, loading the compiled loops takes too long.
@@ -200,7 +202,10 @@ class HeuristicSearch:
     # ------------------------------------------------------------ methods of the search
 
     def _try_policies(self, policies_to_try: Iterator[DispatchPolicy], budget_share: float) -> None:
-        """Evaluate policies until a share of the budget is spent. Keep the best in the pool."""
+        """Evaluate policies until a share of the budget is spent.
+
+        Keep the best policies in the pool.
+        """
         while (
             not self.is_proved
             and self._check_budget() <= budget_share

@@ -29,8 +29,8 @@ def list_initial_orders(
 
     Raises:
         UsageError: A schedule of the user recomputes, does not train all stages, has no backwards
-            or has tensor-parallel collectives between stage segments. Also if the schedule has
-            another shape than the problem.
+            or has tensor-parallel collectives between stage segments. Or the schedule has a
+            different shape than the problem.
     """
     for user_schedule in schedules:
         program = (

@@ -59,7 +59,7 @@ def dispatch_by_policy(
 
     Otherwise the rank waits. If I's of several stages are possible, the I with the lowest
     microbatch runs first. If their microbatches are equal, the I of the highest stage runs first.
-    The rule for F's is the same with `stage_choice` 0.
+    With `stage_choice` 0, the same rule applies to F's.
 
     Args:
         ranks: The number of ranks.
@@ -83,7 +83,8 @@ def dispatch_by_policy(
         wait_share: A rank waits for a gradient that arrives within this share of an F's cost.
         late_share: A W may end later than the next arrival by this share of the W's cost.
         idle_share: A rank runs a W instead of waiting if its idle time would otherwise exceed this
-            share of the largest idle time of all ranks. Idle time counts from the rank's first F.
+            share of the largest idle time of all ranks. Idle time is counted from the rank's first
+            F.
         forward_first: 1 to run an F before an I if both are possible.
         stage_choice: Which F runs if F's of several stages are possible. 0: the F with the lowest
             microbatch. 1: the F of the highest stage. 2: the F of the lowest stage.

@@ -21,11 +21,12 @@ from torch import Tensor
 from schedir.runtime.recording.stream_events import make_event
 from schedir.training.batches.samples import Batches
 
-# The first slot is for the batch of the current step. The second slot is for the next batch, which
-# the thread reads. The third slot is for the batch of the previous step, because the host may not
-# have read the loss of that step yet.
+# One slot has the batch of the current step. The thread reads the next batch into the second slot.
+# The third slot keeps the batch of the previous step. The host reads the loss of that step late,
+# and runs the step again if the loss is not finite.
 BATCH_SLOTS: Final = 3
-JOIN_TIMEOUT: Final = 1.0  # Seconds that the end of a run waits for the prefetch thread.
+# At the end of a run, the process waits this many seconds for the prefetch thread.
+JOIN_TIMEOUT: Final = 1.0
 
 
 class TrainingBatch(NamedTuple):
@@ -52,7 +53,7 @@ class Prefetch:
 
     Args:
         batches: The training samples.
-        steps: The number of steps of the run. The last batch is that of step `steps` - 1.
+        steps: The number of steps of the run. The last batch is for step `steps` - 1.
         device: The device of the batches.
         replica: The replica whose share of each batch is returned.
         replicas: The number of replicas.

@@ -16,7 +16,8 @@ from schedir.data.token_windows import ConcatenatedWindows, Tokens, TokenWindows
 from schedir.errors import ModelError, UsageError
 from schedir.models.language_model import IGNORE_INDEX
 
-# The bytes of a block, and the largest number of blocks in a digest: 256 MiB together.
+# A digest covers blocks of `_DIGEST_BLOCK_BYTES`, and at most `_MAX_DIGEST_BLOCKS` blocks: 256 MiB
+# in total.
 _DIGEST_BLOCK_BYTES = 2**16
 _MAX_DIGEST_BLOCKS = 2**12
 
@@ -31,7 +32,7 @@ class Batches:
         tokens: The token stream.
         context: The number of inputs of a window.
         batch_size: The number of windows that a step of all replicas reads.
-        seed: The seed of the order. None keeps the order of the stream in each epoch.
+        seed: The seed of the order. None means the order of the stream in each epoch.
         vocab: All tokens must be below this number.
         windows: The windows of the stream. By default, the stream is cut into equal windows.
         source: The name of the stream, for errors. By default, the name of its file.
@@ -156,7 +157,8 @@ class Batches:
             cursor: The result of `make_cursor`.
 
         Raises:
-            ModelError: The cursor is from other data or from another seed, or it is invalid.
+            ModelError: The cursor has different data or a different seed than these batches, or the
+                cursor is invalid.
         """
         for name, own_value in (("of", self.description), ("seed", self.seed)):
             if cursor.get(name) != own_value:

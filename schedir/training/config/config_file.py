@@ -62,8 +62,8 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         path: The path of the file.
-        overrides: Settings that replace those of the file, such as "pipeline.ranks=2". The values
-            are TOML, but strings need no quotes, and lists of numbers need no brackets.
+        overrides: Settings that replace the settings of the file, such as "pipeline.ranks=2". The
+            values are TOML, but strings need no quotes, and lists of numbers need no brackets.
 
     Raises:
         ConfigError: A setting is wrong. The error has its position.
@@ -128,7 +128,7 @@ def locate_setting_errors(path: str, overrides: Sequence[str] = ()) -> Iterator[
 
     Args:
         path: The path of the configuration, a TOML file.
-        overrides: Settings that replace those of the file.
+        overrides: Settings that replace the settings of the file.
 
     Raises:
         ConfigError: An error within the context was about a setting.
@@ -188,7 +188,7 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
     try:
         _ = source.schedule_or_program  # loads it
     except UsageError as error:
-        if not error.__cause__:  # The cause has the line of the user's file.
+        if not error.__cause__:  # A cause already has the line of the user's file.
             error.fields = error.fields or ("schedule",)
         raise
     given_settings = {

@@ -359,7 +359,7 @@ class Config:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
-        # `segmentation` raises an error if the stages cannot be split in this way.
+        # `segmentation` raises an error if the stages cannot be split as the settings require.
         kind = MODEL_KINDS[get_model_kind(self.model)]
         _ = self.segmentation
         if getattr(self.pipeline, "fill_collective_waits", None) is not None:
@@ -480,7 +480,7 @@ class Config:
 
     @property
     def buffer_sharing(self) -> BufferSharing | None:
-        """Return how values share buffers. None leaves the buffers of the program unchanged."""
+        """Return how values share buffers, or None to keep the buffers of the program."""
         sharing = self.pipeline.buffer_sharing
         if sharing == AUTO:
             schedule_or_program = Source(self.pipeline.schedule).schedule_or_program

@@ -66,16 +66,15 @@ def make_segmentation(
         layers: The number of layers of the model.
         shape: The pipeline shape. If `segment_boundaries` is set, the stages of the shape are
             segments. Otherwise the stages of the shape are unsegmented.
-        layers_per_stage: The number of layers of each stage. None uses the division that
-            `segment_boundaries` implies. Without `segment_boundaries`, None divides the layers
-            evenly.
+        layers_per_stage: The number of layers of each stage. None means the division that
+            `segment_boundaries` implies. Without `segment_boundaries`, None means an even division.
         microbatch_size: The number of samples in a microbatch before it is split into chunks.
         layer_boundaries: The collectives between the segments of a layer, as letters. "" if stages
             of this kind cannot be segmented.
         model_kind: The name of the kind of model, for errors.
-        stage_segments: The setting `pipeline.stage_segments`. None does not split stages.
-        microbatch_chunks: The setting `pipeline.microbatch_chunks`. None does not split
-            microbatches.
+        stage_segments: The setting `pipeline.stage_segments`. None means that stages are not split.
+        microbatch_chunks: The setting `pipeline.microbatch_chunks`. None means that microbatches
+            are not split.
         segment_boundaries: The segment boundaries of a program that is segmented already. "" for
             other programs.
         frozen_stages: The number of frozen stages. In a program that is segmented already, the

@@ -46,7 +46,7 @@ class TerminationNotice(Exception):
 
 
 class GracefulStop:
-    """Ends one process of a run after SIGTERM, after the same step as all other processes.
+    """Ends one process of a run after SIGTERM. All processes end after the same step.
 
     Args:
         process: The global rank of this process.
@@ -115,8 +115,8 @@ class GracefulStop:
 
     def _listen(self) -> None:
         with suppress(Exception):
-            # This thread needs a separate connection, because all other calls on its connection
-            # block until `wait` returns.
+            # This thread needs a separate connection, because `wait` blocks all other calls on the
+            # same connection.
             store = connect_store(STORE_TIMEOUT)
             store.wait([make_store_key("stop request")], _FOREVER)
             with self.condition:

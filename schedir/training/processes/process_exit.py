@@ -2,9 +2,8 @@
 
 A process that fails writes the reason into its black box. If another process is the cause, the
 black boxes of all processes show which process it is (`hang_diagnosis/stall_cause.py`). Under
-`launch`, only the launcher prints the reason. Otherwise, of the processes of each torchrun agent,
-only the first process that fails prints the reason. The rendezvous store decides which process is
-the first.
+`launch`, only the launcher prints the reason. Otherwise, only the first failed process of each
+torchrun agent prints the reason. The rendezvous store decides which process is the first.
 
 A process that is stopped or busy can block all other processes. The process that reports the
 blocking process also kills it, if both are on one machine. So the launcher or torchrun receives the
@@ -40,7 +39,8 @@ from schedir.ir.program import Program
 from schedir.training.processes.rendezvous_store import connect_store
 
 EXIT_TIMEOUT: Final = 1.0  # Seconds within which a process exits after its connections close.
-# Seconds that other processes that fail wait before they exit, so that the first one exits first.
+# After the first failure, other failed processes wait this many seconds before they exit. So the
+# first failed process exits first.
 EXIT_GRACE: Final = 5.0
 LAUNCHER_PID_VARIABLE: Final = "SCHEDIR_LAUNCHED"  # Its value is the process id of `launch`.
 _PR_SET_PDEATHSIG: Final = 1  # From linux/prctl.h.
@@ -146,7 +146,7 @@ _CURRENT_MEMBER: list[RunMember] = []  # The list has one element if the run has
 
 
 def get_current_member() -> RunMember | None:
-    """Return this process as a member of its run, or None if it is a single process."""
+    """Return this process as a member of its run, or None if the run has only one process."""
     return _CURRENT_MEMBER[0] if _CURRENT_MEMBER else None
 
 
@@ -165,7 +165,7 @@ def is_launched() -> bool:
 
 
 _REPORT_LOCK = Lock()  # The first thread that fails acquires the lock, and never releases it.
-_TERMINATION_EVENT = Event()  # It is set if this process must exit without waiting for others.
+_TERMINATION_EVENT = Event()  # Set if this process must exit without waiting for others.
 
 
 def exit_with_error(
@@ -209,7 +209,7 @@ def exit_with_error(
 
 
 def stop_waiting() -> None:
-    """End all waits in which this process waits for other processes before it exits."""
+    """Let this process exit without waiting for other processes."""
     _TERMINATION_EVENT.set()
 
 
@@ -288,8 +288,8 @@ def _kill_culprit(member: RunMember, cause: StallCause) -> None:
 def _find_cause(member: RunMember, reason: str) -> StallCause | None:
     """Return the process for which this process waits.
 
-    This function retries for `EXIT_TIMEOUT` seconds, because a process closes its connections
-    before it exits.
+    A process closes its connections before it exits. So this function retries for `EXIT_TIMEOUT`
+    seconds, until the black boxes show which process has exited.
     """
     deadline = time.monotonic() + EXIT_TIMEOUT
     reason = reason.partition("\n")[0]

@@ -29,7 +29,8 @@ LOCAL_SETTINGS: Final = {
     *("data.source", "data.validation", "data.tokenizer"),
     *("train.threads", "pipeline.schedule"),
 }
-_READ_TIMEOUT: Final = 2.0  # Seconds for all processes to read an error before the store closes.
+# Before the store closes, all processes have this many seconds to read an error.
+_READ_TIMEOUT: Final = 2.0
 _NO_DIFFERENCE: Final = "fine"
 
 

@@ -48,7 +48,8 @@ GPU_ANSWER_TIMEOUT: Final = 1.0  # Seconds to wait for the progress of a GPU.
 POLL_INTERVAL: Final = 0.1  # Seconds between two rounds of the watchdog.
 # Seconds between two checks for stopped processes during a long save.
 SAVE_CHECK_INTERVAL: Final = 1.0
-# Seconds in which two SIGTERMs count as one, because a batch system and torchrun each send one.
+# Two SIGTERMs within this many seconds count as one, because a batch system and torchrun each send
+# one.
 SAME_SIGNAL_SECONDS: Final = 2.0
 QUIET_SECONDS: Final = 0.3  # Seconds without progress before the position in the code is recorded.
 

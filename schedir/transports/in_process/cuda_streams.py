@@ -141,7 +141,7 @@ class StreamMailbox:
         hub: The state that all virtual ranks share.
         rank: The rank.
         group_members: The ranks of each group that contains this rank.
-        progress_model: The progress model to report.
+        progress_model: The value of the attribute `progress_model`.
     """
 
     tp: int = 1

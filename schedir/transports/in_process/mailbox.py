@@ -58,7 +58,7 @@ class Mailbox:
         hub: The state that all virtual ranks share.
         rank: The rank.
         group_members: The ranks of each group that contains this rank.
-        progress_model: The progress model to report.
+        progress_model: The value of the attribute `progress_model`.
     """
 
     tp: int = 1
@@ -157,7 +157,7 @@ def make_mailboxes(
 
     Args:
         program: The program that the ranks run.
-        progress_model: The progress model to report.
+        progress_model: The value of the attribute `progress_model`.
         on_cuda: True if the ranks use streams of a GPU.
         payloads: The payloads of all ranks, which `check_agreement` returns.
     """
