@@ -89,8 +89,8 @@ def average_over_replicas(ddp: Any) -> None:
     """Average each gradient over the replicas of a stage, as its DDP would.
 
     If only some replicas have a gradient of a parameter, the missing gradients count as zeros.
-    Parameters are reduced in their order, in buckets of one dtype and device. All replicas must
-    call this.
+    Gradients with the same dtype and device are reduced in buckets, in the order of the module's
+    parameters. All replicas must call this.
 
     Args:
         ddp: The DistributedDataParallel module of the stage.

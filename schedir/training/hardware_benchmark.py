@@ -1,8 +1,8 @@
 """Measure the machine as a Cluster for the planner.
 
 Several processes run the same measurements at the same time: one process on each GPU, or any number
-of processes on the CPU. The processes measure matrix products, copies, layers of the trainer's GPT,
-and all-reduces.
+of processes on the CPU. The processes measure matrix products, the memory bandwidth, layers of the
+trainer's GPT, and all-reduces.
 
 On a CPU, a compute time is the processor time of the thread, so it does not include the load of
 other programs. This processor time is multiplied by the number of processes that share a processor.
@@ -68,7 +68,8 @@ class BenchmarkExtent(NamedTuple):
         gemms: Matrix products (m, k) x (k, n), as (m, k, n).
         smallest_layers: Layers that are so small that only kernel launches take time.
         layers: Layers of usual sizes.
-        copy_bytes: Bytes of the tensor that the benchmark copies.
+        copy_bytes: Bytes of the tensor that measures the memory bandwidth. An in-place addition to
+            this tensor reads and writes as many bytes as a copy.
         all_reduce_bytes: Bytes of each all-reduce.
         sharded_layers: Layers that tensor-parallel ranks share. Each has `ALL_REDUCES_PER_LAYER`
             all-reduces.
@@ -203,7 +204,7 @@ class MeasuredSamples(NamedTuple):
         gemms: Seconds of each product, in each round.
         smallest_layers: Seconds of each of the smallest layers, in each round.
         layers: Seconds of each layer, in each round.
-        copy_seconds: Seconds of the copy, in each round.
+        copy_seconds: Seconds of the in-place addition to a tensor of `copy_bytes`, in each round.
         all_reduces: For each all-reduce, the number of processes in the group, the bytes, and the
             seconds in each round. The list of seconds is empty if this process was in no group.
         memory_bytes: Bytes of memory of the process.

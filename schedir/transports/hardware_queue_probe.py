@@ -67,7 +67,7 @@ def require_safe_queues(
 
     Args:
         program: The program that will run.
-        transport: The transport, after its edges were created.
+        transport: The transport. The process group of each edge must already exist.
         probe: Issues a short operation, see `LaneProbe`. The operation must have run once before
             this call, because its first run may take longer.
         timeout: Seconds after which an operation counts as blocked.
@@ -116,7 +116,7 @@ def find_shared_queues(
     All processes must call this.
 
     Args:
-        transport: The transport, after its edges were created.
+        transport: The transport. The process group of each edge must already exist.
         probe: Issues a short operation, see `LaneProbe`.
         timeout: Seconds after which an operation counts as blocked.
 

@@ -209,7 +209,8 @@ def draw_curve(
 ) -> None:
     """Draw a memory curve below each rank, with one scale for all ranks, and the limit as a line.
 
-    The peak and the names of the layers are written if there is enough space.
+    The areas of `static_layers`, such as weights, are separated by dotted lines. The peak and the
+    names of these areas are written if there is enough space.
 
     Args:
         axes: The axes.

@@ -128,7 +128,8 @@ def save_chart(args: argparse.Namespace, requests: Sequence[Request]) -> None:
 
     Args:
         args: The parsed options of `add_chart_options`, and `args.output`, the file.
-        requests: The requests of the runs. The chart shows the memory limits of the first request.
+        requests: For each run, the source and the options of its program. The chart shows the
+            memory limits of the first run.
 
     Raises:
         UsageError: The file name has no suffix of a picture.

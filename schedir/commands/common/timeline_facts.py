@@ -64,7 +64,7 @@ def describe_costs(requests: Sequence[Request]) -> str:
     Another line warns if `--sizes` has weights but no gradients or no optimizer state.
 
     Args:
-        requests: The requests of the runs.
+        requests: For each run, the source and the options of its program.
     """
     lines = [
         *_describe_unused_costs(requests),
@@ -146,7 +146,7 @@ def find_unused_costs(requests: Iterable[Request]) -> list[str]:
     not need all of them.
 
     Args:
-        requests: The requests of the runs.
+        requests: For each run, the source and the options of its program.
     """
     given_costs, used_costs = set[str](), set[str]()
     for request in requests:

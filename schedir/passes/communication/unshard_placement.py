@@ -102,10 +102,11 @@ def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) ->
     stages. In this run, the other policy reshards x, and Belady's policy reshards y. Then the next
     use of x is before the next use of y. Change the other policy: it reshards y in this run, and
     keeps x in the place of y until the original policy unshards x or reshards y. One of these
-    happens before the next use of y, because x is used first. When the original policy unshards x,
-    the changed policy unshards y if the original policy still has y, and does nothing otherwise.
-    When the original policy reshards y, the changed policy reshards x. So the changed policy makes
-    no more stays than the original policy, and agrees with Belady's policy in one more choice.
+    happens before the next use of y, because x is used first. If the original policy unshards x and
+    keeps y, the changed policy unshards y. If the original policy unshards x and reshards y, the
+    changed policy does nothing. If the original policy reshards y and does not unshard x, the
+    changed policy reshards x. So the changed policy makes no more stays than the original policy,
+    and agrees with Belady's policy in one more choice.
 
     The k-th stay can begin at the (k - max_unsharded)-th smallest end of all stays. When the k-th
     stay must begin, all earlier stays except `max_unsharded` - 1 have ended. An earlier stay of the

@@ -124,7 +124,7 @@ def find_lifetimes(program: Program) -> ForwardLifetimes:
 
 
 def compute_move_costs(program: Program, op: Opcode, addresses: Words, options: Options) -> Floats:
-    """Return the cost of a move for each address.
+    """Return the cost of a move for each (stage, microbatch) pair.
 
     Args:
         program: The program.

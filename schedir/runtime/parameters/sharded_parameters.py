@@ -88,8 +88,9 @@ class ShardedParameters:
         """Copy the weights into buckets, and replace the data of each parameter by its shard.
 
         Args:
-            alias_shards: Parameter of another stage that is a value of `aliases` -> the shard of
-                the parameter's bucket. This bucket has no other parameter.
+            alias_shards: For the stages that are already sharded: the first parameter of a bucket
+                -> the bucket's shard. A parameter that is a value of `aliases` is alone in its
+                bucket.
         """
         for bucket in self.buckets:
             flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
