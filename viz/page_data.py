@@ -312,7 +312,10 @@ def _to_ticks(times: NDArray[np.float64], run: Timeline, tick: float) -> NDArray
 
 
 def _encode_deltas(values: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the differences of successive values. They are small, so they compress well."""
+    """Return the first value, and then the differences of successive values.
+
+    The differences are small, so they compress well.
+    """
     changes: NDArray[np.int64] = values.astype(np.int64)
     changes[1:] -= changes[:-1].copy()
     return changes

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return a sentence with the built-in schedule that a program follows.
+    """Return the built-in schedule that a program follows, as a sentence or as JSON.
 
     Args:
         args: The parsed options of `recognize`.

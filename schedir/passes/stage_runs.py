@@ -91,5 +91,5 @@ def number_occurrences(keys: Ints) -> Ints:
 
 
 def _is_changed(numbers: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return a mask of the numbers that differ from the previous one."""
+    """Return a mask of the first number and of each number that differs from the previous one."""
     return np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)]

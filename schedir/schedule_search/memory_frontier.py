@@ -185,7 +185,7 @@ def memory_frontier(
                 ],
                 report=None if report is None else _add_limit_to_report(report, limit),
             )  # fmt: skip
-        except MemoryLimitError:  # The messages do not fit.
+        except MemoryLimitError:  # No program fits into this limit with its messages.
             if k + 1 == len(limits):
                 raise
             continue

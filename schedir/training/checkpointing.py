@@ -42,8 +42,8 @@ class TrainingCheckpoints:
         start_step: The number of steps that were complete when this process began.
         start_samples: The number of samples that these steps used, summed over all replicas.
         saved_step: The step of the newest complete checkpoint, or 0 if there is none.
-        pending_step: The step of a copy that was requested, but that is not being written yet; 0 if
-            there is none.
+        pending_step: The last complete step when a copy was requested, until `write` begins to
+            write this copy. 0 if there is no such copy.
         extra_state: The name and the settings of the run, which each checkpoint stores.
     """
 

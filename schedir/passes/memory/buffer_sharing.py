@@ -174,7 +174,10 @@ def _set_slot_counts(program: Program, slot_counts: NDArray[np.int64]) -> Progra
 
 
 def _read_slot_counts(program: Program) -> NDArray[np.int64]:
-    """Return the specified numbers of slots, shape (ranks, kinds), or UNSHARED_SLOTS."""
+    """Return the numbers of slots that the program specifies, shape (ranks, kinds).
+
+    An unspecified number is UNSHARED_SLOTS.
+    """
     return np.array(program.slots_per_rank, np.int64)[:, : len(SLOT_VALUES)]
 
 

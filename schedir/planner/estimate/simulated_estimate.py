@@ -300,8 +300,9 @@ def break_down_step(
 ) -> StepBreakdown:
     """Divide the time from the first start to the last end of a step into parts.
 
-    All parts are times of the busiest rank. `stage_times` divides the compute instructions of this
-    rank into compute, recomputation and collectives. `idleness` gives the causes of its idle time.
+    All parts are times of the busiest rank. The function uses `stage_times` to split the time of
+    each compute instruction of this rank into model compute, recomputation and collectives.
+    `idleness` returns the causes of the idle time of this rank.
 
     Args:
         run: The timeline of the step.

@@ -46,8 +46,8 @@ class StepIsolation:
 
     Args:
         inner: The optimizer. torch's own optimizers are not checked.
-        replaces_parameters: True if the optimizer steps copies of the parameters on the host, as a
-            CPU optimizer does.
+        replaces_parameters: True if the optimizer updates copies of the parameters on the host, as
+            a CPU optimizer does.
     """
 
     def __init__(self, inner: Any, *, replaces_parameters: bool) -> None:

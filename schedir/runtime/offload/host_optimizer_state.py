@@ -63,7 +63,7 @@ class HostOptimizerState:
             parameters share memory. Or the optimizer refers to parameters outside of its groups.
     """
 
-    # True if the optimizer steps copies of the parameters on the host.
+    # True if the optimizer updates copies of the parameters on the host.
     replaces_parameters = False
 
     def __init__(

@@ -188,7 +188,7 @@ class OrderEvaluator:
         Args:
             order: The order from which annealing starts.
             temperature: The initial temperature, in the unit of the costs.
-            cooling: The factor by which each move reduces the temperature.
+            cooling: A factor below 1. Each move multiplies the temperature by it.
             seed: The random seed, 0 to 2**31 - 1.
         """
         return AnnealingState(self, order, temperature, cooling, seed)
@@ -210,7 +210,7 @@ class AnnealingState:
         evaluator: The evaluator of the problem. Annealing uses its buffers.
         order: The order from which annealing starts.
         temperature: The initial temperature, in the unit of the costs.
-        cooling: The factor by which each move reduces the temperature.
+        cooling: A factor below 1. Each move multiplies the temperature by it.
         seed: The random seed, 0 to 2**31 - 1.
     """
 
