@@ -186,7 +186,11 @@ class Graph:
 
     @cached_property
     def host_waits(self) -> NDArray[np.int32]:
-        """Positions that a blocking host has waited for before each instruction, shape (k, n)."""
+        """Positions of the instructions that a blocking host has waited for, shape (k, n).
+
+        Before a host issues instruction i, it has waited for the instructions of column i.
+        `find_host_waits` describes the k rows.
+        """
         return find_host_waits(self.program, self.entry_exit_nodes[0], self.host_device_sync)
 
     @cached_property

@@ -347,7 +347,8 @@ def count_send_slots(program: Program, kind: Value) -> dict[tuple[Opcode, ...], 
         is_member = is_member & is_sent_value
         sent_counts = np.bincount(rank_of_value[is_member], minlength=ranks)
         slots = np.minimum(sent_counts, slot_counts)
-        # Some values of these ranks share slots with values that no message sends.
+        # On the ranks of this loop, sent values of this form may share slots with other values. So
+        # the number of their slots depends on the assignment of slots.
         for rank in np.flatnonzero(
             (sent_counts > 0) & (sent_counts < value_counts) & (slot_counts < value_counts)
         ).tolist():

@@ -39,8 +39,8 @@ def compare_processes(
         options: The options of the rank.
 
     Returns:
-        For each process with the tensor-parallel rank of this process, the fingerprints of its
-        parameters.
+        The parameter fingerprints of each process that has the same tensor-parallel rank as this
+        process.
 
     Raises:
         ModelError: The processes differ.

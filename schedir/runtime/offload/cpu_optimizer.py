@@ -57,7 +57,8 @@ class _HostParameters:
     Attributes:
         host_copies: Parameter on the device -> parameter on the host.
         flat_pairs: Pairs of a gradient buffer on the host and the same buffer on the device.
-        device_weights: Parameter on the device -> its weights, or with ZeRO its shard.
+        device_weights: Parameter on the device -> the tensor on the device that has its values.
+            With ZeRO, this tensor is the replica's shard.
     """
 
     def __init__(
