@@ -9,13 +9,14 @@ import sys
 from dataclasses import replace
 from functools import cache, partial
 from multiprocessing import get_context
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from schedir import B, F, compile
+from schedir import B, F, Opcode, compile
 from schedir.errors import SchedirError, UsageError
 from schedir.transports.local_processes import run_processes
 from tests.cpu.megatron_gpt import (
@@ -27,6 +28,7 @@ from tests.cpu.megatron_gpt import (
     run_step,
     train,
 )
+from tests.cpu.trainer_traces import import_traces, profile_step
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -56,6 +58,7 @@ PARTIAL: dict[str, Any] = {"num_microbatches_with_partial_activation_checkpoints
 PER_TOKEN: dict[str, Any] = {"calculate_per_token_loss": True}
 LOOP = Case(chunks=2, tied=False)
 VEE = replace(LOOP, is_vee=True)
+PROFILED = {"zb_h1": Case(), "interleaved_zb": LOOP, "zb_v": VEE}
 DISTRIBUTED = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
 
 
@@ -168,6 +171,39 @@ def test_wrong_runs_raise_same_error_on_all_ranks() -> None:
     for name, *errors in zip(WRONG, *run_forks(fail_all, 2, runs), strict=True):
         assert str(errors[0]) == str(errors[1]), name
         assert WRONG[name][3] in str(errors[0]), (name, str(errors[0]))
+
+
+def profile_steps(rank: int, folder: str) -> None:
+    """Save the trace of a step of each of PROFILED."""
+    import schedir.megatron
+
+    for name, case in PROFILED.items():
+        with megatron_on_cpu(case):
+            provider = partial(schedir.megatron.model_provider, schedule=name)
+            chunks = build_chunks(case, provider if case.is_vee else lambda build: build)
+            step = schedir.megatron.forward_backward(name)
+            run_step(case, step, chunks, 0)
+            profile_step(partial(run_step, case, step, chunks, 1), f"{folder}/{name}-{rank}.json")
+
+
+def test_imported_trace_is_program_of_step(tmp_path: Path) -> None:
+    run_forks(profile_steps, 2, str(tmp_path))
+    for name, case in PROFILED.items():
+        imported = import_traces(tmp_path, name)
+        program = compile(
+            name,
+            ranks=case.pp,
+            microbatches=case.microbatches,
+            stages_per_rank=case.chunks,
+            progress_model="per_edge",
+        )
+        own_ops = {Opcode.ReduceGrads, Opcode.OptimizerStep}  # Megatron runs them at the end
+        for stream, expected in zip(imported.streams, program.streams, strict=True):
+            assert [instr for instr in stream if instr.op not in own_ops] == [
+                instr for instr in expected if instr.op not in own_ops
+            ]
+            reduced = [instr.stage for instr in stream if instr.op == Opcode.ReduceGrads]
+            assert len(reduced) == case.chunks
 
 
 def run_each(rank: int, probes: list[Any]) -> list[Any]:
