@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from schedir import B, F, Opcode, compile
+from schedir import B, F, Opcode, Program, compile, from_text, to_text
 from schedir.errors import SchedirError, UsageError
 from schedir.transports.local_processes import run_processes
 from tests.cpu.megatron_gpt import (
@@ -137,8 +137,8 @@ def forwards_in_descending_order(rank: int, ranks: int, microbatches: int) -> An
         yield B.at(mb)
 
 
-def fail_all(rank: int, runs: list[tuple[Any, Case, dict[str, Any]]]) -> list[SchedirError]:
-    """Return the errors of the runs. Each run fails in every process."""
+def fail_all(rank: int, runs: list[tuple[Any, Case, dict[str, Any]]]) -> list[str]:
+    """Return the messages of the runs' errors. Each run fails in every process."""
     import schedir.megatron
 
     errors = []
@@ -148,8 +148,18 @@ def fail_all(rank: int, runs: list[tuple[Any, Case, dict[str, Any]]]) -> list[Sc
             step = partial(schedir.megatron.forward_backward(local_schedule), **arguments)
             provider = partial(schedir.megatron.model_provider, schedule=local_schedule)
             train(case, step, provider if case.is_vee else lambda build: build)
-        errors.append(caught.value)
+        errors.append(str(caught.value))
     return errors
+
+
+def interleaved_with_crossed_messages() -> Program:
+    """Return a program of two ranks whose second rank receives two activations in wrong order."""
+    program = compile(
+        "interleaved", ranks=2, microbatches=4, stages_per_rank=2, progress_model="per_edge"
+    )
+    first, second = "  recv_act 1.1\n", "  recv_act 3.0\n"
+    text = to_text(program).replace(second, "").replace(first, second + first)
+    return from_text(text)
 
 
 WRONG: dict[str, tuple[Any, Case, dict[str, Any], str]] = {
@@ -162,6 +172,7 @@ WRONG: dict[str, tuple[Any, Case, dict[str, Any], str]] = {
     "order": (forwards_in_descending_order, Case(), {}, "ascending order"),
     "shapes": ("gpipe", Case(), {"adjust_tensor_shapes_fn": max}, "adjust_tensor_shapes_fn"),
     "setting": ("gpipe", Case(settings=PARTIAL), {}, "num_microbatches_with_partial"),
+    "crossed": (interleaved_with_crossed_messages(), Case(chunks=2), {}, "wait for each other"),
     "ranks": (["gpipe", "one_f_one_b"], Case(), {}, "the program is"),
 }
 
@@ -169,8 +180,8 @@ WRONG: dict[str, tuple[Any, Case, dict[str, Any], str]] = {
 def test_wrong_runs_raise_same_error_on_all_ranks() -> None:
     runs = [run[:3] for run in WRONG.values()]
     for name, *errors in zip(WRONG, *run_forks(fail_all, 2, runs), strict=True):
-        assert str(errors[0]) == str(errors[1]), name
-        assert WRONG[name][3] in str(errors[0]), (name, str(errors[0]))
+        assert errors[0] == errors[1], name
+        assert WRONG[name][3] in errors[0], (name, errors[0])
 
 
 def profile_steps(rank: int, folder: str) -> None:
@@ -359,6 +370,39 @@ def test_module_imported_during_build_keeps_original_functions() -> None:
             assert module.get_pg_rank("pipeline") == 3
     finally:
         del sys.modules[module.__name__]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("context_parallel_size", 2),
+        ("hybrid_context_parallel", True),
+        ("expert_model_parallel_size", 2),
+        ("overlap_moe_expert_parallel_comm", True),
+        ("mtp_num_layers", 1),
+        ("enable_autocast", True),
+        ("variable_seq_lengths", True),
+        ("num_microbatches_with_partial_activation_checkpoints", 1),
+        ("fine_grained_activation_offloading", True),
+        ("enable_cuda_graph", True),
+        ("external_cuda_graph", True),
+        ("cuda_graph_impl", "local"),
+    ],
+)
+def test_unsupported_settings_are_refused_by_name(name: str, value: object) -> None:
+    from schedir.megatron.run_requirements import require_supported_settings
+
+    with pytest.raises(UsageError, match=f"{name}={value!r} is not supported") as caught:
+        require_supported_settings([], SimpleNamespace(**{name: value}))
+    assert caught.value.fields == (name,)
+
+
+def test_megatron_fsdp_is_refused() -> None:
+    from schedir.megatron.run_requirements import require_supported_settings
+
+    chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
+    with pytest.raises(UsageError, match="use_megatron_fsdp=True is not supported"):
+        require_supported_settings([chunk], SimpleNamespace())
 
 
 def test_overlapped_reduction_with_optimizer_instances_is_refused() -> None:
