@@ -1,6 +1,7 @@
 """Tests of `schedir.megatron`, which runs programs of schedir in place of Megatron's schedules.
 
-Losses and all `main_grad`s after two steps are bitwise equal to those of Megatron's schedule.
+Losses and all `main_grad`s after two steps, or five with ALL_CASES=1, are bitwise equal to those of
+Megatron's schedule.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from schedir import B, F, Opcode, Program, compile, from_text, to_text
+from schedir import B, F, I, Opcode, Program, W, compile, from_text, to_text
 from schedir.errors import SchedirError, UsageError
 from schedir.transports.local_processes import run_processes
+from tests.cases import ALL
 from tests.cpu.megatron_gpt import (
     Case,
     Comparison,
@@ -33,7 +35,7 @@ from tests.cpu.trainer_traces import import_traces, profile_step
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 # Forks of this process have Megatron loaded. A new process would need a second to load it.
-run_forks = partial(run_processes, context=get_context("fork"), timeout=240)
+run_forks = partial(run_processes, context=get_context("fork"), timeout=1200 if ALL else 240)
 
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
@@ -71,6 +73,12 @@ def in_pairs(rank: int, ranks: int, microbatches: int) -> Any:
     yield (microbatches - lead) % 2 * (F + B) + lead * B
 
 
+def weights_last(rank: int, ranks: int, microbatches: int) -> Any:
+    """Yield a user's schedule that defers all weight gradients to the end."""
+    lead = min(ranks - 1 - rank, microbatches)
+    yield lead * F + (microbatches - lead) * (F + I) + lead * I + microbatches * W
+
+
 # The schedule and the case of each run, by number of processes.
 RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
     2: {
@@ -102,6 +110,19 @@ RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
     },
 }
 
+if ALL:
+    RUNS[2] |= {
+        "looped_bfs": ("looped_bfs", LOOP),
+        "own-split": (weights_last, Case()),
+        "layout": ("zb_h1", Case(settings={"pipeline_model_parallel_layout": "Et|tttL"})),
+    }
+    RUNS[4] |= {
+        "pp4-1f1b": ("one_f_one_b", Case(pp=4, microbatches=8)),
+        "pp4-interleaved": ("interleaved", replace(LOOP, pp=4, layers=8, microbatches=8)),
+        "dp2-1f1b": ("one_f_one_b", Case(tied=False, ddp=DISTRIBUTED)),
+        "dp2-zb_v": ("zb_v", replace(VEE, ddp=DISTRIBUTED)),
+    }
+
 
 @cache
 def run_all(processes: int) -> dict[str, list[Comparison]]:
@@ -110,7 +131,10 @@ def run_all(processes: int) -> dict[str, list[Comparison]]:
     One start of the processes serves all runs, because it takes longer than a run.
     """
     runs = RUNS[processes]
-    per_process = run_forks(compare_all, processes, [*runs.values()])
+    cases = [
+        (schedule, replace(case, steps=5) if ALL else case) for schedule, case in runs.values()
+    ]
+    per_process = run_forks(compare_all, processes, cases)
     return dict(zip(runs, map(list, zip(*per_process, strict=True)), strict=True))
 
 
@@ -123,9 +147,10 @@ def test_losses_and_gradients_equal_megatron(processes: int, name: str) -> None:
     for rank, result in enumerate(run_all(processes)[name]):
         assert not result.wrong
         assert result.gradients >= 10 or case.forward_only
-        assert len(result.losses) == case.steps * case.microbatches
-        # In a vee the last stage is on rank 0, while Megatron expects losses on the last rank.
-        has_losses = rank in with_losses or (case.is_vee and rank == 0)
+        assert len(result.losses) == (5 if ALL else 2) * case.microbatches
+        # In a vee the first pipeline rank has the last stage, while Megatron expects losses on the
+        # last one.
+        has_losses = rank in with_losses or (case.is_vee and rank < processes // case.pp)
         assert result.own_losses == (result.losses if has_losses else [])
 
 
