@@ -36,8 +36,8 @@ docs: $(READY)
 campaign: $(READY)
 	ALL_CASES=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 tests/pure tests/cpu
 
-# Test the lowest and the newest supported torch, and a plain install in each Python of this machine.
-# Both versions of torch are downloads of gigabytes.
+# Test the lowest and the newest supported torch, the newest torchtitan, and a plain install in each
+# Python of this machine. The versions of torch are downloads of gigabytes.
 versions: $(READY)
 	$(BIN)/python -m tests.versions
 

@@ -1,5 +1,6 @@
 """Run tests with the lowest and the newest torch, and try a plain install in each Python.
 
+With the newest torch, the newest torchtitan also trains with schedules of schedir.
 `make versions` runs this file. Each version gets a new environment, which is deleted before the
 next one is made. A version of torch is a download of several gigabytes.
 """
@@ -66,6 +67,21 @@ def passes_with(torch: str) -> bool:
         return subprocess.run([python, "-m", "pytest", *options, *files], cwd=ROOT).returncode == 0
 
 
+def trains_in_torchtitan(torchtitan: str) -> bool:
+    """Return whether torchtitan trains equally with its own schedules and with schedir's.
+
+    Args:
+        torchtitan: A requirement for pip, such as `torchtitan==0.3.0`. The newest torch that fits
+            is installed with it.
+    """
+    with TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        python = Path(folder, "bin", "python")
+        needed = (str(ROOT), torchtitan, "torch")
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *needed], check=True)
+        return subprocess.run([python, "-m", "tests.torchtitan_run"], cwd=ROOT).returncode == 0
+
+
 def passes_in(python: str, wheel: Path) -> bool:
     """Return whether a plain install of a wheel works with a Python interpreter."""
     argv = [sys.executable, "-m", "tests.plain_install", str(wheel), "--python", python]
@@ -77,6 +93,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torch", nargs="*", default=[f"torch=={lowest_torch()}.*", "torch"],
                         metavar="REQUIREMENT", help="for pip, such as torch==2.12.*")  # fmt: skip
+    parser.add_argument("--torchtitan", nargs="*", default=["torchtitan"], metavar="REQUIREMENT",
+                        help="for pip, such as torchtitan==0.3.0")  # fmt: skip
     args = parser.parse_args()
     results = {}
     with TemporaryDirectory() as folder:
@@ -89,6 +107,9 @@ def main() -> int:
     for torch in args.torch:
         print(f"== {torch}", flush=True)
         results[torch] = passes_with(torch)
+    for torchtitan in args.torchtitan:
+        print(f"== {torchtitan} and the newest torch", flush=True)
+        results[torchtitan] = trains_in_torchtitan(torchtitan)
     for name, passed in results.items():
         print(f"{'passed' if passed else 'FAILED':<8}{name}")
     return 0 if all(results.values()) else 1

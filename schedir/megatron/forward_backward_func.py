@@ -282,12 +282,13 @@ def _run_step(
         _copy_to_last_rank(step.forward_data, last_rank, groups.pp, step.device)
     if needs_finalization:
         schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
-        config.finalize_model_grads_func(
-            chunks,
-            num_tokens if config.calculate_per_token_loss else None,
-            pg_collection=groups,
-            force_all_reduce=force_all_reduce,
-        )
+        with step.open_reduction_ranges():
+            config.finalize_model_grads_func(
+                chunks,
+                num_tokens if config.calculate_per_token_loss else None,
+                pg_collection=groups,
+                force_all_reduce=force_all_reduce,
+            )
     if config.timers is not None:
         config.timers("forward-backward").stop()
     return step.forward_data

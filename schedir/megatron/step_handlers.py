@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
+from torch.profiler import record_function
 
+from schedir.io.profiler_range_names import format_range_name
 from schedir.ir.isa.instructions import INSTRUCTIONS, Instr, Lane, Opcode
 from schedir.ir.program import Program
 from schedir.megatron.pipeline_transport import Message, PipelineGroupTransport
@@ -104,13 +106,41 @@ class MegatronStep:
         stages = self.program.shape.stages_on_rank[self.rank]
         self.chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
         self.last_stage = self.program.shape.stages - 1
+        self.is_profiled = torch.autograd.profiler._is_profiler_enabled
 
     def run(self) -> None:
         """Run the instructions of the rank, and wait for its sends."""
         for instr in self.program.streams[self.rank]:
-            HANDLERS[instr.op](self, instr)
+            with self.open_range(instr):
+                HANDLERS[instr.op](self, instr)
         while self.sends:
             self.sends.popleft()[0].wait()
+
+    def open_range(self, instr: Instr) -> AbstractContextManager[object]:
+        """Return the profiler range of an instruction, or an empty context without a profiler.
+
+        Reductions and optimizer steps have no range here, because Megatron ends reductions, and
+        runs optimizer steps, after the program.
+        """
+        if not self.is_profiled or instr.op in (Opcode.ReduceGrads, Opcode.OptimizerStep):
+            return nullcontext()
+        return record_function(format_range_name(instr))
+
+    def open_reduction_ranges(self) -> AbstractContextManager[object]:
+        """Return the profiler ranges of the call that ends the reductions of all chunks."""
+        ranges = ExitStack()
+        for stage in self.chunk_of if self.is_profiled else ():
+            name = format_range_name(Instr(Opcode.ReduceGrads, stage, 0))
+            ranges.enter_context(record_function(name))
+        return ranges
+
+    def wait_for_message(self, op: Opcode, stage: int, mb: int) -> Tensor:
+        """Wait for a boundary tensor, and return it."""
+        receive = self.receives.pop((INSTRUCTIONS[op].lane, stage, mb))
+        if not self.is_profiled:
+            return receive.wait()
+        with record_function(format_range_name(Instr(op, stage, mb)).replace("RECV", "WAIT_RECV")):
+            return receive.wait()
 
     def start_receive(self, instr: Instr, requires_grad: bool) -> None:
         """Start the receive of a boundary tensor."""
@@ -142,7 +172,7 @@ class MegatronStep:
             input_tensor = output.detach().requires_grad_()
             self.deallocate(output)
             return input_tensor
-        return self.receives.pop((Lane.ACT, stage, mb)).wait()
+        return self.wait_for_message(Opcode.RecvAct, stage, mb)
 
     def take_output_gradient(self, stage: int, mb: int) -> Tensor | None:
         """Return the gradient of a stage's output, or None for the last stage."""
@@ -150,7 +180,7 @@ class MegatronStep:
             return None
         if stage + 1 in self.chunk_of:
             return self.gradients.pop((stage + 1, mb))
-        return self.receives.pop((Lane.GRAD, stage, mb)).wait()
+        return self.wait_for_message(Opcode.RecvGrad, stage, mb)
 
     def deallocate(self, output: Tensor) -> None:
         """Free a stage's output, but not its graph, if Megatron's config requires it."""

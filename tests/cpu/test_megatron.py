@@ -1,6 +1,7 @@
 """Tests of `schedir.megatron`, which runs programs of schedir in place of Megatron's schedules.
 
-Losses and all `main_grad`s after two steps are bitwise equal to those of Megatron's schedule.
+Losses and all `main_grad`s after two steps, or five with ALL_CASES=1, are bitwise equal to those of
+Megatron's schedule.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ import sys
 from dataclasses import replace
 from functools import cache, partial
 from multiprocessing import get_context
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from schedir import B, F, compile
+from schedir import B, F, I, Opcode, Program, W, compile, from_text, to_text
 from schedir.errors import SchedirError, UsageError
 from schedir.transports.local_processes import run_processes
+from tests.cases import ALL
 from tests.cpu.megatron_gpt import (
     Case,
     Comparison,
@@ -27,11 +30,12 @@ from tests.cpu.megatron_gpt import (
     run_step,
     train,
 )
+from tests.cpu.trainer_traces import import_traces, profile_step
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 # Forks of this process have Megatron loaded. A new process would need a second to load it.
-run_forks = partial(run_processes, context=get_context("fork"), timeout=240)
+run_forks = partial(run_processes, context=get_context("fork"), timeout=1200 if ALL else 240)
 
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
@@ -56,6 +60,7 @@ PARTIAL: dict[str, Any] = {"num_microbatches_with_partial_activation_checkpoints
 PER_TOKEN: dict[str, Any] = {"calculate_per_token_loss": True}
 LOOP = Case(chunks=2, tied=False)
 VEE = replace(LOOP, is_vee=True)
+PROFILED = {"zb_h1": Case(), "interleaved_zb": LOOP, "zb_v": VEE}
 DISTRIBUTED = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
 
 
@@ -66,6 +71,12 @@ def in_pairs(rank: int, ranks: int, microbatches: int) -> Any:
     for _ in range((microbatches - lead) // 2):
         yield 2 * F + 2 * B
     yield (microbatches - lead) % 2 * (F + B) + lead * B
+
+
+def weights_last(rank: int, ranks: int, microbatches: int) -> Any:
+    """Yield a user's schedule that defers all weight gradients to the end."""
+    lead = min(ranks - 1 - rank, microbatches)
+    yield lead * F + (microbatches - lead) * (F + I) + lead * I + microbatches * W
 
 
 # The schedule and the case of each run, by number of processes.
@@ -99,6 +110,19 @@ RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
     },
 }
 
+if ALL:
+    RUNS[2] |= {
+        "looped_bfs": ("looped_bfs", LOOP),
+        "own-split": (weights_last, Case()),
+        "layout": ("zb_h1", Case(settings={"pipeline_model_parallel_layout": "Et|tttL"})),
+    }
+    RUNS[4] |= {
+        "pp4-1f1b": ("one_f_one_b", Case(pp=4, microbatches=8)),
+        "pp4-interleaved": ("interleaved", replace(LOOP, pp=4, layers=8, microbatches=8)),
+        "dp2-1f1b": ("one_f_one_b", Case(tied=False, ddp=DISTRIBUTED)),
+        "dp2-zb_v": ("zb_v", replace(VEE, ddp=DISTRIBUTED)),
+    }
+
 
 @cache
 def run_all(processes: int) -> dict[str, list[Comparison]]:
@@ -107,7 +131,10 @@ def run_all(processes: int) -> dict[str, list[Comparison]]:
     One start of the processes serves all runs, because it takes longer than a run.
     """
     runs = RUNS[processes]
-    per_process = run_forks(compare_all, processes, [*runs.values()])
+    cases = [
+        (schedule, replace(case, steps=5) if ALL else case) for schedule, case in runs.values()
+    ]
+    per_process = run_forks(compare_all, processes, cases)
     return dict(zip(runs, map(list, zip(*per_process, strict=True)), strict=True))
 
 
@@ -120,9 +147,10 @@ def test_losses_and_gradients_equal_megatron(processes: int, name: str) -> None:
     for rank, result in enumerate(run_all(processes)[name]):
         assert not result.wrong
         assert result.gradients >= 10 or case.forward_only
-        assert len(result.losses) == case.steps * case.microbatches
-        # In a vee the last stage is on rank 0, while Megatron expects losses on the last rank.
-        has_losses = rank in with_losses or (case.is_vee and rank == 0)
+        assert len(result.losses) == (5 if ALL else 2) * case.microbatches
+        # In a vee the first pipeline rank has the last stage, while Megatron expects losses on the
+        # last one.
+        has_losses = rank in with_losses or (case.is_vee and rank < processes // case.pp)
         assert result.own_losses == (result.losses if has_losses else [])
 
 
@@ -134,8 +162,8 @@ def forwards_in_descending_order(rank: int, ranks: int, microbatches: int) -> An
         yield B.at(mb)
 
 
-def fail_all(rank: int, runs: list[tuple[Any, Case, dict[str, Any]]]) -> list[SchedirError]:
-    """Return the errors of the runs. Each run fails in every process."""
+def fail_all(rank: int, runs: list[tuple[Any, Case, dict[str, Any]]]) -> list[str]:
+    """Return the messages of the runs' errors. Each run fails in every process."""
     import schedir.megatron
 
     errors = []
@@ -145,8 +173,18 @@ def fail_all(rank: int, runs: list[tuple[Any, Case, dict[str, Any]]]) -> list[Sc
             step = partial(schedir.megatron.forward_backward(local_schedule), **arguments)
             provider = partial(schedir.megatron.model_provider, schedule=local_schedule)
             train(case, step, provider if case.is_vee else lambda build: build)
-        errors.append(caught.value)
+        errors.append(str(caught.value))
     return errors
+
+
+def interleaved_with_crossed_messages() -> Program:
+    """Return a program of two ranks whose second rank receives two activations in wrong order."""
+    program = compile(
+        "interleaved", ranks=2, microbatches=4, stages_per_rank=2, progress_model="per_edge"
+    )
+    first, second = "  recv_act 1.1\n", "  recv_act 3.0\n"
+    text = to_text(program).replace(second, "").replace(first, second + first)
+    return from_text(text)
 
 
 WRONG: dict[str, tuple[Any, Case, dict[str, Any], str]] = {
@@ -159,6 +197,7 @@ WRONG: dict[str, tuple[Any, Case, dict[str, Any], str]] = {
     "order": (forwards_in_descending_order, Case(), {}, "ascending order"),
     "shapes": ("gpipe", Case(), {"adjust_tensor_shapes_fn": max}, "adjust_tensor_shapes_fn"),
     "setting": ("gpipe", Case(settings=PARTIAL), {}, "num_microbatches_with_partial"),
+    "crossed": (interleaved_with_crossed_messages(), Case(chunks=2), {}, "wait for each other"),
     "ranks": (["gpipe", "one_f_one_b"], Case(), {}, "the program is"),
 }
 
@@ -166,8 +205,41 @@ WRONG: dict[str, tuple[Any, Case, dict[str, Any], str]] = {
 def test_wrong_runs_raise_same_error_on_all_ranks() -> None:
     runs = [run[:3] for run in WRONG.values()]
     for name, *errors in zip(WRONG, *run_forks(fail_all, 2, runs), strict=True):
-        assert str(errors[0]) == str(errors[1]), name
-        assert WRONG[name][3] in str(errors[0]), (name, str(errors[0]))
+        assert errors[0] == errors[1], name
+        assert WRONG[name][3] in errors[0], (name, errors[0])
+
+
+def profile_steps(rank: int, folder: str) -> None:
+    """Save the trace of a step of each of PROFILED."""
+    import schedir.megatron
+
+    for name, case in PROFILED.items():
+        with megatron_on_cpu(case):
+            provider = partial(schedir.megatron.model_provider, schedule=name)
+            chunks = build_chunks(case, provider if case.is_vee else lambda build: build)
+            step = schedir.megatron.forward_backward(name)
+            run_step(case, step, chunks, 0)
+            profile_step(partial(run_step, case, step, chunks, 1), f"{folder}/{name}-{rank}.json")
+
+
+def test_imported_trace_is_program_of_step(tmp_path: Path) -> None:
+    run_forks(profile_steps, 2, str(tmp_path))
+    for name, case in PROFILED.items():
+        imported = import_traces(tmp_path, name)
+        program = compile(
+            name,
+            ranks=case.pp,
+            microbatches=case.microbatches,
+            stages_per_rank=case.chunks,
+            progress_model="per_edge",
+        )
+        own_ops = {Opcode.ReduceGrads, Opcode.OptimizerStep}  # Megatron runs them at the end
+        for stream, expected in zip(imported.streams, program.streams, strict=True):
+            assert [instr for instr in stream if instr.op not in own_ops] == [
+                instr for instr in expected if instr.op not in own_ops
+            ]
+            reduced = [instr.stage for instr in stream if instr.op == Opcode.ReduceGrads]
+            assert len(reduced) == case.chunks
 
 
 def run_each(rank: int, probes: list[Any]) -> list[Any]:
@@ -323,6 +395,39 @@ def test_module_imported_during_build_keeps_original_functions() -> None:
             assert module.get_pg_rank("pipeline") == 3
     finally:
         del sys.modules[module.__name__]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("context_parallel_size", 2),
+        ("hybrid_context_parallel", True),
+        ("expert_model_parallel_size", 2),
+        ("overlap_moe_expert_parallel_comm", True),
+        ("mtp_num_layers", 1),
+        ("enable_autocast", True),
+        ("variable_seq_lengths", True),
+        ("num_microbatches_with_partial_activation_checkpoints", 1),
+        ("fine_grained_activation_offloading", True),
+        ("enable_cuda_graph", True),
+        ("external_cuda_graph", True),
+        ("cuda_graph_impl", "local"),
+    ],
+)
+def test_unsupported_settings_are_refused_by_name(name: str, value: object) -> None:
+    from schedir.megatron.run_requirements import require_supported_settings
+
+    with pytest.raises(UsageError, match=f"{name}={value!r} is not supported") as caught:
+        require_supported_settings([], SimpleNamespace(**{name: value}))
+    assert caught.value.fields == (name,)
+
+
+def test_megatron_fsdp_is_refused() -> None:
+    from schedir.megatron.run_requirements import require_supported_settings
+
+    chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
+    with pytest.raises(UsageError, match="use_megatron_fsdp=True is not supported"):
+        require_supported_settings([chunk], SimpleNamespace())
 
 
 def test_overlapped_reduction_with_optimizer_instances_is_refused() -> None:
