@@ -105,6 +105,13 @@ def test_option_without_value_per_rank_is_refused() -> None:
     assert answer["error"]["fields"] == ["other", "costs"]
 
 
+def test_error_of_other_schedule_names_it() -> None:
+    error = ask("one_f_one_b", "gpipe", memory_limit="4GB")["error"]
+    assert error["fact"] == "gpipe: rank 0 needs 8 GB, but the limit is 4 GB"
+    assert error["fields"] == ["other"] and error["sites"] and not error["picture"]
+    assert ask("one_f_one_b", "gpip")["error"]["fact"] == "'gpip' is not a built-in schedule"
+
+
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [

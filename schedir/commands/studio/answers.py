@@ -162,11 +162,12 @@ class Studio:
         options = make_comparison_options(state, request.program)
         options.pop("placement", None)
         other_state = replace(state, options=options)
+        source = load_built_in(state.other, "other")
         try:
-            source = load_built_in(state.other, "other")
             compared = make_state_request(other_state, source, for_comparison=True).timeline
         except SchedirError as error:
-            error.fields = ("other",)
+            error.fields, error.program = ("other",), ""
+            error.fact = f"{state.other}: {error.fact}"
             raise
         return describe_request(request, state, compared)
 
@@ -369,7 +370,12 @@ def describe_error(error: SchedirError, request: Request | None = None) -> dict[
             {"rank": site.rank, "index": site.index, "text": str(site.instr), "note": site.note}
             for site in error.sites
         ],
-        "picture": _draw_error(error, request) if request and error.sites else "",
+        # The other schedule of a comparison has no picture.
+        "picture": (
+            _draw_error(error, request)
+            if request and error.sites and "other" not in error.fields
+            else ""
+        ),
     }
 
 

@@ -261,7 +261,7 @@ function updateControls() {
 
 // Return the names of the controls with the texts that an error is about.
 function findControls({ kind, fact, fields }) {
-  const all = { CostsError: ["costs"], MemoryLimitError: ["memory_limit"] }[kind] || (fact.startsWith("-O: ") ? ["more"] : fields), words = new Set(fact.split(/\W+/)), has = (name) => words.has(name);
+  const all = fields[0] === "other" ? fields : { CostsError: ["costs"], MemoryLimitError: ["memory_limit"] }[kind] || (fact.startsWith("-O: ") ? ["more"] : fields), words = new Set(fact.split(/\W+/)), has = (name) => words.has(name);
   return all.flatMap((field) => {
     if (!["costs", "sizes"].includes(field)) return field in inputs ? [field] : field in SETUP.help ? ["more"] : [];
     const own = field === "costs" ? [...COMPUTES, "send"] : ["saved"], rest = `other_${field}`, named = own.filter((name) => inputs[name].value && has(name));
