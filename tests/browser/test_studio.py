@@ -257,6 +257,27 @@ def test_idle_time_shows_cause_chain_and_changes(studio: Opener) -> None:
     assert get_value(browser, "control-schedule") == "one_f_one_b"
 
 
+def test_comparison_explains_only_the_first_run(studio: Opener) -> None:
+    browser = studio()
+    choose(browser, "control-other", "interleaved")
+    browser.js("document.getElementById('canvas').focus()")
+    explained = []
+    for _ in range(2):
+        browser.key("v")  # shows the first run alone, then the second run alone
+        browser.key("b")
+        browser.until(lambda: "is idle" in get_text(browser, "selected"))
+        selected = get_text(browser, "selected")
+        explained.append(any(word in selected for word in ("Computing", "CHANGES", "No change")))
+    assert explained == [True, False]
+    browser.key("v")  # shows both runs
+    wait_for_answer(
+        browser, lambda: drag(browser, locate_time(browser, 13.3), locate_time(browser, 8))
+    )
+    assert "which is F 0.4 instead of B 0.0" in get_text(browser, "verdict")
+    browser.js("[...document.querySelectorAll('#verdict button')].at(-1).click()")
+    assert get_text(browser, "selected").startswith("F 0.4")
+
+
 def test_studio_opens_program_and_measured_run(studio: Opener, tmp_path: Path) -> None:
     program = compile("zb_h1", ranks=2, microbatches=4)
     browser = studio(StudioState(program=to_text(program), options=DEFAULTS))

@@ -25,6 +25,7 @@ from schedir.commands.studio.state import (
     make_state_request,
     scale_stage_values,
 )
+from schedir.compiler.relower import extract_compute, remove_recompute
 from schedir.compiler.schedule_recognition import Recognition, recognize
 from schedir.errors import CommandHint, SchedirError, UsageError
 from schedir.io.program_request import Request
@@ -36,11 +37,14 @@ from schedir.ir.isa.instructions import COMPUTE_OPS, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
+from schedir.passes.splitting.frozen_stages import drop_frozen_backwards
+from schedir.passes.splitting.stage_segmentation import split_like
 from schedir.predict.calibrate import simulate_at_mean_times
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.predict.what_if import MIN_SAVING, SimulatedChange, advise
 from schedir.schedules import get_built_in_schedules, get_summary, suggest_schedules
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.viz.deadlock_diagram import draw_deadlock
 from schedir.viz.page_data import build_table, describe_run, describe_runs, label_runs
 
@@ -156,14 +160,14 @@ class Studio:
         if not state.other or state.run:
             return describe_request(request, state)
         options = make_comparison_options(state, request.program)
-        for name in ("stages_per_rank", "placement"):
-            options.pop(name, None)
+        options.pop("placement", None)
         other_state = replace(state, options=options)
+        source = load_built_in(state.other, "other")
         try:
-            source = load_built_in(state.other, "other")
             compared = make_state_request(other_state, source, for_comparison=True).timeline
         except SchedirError as error:
-            error.fields = ("other",)
+            error.fields, error.program = ("other",), ""
+            error.fact = f"{state.other}: {error.fact}"
             raise
         return describe_request(request, state, compared)
 
@@ -243,7 +247,7 @@ def describe_request(
         "bound_explanation": bound.explanation if bound else "",
         "comparison": "" if other is None else compare_runs(timeline, other),
         "challenge": judge(request, state),
-        "title": _find_title(state, timeline.program.name, recognition),
+        "title": _find_title(state, timeline.program, recognition),
         "recognition": str(recognition),
         "schedule_summary": (
             get_summary(get_built_in_schedules()[recognition.schedule])
@@ -261,14 +265,31 @@ def describe_request(
     }
 
 
-def _find_title(state: StudioState, name: str, recognition: Recognition) -> str:
+def _find_title(state: StudioState, program: Program, recognition: Recognition) -> str:
     """Return the title of the page: the name of the program, and whether it was edited."""
     is_edited = (
         state.program
-        and name in get_built_in_schedules()
-        and not (recognition.is_exact and recognition.schedule == name)
+        and program.name in get_built_in_schedules()
+        and not (recognition.is_exact and recognition.schedule == program.name)
+        and not _has_order_of_name(program)
     )
-    return f"{name}, edited" if is_edited else name
+    return f"{program.name}, edited" if is_edited else program.name
+
+
+def _has_order_of_name(program: Program) -> bool:
+    """Return whether a program has the compute order of the built-in schedule with its name.
+
+    Unlike `recognize`, this function divides the stages of the schedule into segments and removes
+    the backwards of frozen stages, as in the program.
+    """
+    try:
+        draft = expand_schedule(get_built_in_schedules()[program.name], program.unsegmented_shape)
+        draft = replace(split_like(draft, program), frozen_stages=program.frozen_stages)
+    except SchedirError:
+        return False
+    drafts = (drop_frozen_backwards(draft), extract_compute(program))
+    one, other = (remove_recompute(compute).streams for compute in drafts)
+    return one == other
 
 
 def _describe_stages(one: Timeline, other: Timeline | None) -> list[str]:
@@ -349,7 +370,12 @@ def describe_error(error: SchedirError, request: Request | None = None) -> dict[
             {"rank": site.rank, "index": site.index, "text": str(site.instr), "note": site.note}
             for site in error.sites
         ],
-        "picture": _draw_error(error, request) if request and error.sites else "",
+        # The other schedule of a comparison has no picture.
+        "picture": (
+            _draw_error(error, request)
+            if request and error.sites and "other" not in error.fields
+            else ""
+        ),
     }
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 import shlex
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
+
+import numpy as np
 
 from schedir.commands.common.program_options import PROGRAM_OPTIONS, unknown_option_error
 from schedir.commands.common.schedule_options import (
@@ -20,12 +22,16 @@ from schedir.commands.common.schedule_options import (
     parse_costs,
     parse_sizes,
 )
-from schedir.errors import UsageError, describe
+from schedir.errors import SchedirError, UsageError, describe
 from schedir.io.option_spelling import option_name, option_words
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
-from schedir.ir.program import Program
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.pipeline.stage_segments import merge_segments
+from schedir.ir.program import HEADER_FIELDS, Program
 from schedir.passes.splitting.stage_segmentation import PER_CHUNK_FIELDS, SHARED_FIELDS
+from schedir.schedules import get_built_in_schedules
+from schedir.schedules.schedule_algebra import apply_schedule_defaults
 
 # Name -> parser of the options that are neither fields of a program nor options of passes.
 PREDICTION_OPTIONS: Final[Mapping[str, Callable[[str], Any]]] = {
@@ -34,6 +40,8 @@ PREDICTION_OPTIONS: Final[Mapping[str, Callable[[str], Any]]] = {
     "memory_limit": parse_byte_option,
     "progress_model": str,
 }
+# Options that `schedir compare` accepts for a program, if they do not contradict the program.
+_PROGRAM_FILE_OPTIONS: Final = PREDICTION_OPTIONS.keys() | {f.name for f in HEADER_FIELDS}
 
 
 class CodeError(UsageError):
@@ -170,7 +178,8 @@ def _parse_option(name: str, text: str) -> Any:
 def make_comparison_options(state: StudioState, program: Program) -> dict[str, str]:
     """Return the options of a state in the form that `schedir compare` takes.
 
-    In a comparison, options are for a model with one stage per rank.
+    In a comparison, options are for a model with one stage per rank. The result has
+    `stages_per_rank` and `placement` only if they differ from the defaults of the state's schedule.
 
     Args:
         state: The state.
@@ -179,28 +188,64 @@ def make_comparison_options(state: StudioState, program: Program) -> dict[str, s
     Raises:
         UsageError: The state has an option that has no such form.
     """
-    shape, stages_per_rank = program.unsegmented_shape, program.unsegmented_shape.stages_per_rank
+    shape, segments, chunks = merge_segments(
+        program.shape, program.segment_boundaries, program.chunks_per_microbatch
+    )
     for name in ("frozen_stages", "stage_segments"):
-        if name in state.options and stages_per_rank > 1:
+        if name in state.options and shape.stages_per_rank > 1:
             raise UsageError(
                 f"a comparison with {name} needs one stage per rank, but {program.name} has "
-                f"{stages_per_rank}",
+                f"{shape.stages_per_rank}",
                 fields=["other", name],
             )
     options = {**state.options, "ranks": str(shape.ranks), "microbatches": str(shape.microbatches)}
-    factor = program.shape.stages / shape.ranks
-    return scale_stage_values(options, factor, program.chunks_per_microbatch)
+    if max(segments) > 1:
+        _require_equal_segments(options, program.name)
+    if state.program or _has_default_stages(state, shape):
+        for name in ("stages_per_rank", "placement"):
+            options.pop(name, None)
+    factor: float | Sequence[float] = program.shape.stages / shape.ranks
+    if len({*segments}) > 1:
+        factor = segments
+    return scale_stage_values(options, factor, chunks)
+
+
+def _require_equal_segments(options: Mapping[str, str], name: str) -> None:
+    """Raise UsageError if a cost or a size differs between segments.
+
+    A comparison divides the costs of a stage equally over its segments.
+    """
+    for option in {"costs", "sizes"} & options.keys():
+        for field_name, value in _split_fields(options[option]):
+            if field_name in SHARED_FIELDS and ":" in value:
+                raise UsageError(
+                    f"a comparison of {name} with segments needs one number for all segments as "
+                    f"{field_name}, not {value!r:.80}",
+                    fields=["other", option],
+                )
+
+
+def _has_default_stages(state: StudioState, shape: PipelineShape) -> bool:
+    """Return whether a shape has the stages of each rank that a schedule has without options."""
+    default = PipelineShape(shape.ranks, shape.microbatches)
+    if not state.code:
+        schedule = get_built_in_schedules()[state.schedule.partition("(")[0].strip()]
+        try:
+            default = apply_schedule_defaults(schedule, default).resolve_defaults()
+        except SchedirError:
+            return False
+    return np.array_equal(shape.replica_ranks, default.replica_ranks)
 
 
 def scale_stage_values(
-    options: Mapping[str, str], factor: float, chunks: int = 1
+    options: Mapping[str, str], factor: float | Sequence[float], chunks: int = 1
 ) -> dict[str, str]:
     """Convert the costs and sizes in options to stages of another length.
 
     Args:
         options: Name -> text of each option, with valid costs and sizes.
-        factor: The length of a new stage, divided by the length of an old stage. Lists with one
-            number per stage are not multiplied by it.
+        factor: The length of a new stage, divided by the length of an old stage, or one such number
+            for each new stage. Lists with one number per stage are not multiplied by it.
         chunks: The number of chunks of each microbatch, which the new microbatches are not divided
             into.
 
@@ -210,27 +255,49 @@ def scale_stage_values(
     Example:
         >>> scale_stage_values({"costs": "F=1,B=2:3,send=0.1", "sizes": "saved=1GB"}, 2)
         {'costs': 'F=2,B=2:3,send=0.1', 'sizes': 'saved=2GB'}
+        >>> scale_stage_values({"costs": "F=1"}, (3, 1))
+        {'costs': 'F=3:1'}
     """
     scaled = dict(options)
     costs = options.get("costs", "")
     if not re.search(r"\bF\s*=", costs):  # the default of F does not depend on the stages
         scaled["costs"] = ",".join(["F=1", *filter(None, [costs])])
+    factors = [*factor] if isinstance(factor, Sequence) else [factor]
     for option in {"costs", "sizes"} & scaled.keys():
         parts = []
-        for part in filter(str.strip, scaled[option].split(",")):
-            name, _, value = (text.strip() for text in part.partition("="))
-            value_factor = float(chunks) if name in PER_CHUNK_FIELDS else 1.0
-            if name in SHARED_FIELDS and ":" not in value:
-                value_factor *= factor
-            parts.append(f"{name}={_multiply_numbers(value, value_factor)}")
+        for name, value in _split_fields(scaled[option]):
+            chunk_factor = float(chunks) if name in PER_CHUNK_FIELDS else 1.0
+            is_scaled = name in SHARED_FIELDS and ":" not in value
+            texts = [
+                _multiply_numbers(value, chunk_factor * stage_factor)
+                for stage_factor in (factors if is_scaled else [1.0])
+            ]
+            parts.append(f"{name}={':'.join(texts)}")
         scaled[option] = ",".join(parts)
     return scaled
 
 
+def _split_fields(text: str) -> list[tuple[str, str]]:
+    """Return the name and the value of each cost or size in a text."""
+    fields_in_text = []
+    for part in filter(str.strip, text.split(",")):
+        name, _, value = part.partition("=")
+        fields_in_text.append((name.strip(), value.strip()))
+    return fields_in_text
+
+
 def _multiply_numbers(text: str, factor: float) -> str:
     """Return a text with each of its numbers multiplied. Units such as "GB" stay."""
+    if factor == 1:
+        return text
     number = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-    return re.sub(number, lambda match: f"{float(match[0]) * factor:.12g}", text)
+    return re.sub(number, lambda match: _format_number(float(match[0]) * factor), text)
+
+
+def _format_number(number: float) -> str:
+    """Return a number without a negative exponent, which numbers of bytes cannot have."""
+    text = f"{number:.12g}"
+    return np.format_float_positional(float(text), trim="-") if "e-" in text else text
 
 
 def format_options(options: Mapping[str, str]) -> list[str]:
@@ -255,12 +322,22 @@ def format_command(state: StudioState, program: Program, run_file: str = "") -> 
         state: The state.
         program: The program of the state.
         run_file: The file of the run, if the state shows a run.
+
+    Returns:
+        The command, or "" if `schedir compare` has no options for this comparison.
     """
     source, name = state.schedule, program.name
     options = state.options
-    if state.other and not state.run:
+    is_comparison = bool(state.other) and not state.run
+    if is_comparison:
         options = make_comparison_options(state, program)
-    if state.run or state.program:  # The file contains the other options.
+        # `schedir compare` gives both schedules the same placement, and has no options of the
+        # lowering if one of them is a program.
+        if "placement" in options or (
+            state.program and not options.keys() <= _PROGRAM_FILE_OPTIONS
+        ):
+            return ""
+    elif state.run or state.program:  # The file contains the other options.
         options = {key: text for key, text in options.items() if key in PREDICTION_OPTIONS}
     if state.run:
         source = run_file
@@ -268,7 +345,7 @@ def format_command(state: StudioState, program: Program, run_file: str = "") -> 
         source = format_file_name(name, "sched")
     elif state.code:
         source = f"{format_file_name(name, 'py')}:{name}"
-    words = ["draw", source] if not state.other else ["compare", source, state.other]
+    words = ["compare", source, state.other] if is_comparison else ["draw", source]
     return shlex.join(["schedir", *words, *format_options(options)])
 
 

@@ -246,7 +246,7 @@ function updateControls() {
   const sourceType = answer.source_type;
   for (const [name, input] of Object.entries(inputs)) {
     const fixed = name !== "schedule" && (SHAPE.includes(name) ? ["draft", "lowered", "run"].includes(sourceType) && !shownState.code
-      : !PREDICTION.includes(name) && ["lowered", "run"].includes(sourceType));
+      : name === "other" ? sourceType === "run" : !PREDICTION.includes(name) && ["lowered", "run"].includes(sourceType));
     input.disabled = fixed || (SETUP.precomputed_answers && name !== "schedule");
     input.title = fixed ? "The program defines this. Choose a schedule to change it." : SETUP.help[name] || "";
     if (!fixed || sourceType !== "run") updateSlider(name);
@@ -261,7 +261,7 @@ function updateControls() {
 
 // Return the names of the controls with the texts that an error is about.
 function findControls({ kind, fact, fields }) {
-  const all = { CostsError: ["costs"], MemoryLimitError: ["memory_limit"] }[kind] || (fact.startsWith("-O: ") ? ["more"] : fields), words = new Set(fact.split(/\W+/)), has = (name) => words.has(name);
+  const all = fields[0] === "other" ? fields : { CostsError: ["costs"], MemoryLimitError: ["memory_limit"] }[kind] || (fact.startsWith("-O: ") ? ["more"] : fields), words = new Set(fact.split(/\W+/)), has = (name) => words.has(name);
   return all.flatMap((field) => {
     if (!["costs", "sizes"].includes(field)) return field in inputs ? [field] : field in SETUP.help ? ["more"] : [];
     const own = field === "costs" ? [...COMPUTES, "send"] : ["saved"], rest = `other_${field}`, named = own.filter((name) => inputs[name].value && has(name));
@@ -330,7 +330,7 @@ function showVerdict() {
   lines.push(proven);
   const found = makeElement("p", `${sentence.toUpperCase()}${answer.recognition.slice(1)}.`);
   if (answer.difference) {
-    const [rank, index] = answer.difference, run = runs[runs.length - 1], jump = makeElement("button", "Show it", "link");
+    const [rank, index] = answer.difference, run = shownState.run ? runs[runs.length - 1] : runs[0], jump = makeElement("button", "Show it", "link");
     jump.onclick = () => { const k = run.offsets[rank] + index; choose(run, k); bringIntoView(run, k); };
     found.append(" ", jump);
   }
@@ -482,6 +482,7 @@ studio = {
   keys: { "[": () => shiftSelection(-1), "]": () => shiftSelection(1) },
   async describeGap(panel, idle) {
     const { run, rank, next } = idle, place = makeElement("div", undefined, "soft");
+    if (run !== runs[0] && !shownState.run) return; // the second run of a comparison has another program
     place.append(makeElement("p", "Computing what would shorten it …"));
     panel.append(place);
     const got = await sendShownQuestion({ explain: [rank, next - run.offsets[rank]] });
@@ -520,6 +521,7 @@ async function copyText(what) {
   if (what === "command") {
     if ($("stage").classList.contains("stale")) return showStatus("Mend the error first: the timeline shows an earlier state.");
     text = answer.command;
+    if (!text) return showStatus("schedir compare has no options for this comparison: leave out the placement, or do not edit the order.");
   }
   if (what === "python") {
     const got = await sendShownQuestion({ export: "call" });
@@ -527,8 +529,8 @@ async function copyText(what) {
     ({ text } = got);
   }
   await navigator.clipboard.writeText(text);
-  const [file] = shownState.program || shownState.code ? answer.command.split(" ")[2].split(":") : [""];
-  showStatus(what === "command" && file ? `copied the command: export ${file} first, then run it`
+  const [file] = what === "command" && (shownState.program || shownState.code) ? text.split(" ")[2].split(":") : [""];
+  showStatus(file ? `copied the command: export ${file} first, then run it`
     : `copied ${{ command: "the command", python: "the Python code", link: "the address" }[what]}`);
 }
 
