@@ -6,6 +6,8 @@ This module, and not schedir, provides on a CPU what Megatron's schedules need o
 
 from __future__ import annotations
 
+import gc
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,9 +32,14 @@ def skip_without_megatron() -> None:
 
 def import_megatron() -> None:
     """Import megatron-core, without its warnings about missing optional packages."""
+    if "megatron.core" in sys.modules:
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import megatron.core  # noqa: F401
+    # The garbage collector need not search the objects of the import.
+    gc.collect()
+    gc.freeze()
 
 
 class _OnCPU(TorchFunctionMode):
