@@ -308,7 +308,12 @@ def find_wrong_checkpoint_keys() -> list[set[str]]:
         ]
 
 
-PROBES = (refuse_later_calls, count_hook_calls, step_after_failed_step, find_wrong_checkpoint_keys)
+PROBES: tuple[Any, ...] = (
+    refuse_later_calls,
+    count_hook_calls,
+    step_after_failed_step,
+    find_wrong_checkpoint_keys,
+)
 
 
 def test_distributed_checkpoint_of_vee_has_layer_names() -> None:
