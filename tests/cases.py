@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any, TypeVar
 
@@ -15,6 +15,21 @@ ALL = bool(os.environ.get("ALL_CASES"))
 def cases(usual: Sequence[T], more: Sequence[T]) -> list[T]:
     """Return the cases to try: the first ones always, the others only with ALL_CASES=1."""
     return [*usual, *(more if ALL else ())]
+
+
+def each_value(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return combinations of values that have each value of each factor at least once.
+
+    Use it if no error depends on two factors, or if other tests have their pairs. With ALL_CASES=1,
+    return all combinations. A tuple is the value of several parameters.
+
+    >>> each_value("abc", "12") if not ALL else [("a", "1"), ("b", "2"), ("c", "1")]
+    [('a', '1'), ('b', '2'), ('c', '1')]
+    """
+    if ALL:
+        return [_join_values(values) for values in product(*factors)]
+    number = max(map(len, factors))
+    return [_join_values([f[k % len(f)] for f in factors]) for k in range(number)]
 
 
 def pairs(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -35,7 +50,9 @@ def pairs(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
             chosen.append(best)
         every = sorted(chosen)
     found = [[values[k] for values, k in zip(factors, one, strict=True)] for one in every]
-    return [
-        tuple(x for value in one for x in (value if isinstance(value, tuple) else (value,)))
-        for one in found
-    ]
+    return [_join_values(values) for values in found]
+
+
+def _join_values(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the values as one tuple, with the elements of each value that is a tuple."""
+    return tuple(x for value in values for x in (value if isinstance(value, tuple) else (value,)))

@@ -6,15 +6,40 @@ This module, and not schedir, provides on a CPU what Megatron's schedules need o
 
 from __future__ import annotations
 
+import gc
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
 WIDTH = 4
+
+
+def skip_without_megatron() -> None:
+    """Skip the calling module if megatron-core is missing. Do not import it, which takes seconds.
+
+    Each worker of pytest imports all modules of tests, but only one runs the tests of a module.
+    """
+    if find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+
+def import_megatron() -> None:
+    """Import megatron-core, without its warnings about missing optional packages."""
+    if "megatron.core" in sys.modules:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron.core  # noqa: F401
+    # The garbage collector need not search the objects of the import.
+    gc.collect()
+    gc.freeze()
 
 
 class _OnCPU(TorchFunctionMode):

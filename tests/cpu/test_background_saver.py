@@ -21,6 +21,7 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload import snapshot_copies
 from schedir.runtime.offload.snapshot_copies import SnapshotCopies
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
+from tests.cases import each_value
 from tests.cpu.checkpoint_layouts import (
     Layout,
     Model,
@@ -93,8 +94,7 @@ def save_and_schedule_save(executor: Any, folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("_late_copies")
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("name", IN_PROCESS_LAYOUTS)
+@pytest.mark.parametrize(("name", "half"), each_value([*IN_PROCESS_LAYOUTS], [False, True]))
 def test_copy_has_state_before_running_step(name: str, half: bool, tmp_path: Path) -> None:
     save_and_schedule_save(
         create_in_process_executor(IN_PROCESS_LAYOUTS[name], MODEL._replace(half=half)), tmp_path

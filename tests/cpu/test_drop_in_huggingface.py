@@ -7,7 +7,7 @@ terms of its gradient are added in another order.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any, NamedTuple, get_args
@@ -20,6 +20,7 @@ from schedir import B, F, I, RankSchedule, W, schedules
 from schedir.torch_pipelining import Schedule
 from schedir.torch_pipelining.schedule import Runtime
 from schedir.transports.local_processes import run_processes
+from tests.cases import cases
 from tests.cpu.huggingface_models import (
     MICROBATCHES,
     RANKS,
@@ -75,12 +76,23 @@ CASES = {
     "one's own, elsewhere": Case(forwards_then_backwards, ((0, 6), (2, 4), (1, 7), (3, 5))),
 }
 KINDS = tuple(TIED)
-# GPT-2 runs all schedules. Each other model runs one with split and one with full backwards.
-NAMES = {"gpt2": tuple(CASES), "llama": ("ZB-V", "1F1B"), "keywords": ("ZB-V", "interleaved")}
+# GPT-2 runs each schedule in one runtime, and with ALL_CASES=1 in both. Each other model runs
+# one schedule with split and one with full backwards.
+GPT2_SCHEDULES: dict[str, tuple[str, ...]] = {
+    "torch": ("1F1B", "ZB-V", "DualPipeV", "one's own"),
+    "schedir": ("interleaved", "ZB-H1", "ZB-V", "one's own, elsewhere"),
+}
+OTHER_SCHEDULES = {"llama": ("ZB-V", "1F1B"), "keywords": ("ZB-V", "interleaved")}
 EXAMPLE_RUNTIMES = ("theirs", *get_args(Runtime))
 MODELS_AND_RUNTIMES: list[tuple[str, Runtime]] = [
     (kind, how) for kind in KINDS for how in get_args(Runtime)
 ]
+NAMES: dict[tuple[str, str], Sequence[str]] = {
+    (kind, how): OTHER_SCHEDULES[kind]
+    if kind in OTHER_SCHEDULES
+    else cases(GPT2_SCHEDULES[how], [name for name in CASES if name not in GPT2_SCHEDULES[how]])
+    for kind, how in MODELS_AND_RUNTIMES
+}
 Key = tuple[str, str, str, str]
 
 
@@ -88,7 +100,7 @@ def run_all_cases(rank: int) -> dict[Key, RankResults]:
     """Return a rank's results of each case: a step, `eval`, and another step."""
     results: dict[Key, RankResults] = {}
     for kind, runtime in MODELS_AND_RUNTIMES:
-        for name in NAMES[kind]:
+        for name in NAMES[kind, runtime]:
             pipeline = make_pipeline(rank, kind, runtime, CASES[name])
             results[kind, runtime, name, "step"] = pipeline.run(by_hand=False)
             if name == "ZB-V":
@@ -128,7 +140,7 @@ def results_by_rank() -> list[dict[Key, RankResults]]:
 
 @pytest.mark.parametrize(
     ("kind", "runtime", "name"),
-    [(*result, name) for result in MODELS_AND_RUNTIMES for name in NAMES[result[0]]],
+    [(*model, name) for model in MODELS_AND_RUNTIMES for name in NAMES[model]],
 )
 def test_gradients_and_losses_equal_one_process(
     results_by_rank: list[dict[Key, RankResults]], kind: str, runtime: Runtime, name: str
@@ -168,20 +180,20 @@ def check_losses_and_logits(ranks: list[RankResults], expected: WholeModelRun) -
     assert torch.equal(logits, expected.logits)
 
 
-def read_example_output(rank: int, runtime: str) -> str:
-    """Return the output of a rank of the example."""
-    with redirect_stdout(StringIO()) as out:
-        load_example_function("main")(rank, runtime)
-    return out.getvalue()
+def read_example_outputs(rank: int) -> list[list[str]]:
+    """Return the output lines of a rank of the example with each runtime."""
+    lines = []
+    for runtime in EXAMPLE_RUNTIMES:
+        with redirect_stdout(StringIO()) as out:
+            load_example_function("main")(rank, runtime)
+        lines.append(out.getvalue().splitlines())
+    return lines
 
 
 def test_example_prints_losses_of_torch_schedule() -> None:
     load_example_function("main")
     context = multiprocessing.get_context("fork")
-    ranks = [
-        [*map(str.splitlines, run_processes(read_example_output, RANKS, runtime, context=context))]
-        for runtime in EXAMPLE_RUNTIMES
-    ]
+    ranks = [*zip(*run_processes(read_example_outputs, RANKS, context=context), strict=True)]
     for _, *middle, last in ranks:
         assert not any(middle) and last == ranks[0][-1]
     losses = [float(line.split()[-1]) for line in ranks[0][-1]]

@@ -15,11 +15,23 @@ import schedir
 from schedir import PipelineShape, schedules
 from schedir.errors import DeadlockError
 from schedir.transports.local_processes import run_processes
-from tests.cpu.megatron_on_cpu import WIDTH, initialize_megatron, make_chunks
+from tests.cpu.megatron_on_cpu import (
+    WIDTH,
+    import_megatron,
+    initialize_megatron,
+    make_chunks,
+    skip_without_megatron,
+)
 from tests.cpu.trainer_traces import OTHER_MODELS, import_traces, list_computes, profile_step
 from tests.museum.cases import cases
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+skip_without_megatron()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _megatron() -> None:
+    import_megatron()
+
 
 RANKS, LENGTH = 4, 3
 # Chunks, microbatches, and settings of Megatron, by name.

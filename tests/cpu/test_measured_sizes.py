@@ -33,6 +33,7 @@ from schedir.runtime.rank_state import Call
 from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.runtime.services.pending_sends import PendingSends
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from tests.cases import each_value
 from tests.cpu.tiny_stages import BOUNDARY, HIDDEN, gpt_stages, make_batch, split_1f1b
 
 
@@ -288,15 +289,17 @@ MODELS: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
-    ("schedule", "shape"),
-    [
-        (one_f_one_b, PipelineShape(3, 4)),
-        (zb_h1, PipelineShape(3, 5)),
-        (zb_v, PipelineShape(2, 4, placement="vee")),
-        (dualpipe_v, PipelineShape(2, 5, placement="vee")),
-    ],
+    ("schedule", "shape", "model"),
+    each_value(
+        [
+            (one_f_one_b, PipelineShape(3, 4)),
+            (zb_h1, PipelineShape(3, 5)),
+            (zb_v, PipelineShape(2, 4, placement="vee")),
+            (dualpipe_v, PipelineShape(2, 5, placement="vee")),
+        ],
+        [*MODELS],
+    ),
 )
 def test_memory_during_instructions_equals_prediction(
     schedule: Any, shape: PipelineShape, model: str

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from schedir import B, F, I, Opcode, Program, W, compile, from_text, to_text
 from schedir.errors import SchedirError, UsageError
@@ -23,19 +24,23 @@ from schedir.transports.local_processes import run_processes
 from tests.cases import ALL
 from tests.cpu.megatron_gpt import (
     Case,
-    Comparison,
     build_chunks,
-    compare_all,
+    compare,
     megatron_on_cpu,
     run_step,
     train,
 )
+from tests.cpu.megatron_on_cpu import import_megatron, skip_without_megatron
 from tests.cpu.trainer_traces import import_traces, profile_step
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+skip_without_megatron()
 
-# Forks of this process have Megatron loaded. A new process would need a second to load it.
-run_forks = partial(run_processes, context=get_context("fork"), timeout=1200 if ALL else 240)
+
+@pytest.fixture(scope="module", autouse=True)
+def _megatron() -> None:
+    """Import Megatron in this process, so that its forks have it loaded."""
+    import_megatron()
+
 
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
@@ -83,8 +88,6 @@ def weights_last(rank: int, ranks: int, microbatches: int) -> Any:
 RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
     2: {
         "1f1b": ("one_f_one_b", Case()),
-        "gpipe": ("gpipe", Case()),
-        "pp1-tied": ("zb_h1", Case(pp=1)),
         "zb_h1": ("zb_h1", Case()),
         "own": (in_pairs, Case()),
         "interleaved": ("interleaved", Case(chunks=2)),
@@ -98,11 +101,10 @@ RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
         "frozen": ("zb_h1", Case(tied=False, frozen=("embedding", "linear_fc1", "layers.0"))),
         "uneven": ("zb_h1", Case(settings={"num_layers_in_first_pipeline_stage": 1})),
         "evaluation": ("zb_h1", Case(forward_only=True)),
+        "pp1-tied": ("zb_h1", Case(pp=1)),
     },
     4: {
-        "pp4": ("zb_h1", Case(pp=4, microbatches=8)),
         "pp4-zb_v": ("zb_v", replace(VEE, pp=4, layers=8, microbatches=8)),
-        "dp2": ("zb_h1", Case(ddp={"overlap_grad_reduce": True})),
         "dp2-aligned": ("zb_h1", Case(ddp={"overlap_grad_reduce": True}, aligned=True)),
         "dp2-sharded": ("interleaved_zb", Case(chunks=2, ddp=DISTRIBUTED)),
         "tp2": ("zb_h1", Case(tp=2)),
@@ -112,11 +114,14 @@ RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
 
 if ALL:
     RUNS[2] |= {
+        "gpipe": ("gpipe", Case()),
         "looped_bfs": ("looped_bfs", LOOP),
         "own-split": (weights_last, Case()),
         "layout": ("zb_h1", Case(settings={"pipeline_model_parallel_layout": "Et|tttL"})),
     }
     RUNS[4] |= {
+        "pp4": ("zb_h1", Case(pp=4, microbatches=8)),
+        "dp2": ("zb_h1", Case(ddp={"overlap_grad_reduce": True})),
         "pp4-1f1b": ("one_f_one_b", Case(pp=4, microbatches=8)),
         "pp4-interleaved": ("interleaved", replace(LOOP, pp=4, layers=8, microbatches=8)),
         "dp2-1f1b": ("one_f_one_b", Case(tied=False, ddp=DISTRIBUTED)),
@@ -124,18 +129,31 @@ if ALL:
     }
 
 
-@cache
-def run_all(processes: int) -> dict[str, list[Comparison]]:
-    """Return the results of all runs with this number of processes.
+# Forks of this process have Megatron loaded. A new process would need a second to load it.
+start_forks = partial(run_processes, context=get_context("fork"), timeout=1200 if ALL else 240)
 
-    One start of the processes serves all runs, because it takes longer than a run.
+
+@cache
+def run_forks(processes: int) -> dict[str, list[Any]]:
+    """Return the results of all runs with this number of processes, by name and rank.
+
+    One start of the processes serves all tests, because it takes longer than most of them.
     """
-    runs = RUNS[processes]
-    cases = [
-        (schedule, replace(case, steps=5) if ALL else case) for schedule, case in runs.values()
-    ]
-    per_process = run_forks(compare_all, processes, cases)
-    return dict(zip(runs, map(list, zip(*per_process, strict=True)), strict=True))
+    per_process = start_forks(run_in_process, processes)
+    return {name: [results[name] for results in per_process] for name in per_process[0]}
+
+
+def run_in_process(rank: int) -> dict[str, Any]:
+    """Return the results of the runs of this process, by name."""
+    processes = dist.get_world_size()
+    results: dict[str, Any] = {
+        name: compare(replace(case, steps=5) if ALL else case, schedule)
+        for name, (schedule, case) in RUNS[processes].items()
+    }
+    if processes == 2:
+        results["wrong"] = fail_all(rank, [run[:3] for run in WRONG.values()])
+        results |= {probe.__name__: probe() for probe in PROBES}
+    return results
 
 
 @pytest.mark.parametrize(
@@ -144,7 +162,7 @@ def run_all(processes: int) -> dict[str, list[Comparison]]:
 def test_losses_and_gradients_equal_megatron(processes: int, name: str) -> None:
     case = RUNS[processes][name][1]
     with_losses = range(processes - processes // case.pp, processes)
-    for rank, result in enumerate(run_all(processes)[name]):
+    for rank, result in enumerate(run_forks(processes)[name]):
         assert not result.wrong
         assert result.gradients >= 10 or case.forward_only
         assert len(result.losses) == (5 if ALL else 2) * case.microbatches
@@ -203,8 +221,7 @@ WRONG: dict[str, tuple[Any, Case, dict[str, Any], str]] = {
 
 
 def test_wrong_runs_raise_same_error_on_all_ranks() -> None:
-    runs = [run[:3] for run in WRONG.values()]
-    for name, *errors in zip(WRONG, *run_forks(fail_all, 2, runs), strict=True):
+    for name, *errors in zip(WRONG, *run_forks(2)["wrong"], strict=True):
         assert errors[0] == errors[1], name
         assert WRONG[name][3] in errors[0], (name, errors[0])
 
@@ -223,7 +240,7 @@ def profile_steps(rank: int, folder: str) -> None:
 
 
 def test_imported_trace_is_program_of_step(tmp_path: Path) -> None:
-    run_forks(profile_steps, 2, str(tmp_path))
+    start_forks(profile_steps, 2, str(tmp_path))
     for name, case in PROFILED.items():
         imported = import_traces(tmp_path, name)
         program = compile(
@@ -240,24 +257,6 @@ def test_imported_trace_is_program_of_step(tmp_path: Path) -> None:
             ]
             reduced = [instr.stage for instr in stream if instr.op == Opcode.ReduceGrads]
             assert len(reduced) == case.chunks
-
-
-def run_each(rank: int, probes: list[Any]) -> list[Any]:
-    return [probe() for probe in probes]
-
-
-@cache
-def run_probes() -> dict[str, list[Any]]:
-    """Return the results of each probe in two processes, by its name."""
-    probes = [
-        refuse_later_calls,
-        count_hook_calls,
-        step_after_failed_step,
-        find_wrong_checkpoint_keys,
-    ]
-    per_process = run_forks(run_each, 2, probes)
-    names = [probe.__name__ for probe in probes]
-    return dict(zip(names, map(list, zip(*per_process, strict=True)), strict=True))
 
 
 def read_error(call: Any) -> str:
@@ -289,7 +288,7 @@ def refuse_later_calls() -> list[str]:
 
 
 def test_later_calls_check_arguments_and_model() -> None:
-    for errors in run_probes()[refuse_later_calls.__name__]:
+    for errors in run_forks(2)[refuse_later_calls.__name__]:
         assert "adjust_tensor_shapes_fn is not supported" in errors[0]
         assert "need 2 data iterators, but data_iterator has 1" in errors[1]
         assert "is stage 2 of zb_v, so post_process must be False, but it is True" in errors[2]
@@ -325,7 +324,7 @@ def count_hook_calls() -> tuple[bool, int, int]:
 
 
 def test_gradient_hooks_are_called_as_in_megatron() -> None:
-    for is_equal, own_calls, calls in run_probes()[count_hook_calls.__name__]:
+    for is_equal, own_calls, calls in run_forks(2)[count_hook_calls.__name__]:
         assert is_equal and own_calls == calls > 0
 
 
@@ -351,7 +350,7 @@ def step_after_failed_step() -> str:
 
 
 def test_step_after_failed_reduction_is_refused() -> None:
-    for error in run_probes()[step_after_failed_step.__name__]:
+    for error in run_forks(2)[step_after_failed_step.__name__]:
         assert "an earlier step has not ended" in error
 
 
@@ -375,8 +374,16 @@ def find_wrong_checkpoint_keys() -> list[set[str]]:
         ]
 
 
+PROBES: tuple[Any, ...] = (
+    refuse_later_calls,
+    count_hook_calls,
+    step_after_failed_step,
+    find_wrong_checkpoint_keys,
+)
+
+
 def test_distributed_checkpoint_of_vee_has_layer_names() -> None:
-    assert run_probes()[find_wrong_checkpoint_keys.__name__] == [[set(), set()]] * 2
+    assert run_forks(2)[find_wrong_checkpoint_keys.__name__] == [[set(), set()]] * 2
 
 
 def test_module_imported_during_build_keeps_original_functions() -> None:

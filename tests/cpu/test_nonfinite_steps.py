@@ -21,7 +21,7 @@ from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.schedules import one_f_one_b, pipedream_2bw
-from tests.cases import pairs
+from tests.cases import each_value, pairs
 from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch, split_1f1b
 
 
@@ -167,7 +167,8 @@ OPTIMIZERS: list[tuple[Any, torch.dtype]] = [
 
 
 @pytest.mark.parametrize(
-    ("make", "dtype", "schedule", "spoil"), pairs(OPTIMIZERS, [one_f_one_b, split_1f1b], SPOILS)
+    ("make", "dtype", "schedule", "spoil"),
+    each_value(pairs(OPTIMIZERS, [one_f_one_b, split_1f1b]), SPOILS),
 )
 def test_nonfinite_step_changes_nothing(
     make: Any, dtype: torch.dtype, schedule: Any, spoil: dict[str, Any]

@@ -38,6 +38,7 @@ from schedir.runtime.parameters.optimistic_step import OptimisticStep
 from schedir.testing import random_compute_program, shapes
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport, can_share_memory
+from tests.cases import each_value
 from tests.cpu.gloo_processes import run
 from tests.cpu.test_nonfinite_steps import learned, set_stage, spoilt
 from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch
@@ -118,8 +119,7 @@ def find_stage(ranks: InProcessExecutor, s: int) -> nn.Module:
 
 # The norms of the first steps are about 1.2, 0.7 and 0.5. So all steps, only the first step, or no
 # steps are clipped.
-@pytest.mark.parametrize("max_norm", [0.1, 1.0, math.inf])
-@pytest.mark.parametrize(("schedule", "shape"), PLANS)
+@pytest.mark.parametrize(("schedule", "shape", "max_norm"), each_value(PLANS, [0.1, 1.0, math.inf]))
 def test_built_in_schedules_have_same_bits(
     schedule: Any, shape: PipelineShape, max_norm: float
 ) -> None:

@@ -24,7 +24,7 @@ from schedir.schedules import (
     zb_h1,
     zb_v,
 )
-from tests.cases import pairs
+from tests.cases import each_value
 from tests.cpu import test_recompute as runs
 from tests.cpu.test_measured_sizes import MODELS, Witness
 from tests.cpu.test_recompute import WIDTH, noisy, squares
@@ -48,7 +48,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(
     ("schedule", "shape", "recompute", "model"),
-    pairs(SHAPES, ["all", "late", "some"], ["gpt", "normed"]),
+    each_value(SHAPES, ["all", "late", "some"], ["gpt", "normed"]),
 )
 def test_live_memory_with_recompute_matches_prediction(
     schedule: Any, shape: PipelineShape, recompute: str, model: str

@@ -12,9 +12,21 @@ from torch.nn.functional import mse_loss
 
 from schedir.testing import assert_same_gradients
 from schedir.testing.gradient_comparison import WrongGradients
-from tests.cpu.megatron_on_cpu import WIDTH, initialize_megatron, make_chunks
+from tests.cpu.megatron_on_cpu import (
+    WIDTH,
+    import_megatron,
+    initialize_megatron,
+    make_chunks,
+    skip_without_megatron,
+)
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+skip_without_megatron()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _megatron() -> None:
+    import_megatron()
+
 
 LENGTH, MICROBATCHES = 3, 4
 

@@ -23,8 +23,8 @@ from schedir.runtime.sequential_reference import run_sequential
 from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.runtime.services.pending_sends import PendingSends
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import tiny_model
+from tests.cases import each_value
 from tests.cpu.test_gloo_executor import step_on_gloo
 from tests.cpu.tiny_stages import copy_gradients, have_same_bits, run_reference, split_1f1b
 from tests.laws import ZOO, find_min_microbatches, make_shape
@@ -52,50 +52,47 @@ def record_used_slots(rank: Executor, used: dict[Value, set[int]]) -> None:
     rank.runner.run_instruction = run_and_record  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
-def test_used_slots_match_predicted_slots(schedule: Schedule) -> None:
+@pytest.mark.parametrize(("name", "overlap"), each_value([*ZOO], [False, True]))
+def test_used_slots_match_predicted_slots(name: str, overlap: bool) -> None:
     """The numbers are equal for each rank and kind, in random legal orders."""
+    schedule = ZOO[name]
     shape = make_shape(schedule, 4, max(6, find_min_microbatches(schedule, 4)))
     stages = tiny_model.make_tiny_stages(shape.stages)
     inputs, targets = tiny_model.make_batch(shape.microbatches)
     choices: list[BufferSharing | None] = [None, "minimal", "latency_preserving"]
-    for overlap in (False, True):
-        results: list[tuple[Tensor, list[dict[str, Tensor]]]] = []
-        for choice in choices:
-            program = compile(
-                schedule, shape, progress_model="per_edge", overlap=overlap, buffer_sharing=choice
+    results: list[tuple[Tensor, list[dict[str, Tensor]]]] = []
+    for choice in choices:
+        program = compile(
+            schedule, shape, progress_model="per_edge", overlap=overlap, buffer_sharing=choice
+        )
+        predicted = count_slots(program)
+        ranks = InProcessExecutor(program, stages, loss=tiny_model.squared_error, boundary=BOUNDARY)
+        used: list[dict[Value, set[int]]] = [
+            {k: set() for k in SLOT_KINDS} for _ in ranks.executors
+        ]
+        for rank, used_by_kind in zip(ranks.executors, used, strict=True):
+            record_used_slots(rank, used_by_kind)
+        buffers = [
+            {k: b.data_ptr() for k, b in r.state.service(MessageBuffers).received.items()}
+            for r in ranks.executors
+        ]
+        for seed in range(2):
+            loss = ranks.step(inputs, targets, order_seed=seed)
+            results.append((loss, copy_gradients(stages)))
+        for r, rank in enumerate(ranks.executors):
+            num_used = {kind: len(used[r][kind]) for kind in SLOT_KINDS}
+            assert num_used == dict(zip(SLOT_KINDS, predicted[r].tolist(), strict=True))
+            assert all(
+                s.max_occupied <= len(s.values) and not s.num_occupied
+                for s in rank.state.slot_tables.values()
             )
-            predicted = count_slots(program)
-            ranks = InProcessExecutor(
-                program, stages, loss=tiny_model.squared_error, boundary=BOUNDARY
-            )
-            used: list[dict[Value, set[int]]] = [
-                {k: set() for k in SLOT_KINDS} for _ in ranks.executors
-            ]
-            for rank, used_by_kind in zip(ranks.executors, used, strict=True):
-                record_used_slots(rank, used_by_kind)
-            buffers = [
-                {k: b.data_ptr() for k, b in r.state.service(MessageBuffers).received.items()}
-                for r in ranks.executors
-            ]
-            for seed in range(2):
-                loss = ranks.step(inputs, targets, order_seed=seed)
-                results.append((loss, copy_gradients(stages)))
-            for r, rank in enumerate(ranks.executors):
-                num_used = {kind: len(used[r][kind]) for kind in SLOT_KINDS}
-                assert num_used == dict(zip(SLOT_KINDS, predicted[r].tolist(), strict=True))
-                assert all(
-                    s.max_occupied <= len(s.values) and not s.num_occupied
-                    for s in rank.state.slot_tables.values()
-                )
-                received = {
-                    key: b.data_ptr()
-                    for key, b in rank.state.service(MessageBuffers).received.items()
-                }
-                assert received == buffers[r]
-                assert len(received) == num_used[Value.ACT_IN] + num_used[Value.GRAD_IN]
-        for loss, grads in results[1:]:
-            assert torch.equal(loss, results[0][0]) and have_same_bits(grads, results[0][1])
+            received = {
+                key: b.data_ptr() for key, b in rank.state.service(MessageBuffers).received.items()
+            }
+            assert received == buffers[r]
+            assert len(received) == num_used[Value.ACT_IN] + num_used[Value.GRAD_IN]
+    for loss, grads in results[1:]:
+        assert torch.equal(loss, results[0][0]) and have_same_bits(grads, results[0][1])
 
 
 class ReturnsInput(nn.Module):

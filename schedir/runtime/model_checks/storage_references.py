@@ -32,10 +32,11 @@ class StorageReferences:
     def find_increased(self) -> list[int]:
         """Return the indices of tensors whose storage has more references than at construction."""
         increased = self._compare()
-        for _ in range(_MAX_WAITS):
+        for wait in range(_MAX_WAITS):
             if not increased:
                 break
-            gc.collect()  # frees unreachable reference cycles
+            if wait in (0, _MAX_WAITS - 1):  # each collection may take a second
+                gc.collect()  # frees unreachable reference cycles
             sleep(0.01)  # a thread of a transport may release a message late
             increased = self._compare()
         return increased
