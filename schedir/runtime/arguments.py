@@ -201,10 +201,11 @@ def count_microbatches(values: object, name: str, program: Program | None = None
         program: The program that the error names. By default the error names none.
 
     Raises:
-        ExecutionError: `values` is a string, or has no length or no `__getitem__`.
+        ExecutionError: `values` is a string or a mapping of names, or has no length or no `__getitem__`.
     """
     try:
-        if not hasattr(values, "__getitem__") or isinstance(values, str | bytes):
+        has_names = isinstance(values, Mapping) and 0 not in values  # not numbers of microbatches
+        if not hasattr(values, "__getitem__") or isinstance(values, str | bytes) or has_names:
             raise TypeError
         return len(values)  # type: ignore[arg-type]
     except TypeError:
@@ -307,7 +308,8 @@ def require_optimizer(value: _T) -> _T:
         value: The argument to check.
 
     Raises:
-        ModelError: `value` has no `step` method, or is a class instead of an instance.
+        ModelError: `value` has no `step` method, is a class instead of an instance, or is a
+            learning-rate scheduler. Or its `step` method requires an argument.
     """
     step = getattr(value, "step", None)
     if value is not None and (isinstance(value, type) or not callable(step)):
@@ -315,7 +317,32 @@ def require_optimizer(value: _T) -> _T:
             f"optimizer must be an object with a step method, not {describe(value)}",
             hint="optimizer=torch.optim.AdamW(module.parameters())",
         )
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        raise ModelError(
+            "optimizer must be an optimizer, not the learning-rate scheduler "
+            f"{type(value).__name__}",
+            hint="give the optimizer itself, and call scheduler.step() after each step of the run",
+        )
+    if step is not None and (name := _find_required_parameter(step)):
+        raise ModelError(
+            f"the executor calls optimizer.step() without arguments, but {type(value).__name__}"
+            f".step needs the argument {name!r}",
+            hint="use an optimizer whose step needs no argument, such as torch.optim.AdamW",
+        )
     return value
+
+
+def _find_required_parameter(function: Callable[..., object]) -> str:
+    """Return the first parameter of a function that has no default, or an empty string."""
+    try:
+        parameters = signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ""  # a function of an extension module without a signature
+    for parameter in parameters:
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_variadic:
+            return parameter.name
+    return ""
 
 
 def require_rank(value: int, program: Program) -> int:
