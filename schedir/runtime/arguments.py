@@ -201,7 +201,8 @@ def count_microbatches(values: object, name: str, program: Program | None = None
         program: The program that the error names. By default the error names none.
 
     Raises:
-        ExecutionError: `values` is a string or a mapping of names, or has no length or no `__getitem__`.
+        ExecutionError: `values` is a string or a mapping of names. Or it has no length or no
+            `__getitem__`.
     """
     try:
         has_names = isinstance(values, Mapping) and 0 not in values  # not numbers of microbatches

@@ -47,8 +47,8 @@ class StepInputs(NamedTuple):
 
         Raises:
             ExecutionError: Inputs or targets that the rank needs are missing. Or `grad_scale` is
-                not a finite number. Or `keywords` is neither empty nor a list with a mapping for each
-                microbatch.
+                not a finite number. Or `keywords` is neither empty nor a list with a mapping for
+                each microbatch.
         """
         for name, values, is_needed in (
             ("inputs", self.inputs, has_first_stage),
