@@ -318,8 +318,9 @@ def _parse_fields(
             values[name] = _parse_stage_values(value, parse_value)
         except ValueError:
             value_text = f"{value!r}" if equals else "nothing"
+            kind = "a number" if subject == "cost" else "a number of bytes of at least 0,"
             raise UsageError(
-                f"--{subject}s: {name} must be a number or one per stage, not {value_text}",
+                f"--{subject}s: {name} must be {kind} or one per stage, not {value_text}",
                 hint=f"{name}={example} or {name}={example}:{example}:{example}",
             ) from None
     return values
