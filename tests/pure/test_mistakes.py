@@ -250,6 +250,7 @@ def test_parameter_of_own_schedule_gets_hint_at_compile() -> None:
         ("search gpipe --ranks 2", "hint: --initial-schedules gpipe also searches"),
         ("search --time-limit 5m", "must be a number of seconds, such as 60, not '5m'"),
         ("simulate gpipe --sizes saved=-1GB", "a number of bytes of at least 0, or one per stage"),
+        ("compile gpipe", "schedir compile needs -o FILE.sched"),
         ("train mine.toml --set output.dir=", "output.dir has no value after ="),
     ],
 )
