@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from inspect import signature
 from operator import index
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Final, TypeVar, cast
 
 import torch
@@ -324,7 +325,7 @@ def require_optimizer(value: _T) -> _T:
             f"{type(value).__name__}",
             hint="give the optimizer itself, and call scheduler.step() after each step of the run",
         )
-    if step is not None and (name := _find_required_parameter(step)):
+    if name := _find_required_parameter(type(value)):
         raise ModelError(
             f"the executor calls optimizer.step() without arguments, but {type(value).__name__}"
             f".step needs the argument {name!r}",
@@ -333,13 +334,15 @@ def require_optimizer(value: _T) -> _T:
     return value
 
 
-def _find_required_parameter(function: Callable[..., object]) -> str:
-    """Return the first parameter of a function that has no default, or an empty string."""
-    try:
-        parameters = signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return ""  # a function of an extension module without a signature
-    for parameter in parameters:
+def _find_required_parameter(optimizer_class: type) -> str:
+    """Return the first parameter of a class's `step` that has no default, or an empty string.
+
+    The `step` of the class is read, because a learning-rate scheduler replaces that of the object.
+    """
+    step = getattr(optimizer_class, "step", None)
+    if not isinstance(step, FunctionType):
+        return ""
+    for parameter in [*signature(step).parameters.values()][1:]:  # without self
         is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if parameter.default is parameter.empty and not is_variadic:
             return parameter.name

@@ -247,6 +247,18 @@ def test_wrong_arguments_raise_expected_errors() -> None:
     assert errors == GOLDEN.read_text()
 
 
+def test_optimizer_with_scheduler_is_accepted() -> None:
+    schedulers = []
+
+    def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, 0.1)
+        schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1))  # replaces its step
+        return optimizer
+
+    world(optimizer=make_optimizer).step(X, X)
+    assert len(schedulers) == 2
+
+
 @pytest.mark.parametrize("seconds", ["60", [60], 0, -1, math.nan], ids=repr)
 def test_invalid_timeout_is_refused(seconds: Any) -> None:
     with pytest.raises(UsageError) as caught:
