@@ -238,7 +238,7 @@ def test_parameter_of_own_schedule_gets_hint_at_compile() -> None:
         return microbatches * F
 
     with pytest.raises(UsageError, match="compile has no option 'lead'") as caught:
-        compile(with_lead, ranks=2, microbatches=4, lead=3)  # type: ignore[call-arg]
+        compile(with_lead, ranks=2, microbatches=4, lead=3)  # type: ignore[arg-type, call-arg]
     assert caught.value.hint.endswith("compile(functools.partial(with_lead, lead=...))")
 
 
