@@ -200,7 +200,8 @@ class _Parser(argparse.ArgumentParser):
         hint = f"see {parser.prog} --help"
         reason, _, details = message.partition(": ")
         if reason == "the following arguments are required":
-            message = f"{parser.prog} needs {details}"
+            names = map(parser._add_value_name, details.split(", "))
+            message = f"{parser.prog} needs {', '.join(names)}"
         if reason == "unrecognized arguments":
             word = details.split()[0].partition("=")[0]
             message = f"{parser.prog} has no option {word}"
@@ -213,6 +214,8 @@ class _Parser(argparse.ArgumentParser):
                 hint = suggest_separator(word) or hint
                 if "--set" in parser._option_string_actions and "=" in word:
                     hint = f"--set {word}"
+                if "--initial-schedules" in parser._option_string_actions:
+                    hint = f"--initial-schedules {word} also searches from this schedule"
                 if any(
                     action.dest == "source" and action.nargs is None for action in parser._actions
                 ):
@@ -222,6 +225,11 @@ class _Parser(argparse.ArgumentParser):
                         hint = f"write a number of bytes without a space: 40{word}"
                     hint = hint or f"schedir compare SCHEDULE {word} compares several schedules"
         raise UsageError(message, hint=hint)
+
+    def _add_value_name(self, option: str) -> str:
+        """Return the name of an argument, with the name of its value if it is an option."""
+        action = self._option_string_actions.get(option)
+        return f"{option} {action.metavar}" if action and action.metavar else option
 
     def use_option_name(self, error: SchedirError) -> None:
         """Replace the names of arguments by options in an error that begins with such a name.

@@ -234,7 +234,7 @@ def require_type(value: object, name: str, kind: type, example: str) -> None:
         UsageError: `value` is not an instance of `kind`.
     """
     if not isinstance(value, kind):
-        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        article = "an" if kind.__name__[0] in "AEIOUi" else "a"
         raise UsageError(
             f"{name} must be {article} {kind.__name__}, not {describe(value)}",
             hint=f"for example {example}",

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from operator import index
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -418,7 +419,9 @@ class CheckpointDirectory:
         """
         step = manifest.step
         if keep is not None and (type(keep) is not int or keep < 1):
-            raise UsageError(f"keep must be 1 or more, not {keep!r:.60}", fields=["keep"])
+            raise UsageError(
+                f"keep must be an integer of 1 or more, not {keep!r:.60}", fields=["keep"]
+            )
         path = self.get_unfinished_path(step)
         target = self._make_path(step)
         try:
@@ -545,6 +548,22 @@ class CheckpointDirectory:
         """
         action = f"save step {step} to {self.path_text}"
         return translate_os_errors(action, step, directory=self.path, needed_bytes=needed_bytes)
+
+
+def to_python_integer(step: int) -> int:
+    """Return an integer of another library, such as NumPy, as an integer of Python.
+
+    Other values are returned unchanged, and refused where they are used.
+
+    Args:
+        step: The step that the user gave.
+    """
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        return step
+    try:
+        return index(step)
+    except TypeError:
+        return step  # such as a tensor with several elements
 
 
 def _require_step(step: int) -> None:

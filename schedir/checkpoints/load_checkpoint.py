@@ -17,6 +17,7 @@ from schedir.checkpoints.checkpoint_directory import (
     CheckpointDirectory,
     LatestCheckpoint,
     Manifest,
+    to_python_integer,
 )
 from schedir.checkpoints.checkpoint_group import CheckpointGroup
 from schedir.checkpoints.load_plan import LoadPlan, plan_reads
@@ -88,6 +89,7 @@ def load(
     """
     peers, checkpoint_state = get_checkpoint_state(run)
     checkpoints = CheckpointDirectory(directory)
+    step = None if step is None else to_python_integer(step)
     checkpoint_text = "the newest checkpoint" if step is None else f"step {describe(step)}"
     peers.require_same(lambda: f"loads {checkpoint_text}")
     latest = _find_verified(peers, checkpoints, step)
@@ -161,8 +163,15 @@ def _require_match(
             hint="for another division into stages, save and load with name_map=lambda stage, "
             "name: ..., which returns the name in the complete model"
             if has_other_stages and not is_mapped
-            else "",
+            else _suggest_weights_only(mismatches),
         )
+
+
+def _suggest_weights_only(mismatches: Sequence[str]) -> str:
+    """Return a hint if the checkpoint lacks only optimizer states."""
+    if all("has no optimizer state, but its optimizer is" in fact for fact in mismatches):
+        return "to load only the weights into a Schedule of torch's stages, pass optimizer=None"
+    return ""
 
 
 def _read_tensors(plan: LoadPlan, manifest: Manifest, directory: Path) -> None:

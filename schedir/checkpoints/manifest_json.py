@@ -367,6 +367,19 @@ def _require_integer(value: object, name: str) -> None:
         raise _InvalidManifest(f"{name} must be an integer from 0, not {describe(value)}")
 
 
+def find_json_error(value: object) -> str:
+    """Return why a manifest cannot contain a value, or an empty string if it can.
+
+    Args:
+        value: The value to save. Tuples are allowed, and become lists.
+    """
+    try:
+        _require_json(value)
+    except _InvalidManifest as reason:
+        return str(reason)
+    return ""
+
+
 def _require_json(value: object, depth: int = 0) -> None:
     """Raise _InvalidManifest if JSON cannot represent a value.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,9 +19,11 @@ from schedir.checkpoints.checkpoint_directory import (
     ManifestFile,
     StoredSlice,
     TensorMeta,
+    to_python_integer,
 )
 from schedir.checkpoints.checkpoint_group import CheckpointGroup
 from schedir.checkpoints.local_state import LocalState, NameMap, TensorPiece, list_generator_shards
+from schedir.checkpoints.manifest_json import find_json_error
 from schedir.checkpoints.state_exchange import (
     add_stage_prefix,
     gather_checkpoint_states,
@@ -152,6 +153,7 @@ def plan_save(
         UsageError: `run` has no state that checkpoints can save.
     """
     peers, checkpoint_state = get_checkpoint_state(run)
+    step = to_python_integer(step)
     extra = _require_json_extra(peers, step, extra_state)
     ranks, local_states, manifests = gather_checkpoint_states(
         peers, checkpoint_state, optimizer, name_map, is_saving=True
@@ -314,15 +316,20 @@ def _require_json_extra(
     def plain() -> str:
         if not isinstance(extra_state, Mapping | None):
             raise CheckpointError(f"extra_state must be a mapping, not {describe(extra_state)}")
-        try:
-            for name, value in dict(extra_state or {}).items():
-                json.dumps({name: value})
-        except (TypeError, ValueError):
-            raise CheckpointError(
-                f"extra_state must contain JSON values only, but {name!r:.60} is {describe(value)}",
-                hint="numbers, texts, true or false, None, and lists and dictionaries of them; a "
-                "tensor has tolist()",
-            ) from None
+        for name, value in (extra_state or {}).items():
+            if not isinstance(name, str):
+                raise CheckpointError(
+                    f"the keys of extra_state must be text, not {describe(name)}",
+                    hint=f"extra_state={{{str(name)!r:.60}: ...}}",
+                )
+            if reason := find_json_error(value):
+                is_value_itself = reason.startswith(f"{describe(value)} ")
+                raise CheckpointError(
+                    f"extra_state must contain JSON values only, but {name!r:.60} is "
+                    f"{describe(value)}{'' if is_value_itself else f': {reason}'}",
+                    hint="finite numbers, texts, true or false, None, lists of them, and "
+                    "dictionaries with texts as keys; a tensor has tolist()",
+                )
         return f"saves step {describe(step)}"
 
     peers.require_same(plain)

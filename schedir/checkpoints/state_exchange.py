@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from inspect import Signature, signature
 from typing import Any, NamedTuple
 
 from schedir.checkpoints.checkpoint_directory import TensorMeta
@@ -76,6 +77,19 @@ def get_checkpoint_state(run: object) -> tuple[CheckpointGroup, CheckpointState]
     return CheckpointGroup(state.group, is_single_process=state.is_single_process), state
 
 
+def _find_parameters(name_map: NameMap) -> Signature | None:
+    """Return the parameters of `name_map` if it cannot take a stage and a name, else None."""
+    try:
+        parameters = signature(name_map)
+    except (TypeError, ValueError):
+        return None  # a function of an extension module without a signature
+    try:
+        parameters.bind(0, "")
+    except TypeError:
+        return parameters
+    return None
+
+
 def gather_checkpoint_states(
     peers: CheckpointGroup,
     state: CheckpointState,
@@ -119,6 +133,11 @@ def gather_checkpoint_states(
             raise CheckpointError(
                 "name_map must be a function of a stage and a name in it, not "
                 f"{describe(name_map)}",
+                hint="name_map=lambda stage, name: ...",
+            )
+        if (parameters := _find_parameters(name_map)) is not None:
+            raise CheckpointError(
+                f"name_map must take (stage, name), but this one takes {parameters}",
                 hint="name_map=lambda stage, name: ...",
             )
         ranks.extend(state.collect_rank_states(optimizer))

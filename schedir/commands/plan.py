@@ -36,6 +36,7 @@ from schedir.commands.common.schedule_options import (
     parse_byte_option,
     parse_count,
     parse_number,
+    parse_seconds,
 )
 from schedir.errors import SchedirError, UsageError
 from schedir.extras import require_package
@@ -259,7 +260,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "stages that makes the step shorter")  # fmt: skip
     parser.add_argument("--improve-schedules", action="store_true",
                         help="for the best three plans, search for a shorter schedule")  # fmt: skip
-    parser.add_argument("--time-limit", type=parse_number, default=DEFAULT_TIME_LIMIT, metavar="S",
+    parser.add_argument("--time-limit", type=parse_seconds, default=DEFAULT_TIME_LIMIT, metavar="S",
                         help="with --improve-schedules: the seconds per plan "
                         f"({DEFAULT_TIME_LIMIT:g})")  # fmt: skip
     parser.add_argument("--gpu-counts", type=_parse_counts, metavar="GPUS",

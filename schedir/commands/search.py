@@ -19,7 +19,7 @@ from schedir.commands.common.schedule_options import (
     add_search_options,
     format_shape_options,
     parse_count,
-    parse_number,
+    parse_seconds,
     require_size_units,
 )
 from schedir.commands.common.schedule_ranking import (
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="search only schedules that do not split backwards into I and W",
     )  # fmt: skip
     search_group.add_argument(
-        "--time-limit", type=parse_number, default=DEFAULT_TIME_LIMIT, metavar="S",
+        "--time-limit", type=parse_seconds, default=DEFAULT_TIME_LIMIT, metavar="S",
         help=f"the longest time of the search, in seconds ({DEFAULT_TIME_LIMIT:g})",
     )  # fmt: skip
     search_group.add_argument("--max-evaluations", type=parse_count, metavar="N",

@@ -181,7 +181,7 @@ def compile(
     if sizes is not None:
         require_type(sizes, "sizes", Sizes, SIZES_EXAMPLE)
     options: dict[str, Any] = {**extra_options}
-    _require_known_options(options)
+    _require_known_options(options, schedule=schedule)
     shape = resolve_shape(
         'compile("one_f_one_b", ranks=4, microbatches=8)', shape, ranks=ranks,
         microbatches=microbatches, stages_per_rank=stages_per_rank, placement=placement,
@@ -210,20 +210,42 @@ def compile(
     return program if memory_limit is None else check_memory(program, sizes, memory_limit)
 
 
-def _require_known_options(extra_options: Mapping[str, Any], *, attributes: bool = True) -> None:
-    """Raise UsageError for an option that `compile` does not have."""
+def _require_known_options(
+    extra_options: Mapping[str, Any], *, attributes: bool = True, schedule: object = None
+) -> None:
+    """Raise UsageError for an option that `compile` does not have.
+
+    Args:
+        extra_options: The options of a call.
+        attributes: True if attributes of the program are allowed.
+        schedule: The schedule of the call. The hint may say that an option is its parameter.
+    """
     attribute_names = {f.name for f in ATTRIBUTE_FIELDS} if attributes else set()
     for option in extra_options:
         if option not in PASS_OPTIONS and option not in attribute_names:
             parameters = [*signature(compile).parameters][1:]
             option_names = [*parameters, *sorted({*PASS_OPTIONS} - {*parameters})]
-            suggestion = suggest_name(option, option_names)
+            suggestion = _suggest_binding(schedule, option) or suggest_name(option, option_names)
             suggestion = suggestion or f"the options are {', '.join(option_names)}"
             raise UsageError(
                 f"compile has no option {option!r}",
                 hint=RETIRED_HINTS.get(option, suggestion),
                 fields=[option],
             )
+
+
+def _suggest_binding(schedule: object, option: str) -> str:
+    """Return a hint if an option is a parameter of the user's schedule function."""
+    if not callable(schedule):
+        return ""
+    try:
+        parameters = signature(schedule).parameters
+    except (TypeError, ValueError):
+        return ""
+    if option not in parameters:
+        return ""
+    name = getattr(schedule, "__name__", "schedule")
+    return f"it is a parameter of the schedule: compile(functools.partial({name}, {option}=...))"
 
 
 def require_option_names(options: Mapping[str, Any]) -> None:

@@ -100,7 +100,12 @@ def find_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
             raise UsageError(f"cannot read {name:.200}: {error.strerror}") from None
         files = sorted(path for path in map(Path, names) if path.is_file())
         if not files:
-            raise UsageError(f"cannot read {name:.200}: no file has this name or matches it")
+            raise UsageError(
+                f"cannot read {name:.200}: no file has this name or matches it",
+                hint=""
+                if Path(name).is_absolute()
+                else "a relative path starts at the current folder",
+            )
         if json_files := [path for path in files if path.suffix == ".jsonl"]:
             raise UsageError(
                 f"{json_files[0]} has JSON lines instead of plain text",

@@ -177,6 +177,11 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         yield temporary
         os.replace(temporary, target)
     except OSError as error:
+        folder = target.parent
+        if isinstance(error, FileNotFoundError) and not folder.exists():
+            raise UsageError(
+                f"cannot write {path}: there is no folder {folder}", hint=f"mkdir -p {folder}"
+            ) from None
         raise UsageError(f"cannot write {path}: {describe_os_error(error)}") from None
     finally:
         if temporary.is_file() and temporary != target:

@@ -244,6 +244,17 @@ _REPEAT_PATTERN = re.compile(r"\s*(\d{1,9})\s+x\s", re.ASCII)
 _INSTRUCTION_PATTERN = re.compile(
     r"\s*([A-Za-z_]\w*)(?:\s+(\d{1,10})(?:\.(\d{1,10}))?([+-]\d{0,9})?)?\s*$", re.ASCII
 )
+# Other notations of an instruction, such as F0.1, F 0,1, F(0, 1), and 0F1 of torch.
+_OTHER_NOTATIONS = (
+    re.compile(
+        r"(?P<name>[A-Za-z_]+)[\s(\[]*(?P<stage>\d{1,10})[\s.,:)\]\[(]+(?P<mb>\d{1,10})[)\]]?"
+        r"(?P<step>([+-]\d*)?)",
+        re.ASCII,
+    ),
+    re.compile(
+        r"(?P<stage>\d{1,10})(?P<name>[FBIW])(?P<mb>\d{1,10})(?P<step>([+-]\d*)?)", re.ASCII
+    ),
+)
 _HeaderValues = dict[str, tuple[Any, _Line, int]]  # name of a field -> (value, line, column)
 
 
@@ -453,6 +464,15 @@ def _parse_line(line: _Line, remaining: int, max_instructions: int, hint: str) -
     return words.reshape(-1)
 
 
+def _suggest_notation(part: str) -> str:
+    """Return a hint if `part` is an instruction in another notation, such as F0.1 or 0F1."""
+    for pattern in _OTHER_NOTATIONS:
+        match = pattern.fullmatch(part)
+        if match and match["name"] in OPCODE_BY_TEXT:
+            return "did you mean '{name} {stage}.{mb}{step}'?".format(**match.groupdict())
+    return ""
+
+
 def _parse_instruction(line: _Line, column: int, part: str) -> tuple[int, int]:
     """Return an instruction's word, and the number that each repetition adds to its microbatch."""
     column += len(part) - len(part.lstrip())
@@ -464,6 +484,7 @@ def _parse_instruction(line: _Line, column: int, part: str) -> tuple[int, int]:
         hint = f"did you mean {close_matches[0]!r}?" if close_matches else ""
         if sum(word in OPCODE_BY_TEXT for word in part.split()) > 1:
             hint = "put ; between two instructions"
+        hint = _suggest_notation(part.strip()) or hint
         raise line.make_error(f"there is no instruction {part.strip()!r}", column, hint)
     op = OPCODE_BY_TEXT[name]
     scope = INSTRUCTIONS[op].scope

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from inspect import signature
 from operator import index
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Final, TypeVar, cast
 
 import torch
@@ -200,10 +201,12 @@ def count_microbatches(values: object, name: str, program: Program | None = None
         program: The program, for the error. By default the error names no program.
 
     Raises:
-        ExecutionError: `values` is a string, or has no length or no `__getitem__`.
+        ExecutionError: `values` is a string or a mapping of names. Or it has no length or no
+            `__getitem__`.
     """
     try:
-        if not hasattr(values, "__getitem__") or isinstance(values, str | bytes):
+        has_names = isinstance(values, Mapping) and 0 not in values  # not numbers of microbatches
+        if not hasattr(values, "__getitem__") or isinstance(values, str | bytes) or has_names:
             raise TypeError
         return len(values)  # type: ignore[arg-type]
     except TypeError:
@@ -306,7 +309,8 @@ def require_optimizer(value: _T) -> _T:
         value: The argument to check.
 
     Raises:
-        ModelError: `value` has no `step` method, or is a class instead of an instance.
+        ModelError: `value` has no `step` method, is a class instead of an instance, or is a
+            learning-rate scheduler. Or its `step` method requires an argument.
     """
     step = getattr(value, "step", None)
     if value is not None and (isinstance(value, type) or not callable(step)):
@@ -314,7 +318,34 @@ def require_optimizer(value: _T) -> _T:
             f"optimizer must be an object with a step method, not {describe(value)}",
             hint="optimizer=torch.optim.AdamW(module.parameters())",
         )
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        raise ModelError(
+            "optimizer must be an optimizer, not the learning-rate scheduler "
+            f"{type(value).__name__}",
+            hint="give the optimizer itself, and call scheduler.step() after each step of the run",
+        )
+    if name := _find_required_parameter(type(value)):
+        raise ModelError(
+            f"the executor calls optimizer.step() without arguments, but {type(value).__name__}"
+            f".step needs the argument {name!r}",
+            hint="use an optimizer whose step needs no argument, such as torch.optim.AdamW",
+        )
     return value
+
+
+def _find_required_parameter(optimizer_class: type) -> str:
+    """Return the first parameter of a class's `step` that has no default, or an empty string.
+
+    The `step` of the class is read, because a learning-rate scheduler replaces that of the object.
+    """
+    step = getattr(optimizer_class, "step", None)
+    if not isinstance(step, FunctionType):
+        return ""
+    for parameter in [*signature(step).parameters.values()][1:]:  # without self
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_variadic:
+            return parameter.name
+    return ""
 
 
 def require_rank(value: int, program: Program) -> int:

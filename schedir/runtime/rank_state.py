@@ -261,8 +261,8 @@ class State:
         self.resources.ties.begin_update()
         for service in self.list_services():
             service.begin_update()
-        for stage in () if self.is_evaluating else self.stages.values():
-            stage.gradients.zero()
+        for number, stage in () if self.is_evaluating else self.stages.items():
+            stage.gradients.zero(f" of stage {number}")
 
     def find_slot(self, kind: Value, stage: int, mb: int, index: int | None = None) -> Slot:
         """Return the slot of a value.

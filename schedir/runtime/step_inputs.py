@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
@@ -46,8 +47,8 @@ class StepInputs(NamedTuple):
 
         Raises:
             ExecutionError: Inputs or targets that the rank needs are missing. Or `grad_scale` is
-                not a number. Or `keywords` is neither empty nor a list with a mapping for each
-                microbatch.
+                not a finite number. Or `keywords` is neither empty nor a list with a mapping for
+                each microbatch.
         """
         for name, values, is_needed in (
             ("inputs", self.inputs, has_first_stage),
@@ -56,10 +57,13 @@ class StepInputs(NamedTuple):
             if is_needed:
                 require_all_microbatches(values, name, program, rank)
         scale = self.grad_scale
-        is_number = isinstance(scale, Real) or (isinstance(scale, Tensor) and not scale.dim())
+        is_number = (isinstance(scale, Real) and math.isfinite(scale)) or (
+            isinstance(scale, Tensor) and not scale.dim()
+        )
         if not is_number:
             raise ExecutionError(
-                f"grad_scale must be a number or a 0-dimensional tensor, not {describe(scale)}",
+                "grad_scale must be a finite number or a 0-dimensional tensor, not "
+                f"{describe(scale)}",
                 program=program.name,
                 hint=f"grad_scale=1/{program.shape.microbatches} gives the gradient of the mean of "
                 "the losses",
@@ -120,7 +124,9 @@ def require_input_tensors(value: object, mb: int) -> tuple[Tensor, ...]:
         return tuple(value)
     raise ModelError(
         f"inputs[{mb}] must be a tensor or a tuple of tensors, not {describe(value)}",
-        hint="pass named arguments, and values that are not tensors, in keywords",
+        hint="convert an array to a tensor: torch.as_tensor(inputs)"
+        if hasattr(value, "__array__")
+        else "pass named arguments, and values that are not tensors, in keywords",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
@@ -99,5 +100,15 @@ def find_microbatch_error(
     if losses is not None and not isinstance(losses, list):
         return f"losses must be a list, not {describe(losses)}"
     if needs_target and target_mbs is None:
-        return "target is missing: loss_fn needs it"
+        return "target is missing: loss_fn needs it, as in step(x, target=y)" + _find_other_name(
+            kwarg_mbs
+        )
     return ""
+
+
+def _find_other_name(kwarg_mbs: object) -> str:
+    """Return the end of a sentence if a keyword of the stages is similar to "target"."""
+    keywords = kwarg_mbs[0] if isinstance(kwarg_mbs, list) and kwarg_mbs else {}
+    if not (names := get_close_matches("target", [*keywords], 1)):
+        return ""
+    return f"; the stages get the keyword {names[0]!r}"

@@ -7,6 +7,26 @@ import math
 from schedir.training.config.train_config import TrainConfig
 
 
+def describe_short_warmup(train: TrainConfig) -> str:
+    """Return a note if a run ends before the warm-up that its user set, or an empty string.
+
+    Args:
+        train: The section [train] of the configuration.
+
+    Example:
+        >>> print(describe_short_warmup(TrainConfig(steps=2, lr=1.0, warmup=8)))
+        train.warmup is 8 steps, but the run has 2: its learning rate rises only to 0.25, not to
+        train.lr 1
+    """
+    if train.warmup <= train.steps or train.warmup == TrainConfig.warmup:
+        return ""
+    return (
+        f"train.warmup is {train.warmup} steps, but the run has {train.steps}: its learning rate "
+        f"rises only to {compute_learning_rate(train, train.steps - 1):g}, not to train.lr "
+        f"{train.lr:g}"
+    )
+
+
 def compute_learning_rate(train: TrainConfig, step: int) -> float:
     """Return the learning rate of a step.
 

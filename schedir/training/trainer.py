@@ -37,7 +37,7 @@ from schedir.training.batches.text_batches import Corpus
 from schedir.training.checkpointing import TrainingCheckpoints
 from schedir.training.config.run_config import Config
 from schedir.training.evaluation import Evaluation, EvaluationResult, make_evaluation_programs
-from schedir.training.learning_rate import compute_learning_rate
+from schedir.training.learning_rate import compute_learning_rate, describe_short_warmup
 from schedir.training.optimizer import build_optimizer
 from schedir.training.processes.graceful_stop import TerminationNotice
 from schedir.training.processes.startup_consistency import collect_config_facts, require_same_data
@@ -379,14 +379,20 @@ class _Trainer:
     def _predict_memory(self) -> tuple[float, ...]:
         """Return the predicted peak of each rank, in bytes.
 
-        Process 0 prints these peaks, the peaks on other tiers, and which values the replicas shard.
+        Process 0 prints these peaks, the peaks on other tiers, which values the replicas shard, and
+        notes on settings that are probably mistakes.
         """
         peaks = tuple(
             float(rank.total_bytes.max()) for rank in compute_footprints(self.program, self.sizes)
         )
         if not dist.get_rank():
-            if parts := describe_sharding(self.program):
-                print(parts, flush=True)
+            notes = (
+                describe_short_warmup(self.config.train),
+                self.batches.describe_repeats(),
+                describe_sharding(self.program),
+            )
+            for note in filter(None, notes):
+                print(note, flush=True)
             peaks_text = ", ".join(map(format_bytes, peaks))
             for tier in find_used_tiers(self.program)[1:]:
                 tier_peaks = (

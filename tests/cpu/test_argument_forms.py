@@ -128,6 +128,10 @@ def test_stages_are_accepted_as_sequence_or_mapping() -> None:
         assert rank(stages=stages).stages[0].module is first_rank_stages[0]
 
 
+def make_scheduler(parameters: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(parameters, 0.1), 1)
+
+
 WRONG: dict[str, Callable[[], object]] = {
     "stages by half": lambda: world(stages={0: make_stages()[0]}),
     "stages by name": lambda: world(stages={"0": make_stages()[0], "1": make_stages()[1]}),
@@ -144,6 +148,8 @@ WRONG: dict[str, Callable[[], object]] = {
     ),
     "a maker of optimizers": lambda: rank(optimizer=torch.optim.SGD),
     "a function": lambda: rank(optimizer=lambda p: torch.optim.SGD(p, 0.1)),
+    "a scheduler of the learning rate": lambda: world(optimizer=make_scheduler),
+    "an optimizer with a closure": lambda: world(optimizer=torch.optim.LBFGS),
     "a maker of loss scales": lambda: rank(
         gradients=GradientOptions(loss_scale=LossScale)  # type: ignore[arg-type]
     ),
@@ -182,6 +188,9 @@ WRONG: dict[str, Callable[[], object]] = {
     "half a seed": lambda: world(seed=1.5),
     "no seed": lambda: run_sequential(make_stages(), X, X, loss=squares, seed=None),  # type: ignore[arg-type]
     "a mean as scale": lambda: world().step(X, X, "mean"),  # type: ignore[arg-type]
+    "a scale that is no number": lambda: world().step(X, X, math.nan),
+    "arrays": lambda: world().step(X.numpy(), X),  # type: ignore[arg-type]
+    "inputs by name": lambda: world().step({"x": X}, X),  # type: ignore[arg-type]
     "a stage without gradient": lambda: world(stages=[WithoutGradient(3, 3), nn.Linear(3, 3)]).step(
         X, X
     ),
@@ -236,6 +245,18 @@ def read_error(call: Callable[[], object]) -> str:
 def test_wrong_arguments_raise_expected_errors() -> None:
     errors = "".join(f"{name}\n  {read_error(call)}\n" for name, call in WRONG.items())
     assert errors == GOLDEN.read_text()
+
+
+def test_optimizer_with_scheduler_is_accepted() -> None:
+    schedulers = []
+
+    def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, 0.1)
+        schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1))  # replaces its step
+        return optimizer
+
+    world(optimizer=make_optimizer).step(X, X)
+    assert len(schedulers) == 2
 
 
 @pytest.mark.parametrize("seconds", ["60", [60], 0, -1, math.nan], ids=repr)

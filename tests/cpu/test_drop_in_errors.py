@@ -25,6 +25,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.torch_pipelining import Schedule
+from schedir.torch_pipelining.argument_checks import find_microbatch_error
 from schedir.torch_pipelining.program_selection import get_progress_model
 from schedir.verify.check import check
 from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule
@@ -229,3 +230,12 @@ def test_refused_program_computes_wrong_gradients_in_torch(tmp_path: Any) -> Non
         check(program, "per_pair", blocking_hosts=True)
     (tmp_path / "x.csv").write_text(to_csv(program, "torch-2.13"))
     assert max(run(compute_gradient_error, 2, str(tmp_path / "x.csv"))) > 0.1
+
+
+def test_missing_target_names_similar_keyword() -> None:
+    def find_error(keywords: dict[str, Any]) -> str:
+        return find_microbatch_error(1, None, [keywords], None, None, needs_target=True)
+
+    error = "target is missing: loss_fn needs it, as in step(x, target=y)"
+    assert find_error({"mask": 1}) == find_error({}) == error
+    assert find_error({"targets": 1}) == f"{error}; the stages get the keyword 'targets'"

@@ -205,3 +205,10 @@ def test_held_out_tokens_are_not_in_training_batches(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match="for evaluation has 1 tokens"):
         _ = Corpus(make_config(text, 0.01)).held_out_batches
+
+
+def test_note_on_step_larger_than_data() -> None:
+    tokens = np.arange(41, dtype=np.uint8)  # 10 windows of 4 targets
+    assert not Batches(tokens, 4, 10, 0).describe_repeats()
+    note = Batches(tokens, 4, 11, 0, source="a.txt").describe_repeats()
+    assert note.startswith("a step reads 11 windows, but a.txt has 10: ")

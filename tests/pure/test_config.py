@@ -231,7 +231,7 @@ def test_invalid_setting_error_has_line_and_column(
         ("pipeline.rank=2", "'ranks'"),
         ("pipeline.ranks.x=2", "'ranks'"),
         ("pipeline.ranks=two", "'two'"),
-        ("pipeline.ranks=", "integer"),
+        ("pipeline.ranks=", "no value after ="),
         ("pipeline.placement=[0,", "placement"),
         ("pipeline.microbatches=0", "microbatches"),
         ("model.heads=3", "hidden 128"),

@@ -20,6 +20,8 @@ from schedir.errors import CompletenessError, DeadlockError, ParseError, TraceEr
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.schedules import get_built_in_schedules, suggest_schedules
 from schedir.training.config.config_file import read_config
+from schedir.training.config.train_config import TrainConfig
+from schedir.training.learning_rate import describe_short_warmup
 from tests.commands import run_command, run_refused_command
 
 MEGATRON = """\
@@ -216,3 +218,60 @@ def test_max_activations_of_zero_or_less_is_refused(
 def test_placement_error_lists_stages_of_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
     error = run_refused_command(capsys, "check", "zb_v", "--ranks", "2", "--placement", "loop")
     assert "hint: in placement 'vee', rank 0 has the stages [0, 3]" in error
+
+
+@pytest.mark.parametrize(
+    "notation",
+    ["F0.0", "F 0,0", "F(0, 0)", "F[0][0]", "0F0"],
+    ids=["joined", "comma", "call", "index", "torch"],
+)
+def test_other_notation_of_instruction_gets_hint(notation: str) -> None:
+    text = Path("mine.sched").read_text().replace("F 0.0", notation, 1)
+    assert notation + "+" in text
+    with pytest.raises(ParseError, match="there is no instruction") as caught:
+        from_text(text)
+    assert caught.value.hint == "did you mean 'F 0.0+'?"
+
+
+def test_parameter_of_own_schedule_gets_hint_at_compile() -> None:
+    def with_lead(rank: int, ranks: int, microbatches: int, lead: int = 2) -> object:
+        return microbatches * F
+
+    with pytest.raises(UsageError, match="compile has no option 'lead'") as caught:
+        compile(with_lead, ranks=2, microbatches=4, lead=3)  # type: ignore[arg-type, call-arg]
+    assert caught.value.hint.endswith("compile(functools.partial(with_lead, lead=...))")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("draw gpipe -o none/x.svg", "there is no folder none\n  hint: mkdir -p none"),
+        ("compile gpipe -o none/x.sched", "there is no folder none\n  hint: mkdir -p none"),
+        ("search gpipe --ranks 2", "hint: --initial-schedules gpipe also searches"),
+        ("search --time-limit 5m", "must be a number of seconds, such as 60, not '5m'"),
+        ("simulate gpipe --sizes saved=-1GB", "a number of bytes of at least 0, or one per stage"),
+        ("compile gpipe", "schedir compile needs -o FILE.sched"),
+        ("train mine.toml --set output.dir=", "output.dir has no value after ="),
+    ],
+)
+def test_wrong_command_names_the_correction(
+    capsys: pytest.CaptureFixture[str], command: str, message: str
+) -> None:
+    assert message in run_refused_command(capsys, *command.split())
+
+
+def test_schedule_beside_configuration_gets_hint() -> None:
+    Path("other").mkdir()
+    Path("other/mine.py").write_text("")
+    Path("other/mine.toml").write_text('[pipeline]\nschedule = "mine.py:split"\n')
+    with pytest.raises(UsageError, match=r"cannot read mine\.py") as caught:
+        read_config("other/mine.toml")
+    assert caught.value.hint.endswith('schedule = "other/mine.py:split"')
+
+
+def test_note_on_warmup_longer_than_run() -> None:
+    assert not describe_short_warmup(TrainConfig(steps=2))  # the default of warmup
+    assert not describe_short_warmup(TrainConfig(steps=4, warmup=4))
+    note = describe_short_warmup(TrainConfig(steps=2, lr=1.0, warmup=8))
+    assert note.startswith("train.warmup is 8 steps, but the run has 2")
+    assert "rises only to 0.25" in note

@@ -220,7 +220,7 @@ def test_memory_limit_bounds_plans(capsys: pytest.CaptureFixture[str]) -> None:
         used = [plan["memory"]["total"] for plan in result["plans"]]
         assert 0.5 * limit < max(used) <= limit
     error = run_refused_command(capsys, *command, "--memory-limit=90GB")
-    assert "--memory-limit 90 GB is not a part of the 80 GB of a GPU" in error
+    assert "--memory-limit 90 GB must be above 0 and at most 80 GB, the memory of a GPU" in error
 
 
 def test_selected_plan_is_written_and_drawn(

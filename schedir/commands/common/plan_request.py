@@ -125,8 +125,8 @@ def _limit_memory(cluster: Cluster, limit: float | None) -> Cluster:
     """Return the cluster with `--memory-limit` as the memory of each GPU."""
     if limit is not None and not 0 < limit <= cluster.memory:
         raise UsageError(
-            f"--memory-limit {format_bytes(limit)} is not a part of the "
-            f"{format_bytes(cluster.memory)} of a GPU",
+            f"--memory-limit {format_bytes(limit)} must be above 0 and at most "
+            f"{format_bytes(cluster.memory)}, the memory of a GPU of the cluster",
             fields=["memory_limit"],
         )
     return cluster if limit is None else replace(cluster, memory=limit)

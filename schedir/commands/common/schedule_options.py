@@ -210,6 +210,23 @@ def parse_number(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def parse_seconds(text: str) -> float:
+    """Return the value of an option that is a number of seconds.
+
+    Args:
+        text: The text of the option.
+
+    Raises:
+        ArgumentTypeError: The text is not a decimal number.
+    """
+    try:
+        return parse_decimal(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of seconds, such as 60, not {text!r:.60}"
+        ) from None
+
+
 def parse_positive_number(text: str) -> float:
     """Return the value of an option that is a decimal number above 0.
 
@@ -301,8 +318,9 @@ def _parse_fields(
             values[name] = _parse_stage_values(value, parse_value)
         except ValueError:
             value_text = f"{value!r}" if equals else "nothing"
+            kind = "a number" if subject == "cost" else "a number of bytes of at least 0,"
             raise UsageError(
-                f"--{subject}s: {name} must be a number or one per stage, not {value_text}",
+                f"--{subject}s: {name} must be {kind} or one per stage, not {value_text}",
                 hint=f"{name}={example} or {name}={example}:{example}:{example}",
             ) from None
     return values

@@ -120,11 +120,14 @@ class GradientBuffers:
                         view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
                     parameter.grad = view
 
-    def zero(self) -> None:
+    def zero(self, location: str = "") -> None:
         """Set all gradients to zero before an update, and restore views that `zero_grad` removed.
 
         From ZeRO level 2 on, the method only restores the views. `allocate` sets the buffers to
         zero.
+
+        Args:
+            location: The words after the name of a parameter in the error, such as " of stage 0".
 
         Raises:
             ModelError: A gradient was moved out of its buffer.
@@ -135,7 +138,8 @@ class GradientBuffers:
             )
             name = self.names[self.bound_views[moved_index][0]]
             raise ModelError(
-                f"the gradient of {name} was moved, for example by the `to` method of its module",
+                f"the gradient of {name}{location} was moved or has another type, for example "
+                "after the `to` method of its module",
                 hint="create the executor after the last such change",
             )
         self.bind_gradients()

@@ -89,6 +89,15 @@ class Batches:
         text = f"{len(self.tokens)} tokens of {self.tokens.dtype} ({digest.hexdigest()})"
         return f"{text}, {self.windows.description}"
 
+    def describe_repeats(self) -> str:
+        """Return a note if one step reads the same window several times, or an empty string."""
+        if self.batch_size <= len(self):
+            return ""
+        return (
+            f"a step reads {self.batch_size:,} windows, but {self.source} has {len(self):,}: each "
+            "step trains on the same windows several times"
+        )
+
     def read_batch(self, first_sample: int, sample_count: int) -> tuple[Tensor, Tensor]:
         """Return the inputs and the targets of consecutive samples.
 

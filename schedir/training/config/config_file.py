@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, get_args
 
@@ -107,7 +108,7 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
             )
     values.pop(_MODEL_KIND_KEY, None)
     with _locate_errors(path, settings):
-        values |= _read_source_settings(values, settings)
+        values |= _read_source_settings(values, settings, path)
         config = Config(
             **{
                 section: kind(**{name: v for (s, name), v in values.items() if s == section})
@@ -174,10 +175,15 @@ def _parse_override(override: str) -> tuple[tuple[str, str], _SettingValue]:
             f"--set {homes[0]}.{override}" if homes and equals else "--set pipeline.ranks=2",
         )
     _require_known_name(section, SECTION_CLASSES, "section", setting)
+    if not text.strip():
+        raise setting.make_error(
+            f"{key.strip()} has no value after =",
+            "if the value is a variable of the shell, the variable is empty",
+        )
     return (section, name), setting
 
 
-def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
+def _read_source_settings(values: _Values, settings: _Settings, config_path: str) -> _Values:
     """Return the settings that the schedule or the program file decides.
 
     For a schedule, the result has the schedule's defaults for settings that are not set. For a
@@ -190,6 +196,13 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
     except UsageError as error:
         if not error.__cause__:  # A cause already has the line of the user's file.
             error.fields = error.fields or ("schedule",)
+        file, colon, function = str(source).rpartition(":")
+        beside = Path(config_path).parent / (file or source)
+        if not Path(file or source).exists() and beside.is_file():
+            error.hint = (
+                "a path starts at the current folder, not at the folder of the configuration: "
+                f'schedule = "{beside}{colon}{function if colon else ""}"'
+            )
         raise
     given_settings = {
         f.name: values[f.section, f.name] for f in HEADER_FIELDS if (f.section, f.name) in values
