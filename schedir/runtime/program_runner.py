@@ -253,7 +253,7 @@ class ProgramRunner:
         try:
             must_repeat = any([service.needs_rerun() for service in self.state.list_services()])
         except Exception as error:
-            raise self.state.wrap_error(self.position, error) from error
+            raise self.state.wrap_error(None, error) from error
         self.resources.is_in_step = False
         return must_repeat
 

@@ -226,14 +226,18 @@ def test_error_in_cleanup_keeps_error_of_step(method: str, *, is_in_process: boo
     assert isinstance(caught.value.__context__, ExecutionError)
 
 
-def test_error_after_last_instruction_names_rank() -> None:
+@pytest.mark.parametrize("method", ["finish_step", "needs_rerun"])
+def test_error_after_last_instruction_names_rank(method: str) -> None:
     world = _make_executor(ranks=2)
     service = world.executors[1].state.service(_FailingService)
-    service.fail_in("finish_step", OSError("disk full"))
+    service.fail_in(method, OSError("disk full"))
     with pytest.raises(ExecutionError, match="after the last instruction of rank 1: OSError: d"):
         world.step(*make_batch(2, 0))
-    world = _make_executor(ranks=2)
-    service = world.executors[1].state.service(_FailingService)
+
+
+def test_model_error_of_finish_step_is_not_wrapped() -> None:
+    world = _make_executor()
+    service = world.executors[0].state.service(_FailingService)
     service.fail_in("finish_step", ModelError("a stage wrote to a weight"))
     with pytest.raises(ModelError, match="a stage wrote"):
         world.step(*make_batch(2, 0))
