@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ from schedir.runtime.model_checks.tied_weight_requirements import fingerprint_pa
 from schedir.runtime.parameters.optimizer_inspection import OptimizerLike
 from schedir.runtime.program_runner import ProgramRunner
 from schedir.runtime.rank_resources import Loss
+from schedir.runtime.rank_state import run_all
 from schedir.runtime.recording.recorder import read_step_times
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
 from schedir.transports.in_process.cuda_streams import StreamMailbox
@@ -278,9 +279,12 @@ class InProcessExecutor:
                 total_loss = self._run_once(runners, batch, order_seed)
         except BaseException:  # restore modules also after KeyboardInterrupt
             has_begun = any(runner.resources.is_in_step for runner in runners)
-            with ExitStack() as stack:
-                for runner, step_number in zip(runners, step_numbers, strict=True):
-                    stack.callback(runner.state.abort_step, step_number, has_begun=has_begun)
+            run_all(
+                [
+                    partial(runner.state.abort_step, step_number, has_begun=has_begun)
+                    for runner, step_number in zip(runners, step_numbers, strict=True)
+                ][::-1]
+            )
             raise
         return total_loss
 

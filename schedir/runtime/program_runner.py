@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.total_order import find_total_order
-from schedir.errors import ModelError
+from schedir.errors import ModelError, SchedirError
 from schedir.io.black_box import POSITION_FIELD, POSITION_TIME_FIELD, BlackBox
 from schedir.io.profiler_range_names import format_range_names
 from schedir.ir.program import Program
@@ -253,7 +253,7 @@ class ProgramRunner:
         try:
             must_repeat = any([service.needs_rerun() for service in self.state.list_services()])
         except Exception as error:
-            raise self.state.wrap_error(self.position, error) from error
+            raise self.state.wrap_error(None, error) from error
         self.resources.is_in_step = False
         return must_repeat
 
@@ -298,10 +298,21 @@ class ProgramRunner:
 
         Returns:
             The sum of the losses on a rank with the last stage, and None on other ranks.
+
+        Raises:
+            ExecutionError: The end of the step failed, for example because a peer ended before it
+                received a message.
+            ModelError: See `State.finish_step`.
         """
         self.progress[POSITION_FIELD] = len(self.calls)
         self.progress[POSITION_TIME_FIELD] = monotonic_ns()
-        total_loss, self.resources.is_in_step = self.state.finish_step(), False
+        try:
+            total_loss = self.state.finish_step()
+        except SchedirError:
+            raise
+        except Exception as error:
+            raise self.state.wrap_error(None, error) from error
+        self.resources.is_in_step = False
         if self.timestamps is not None and self.record_timestamps:
             self.timestamps.end_step()
         return total_loss

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -80,6 +81,22 @@ def chain_calls(*calls: Callback | None) -> Callback | None:
             call()
 
     return call_all if middle else call_both
+
+
+def run_all(calls: Sequence[Callback]) -> None:
+    """Call all functions in order, even if some of them raise an error.
+
+    The last error is raised. The earlier errors are its context, and so is the error that the
+    caller handles. An `ExitStack` would drop the error that the caller handles.
+
+    Args:
+        calls: Functions without arguments.
+    """
+    if calls:
+        try:
+            calls[0]()
+        finally:
+            run_all(calls[1:])
 
 
 _ProgramKind = TypeVar("_ProgramKind", bound="ProgramService")
@@ -306,11 +323,12 @@ class State:
 
     def restore_parameters(self) -> None:
         """Restore the parameters of all modules to their state between steps."""
-        with ExitStack() as stack:  # runs all callbacks in reverse, even if one raises
-            for stage in self.stages.values():
-                stack.callback(stage.local_ties.restore)
-            for service in reversed(self.list_services()):
-                stack.callback(service.restore)
+        run_all(
+            [
+                *(service.restore for service in self.list_services()),
+                *(stage.local_ties.restore for stage in self.stages.values()),
+            ]
+        )
 
     def abort_step(self, step_number: int, *, has_begun: bool) -> None:
         """Clean up after an error in a step.
@@ -325,10 +343,8 @@ class State:
         """
         if not has_begun:
             self.random_streams.step = step_number
-        with ExitStack() as stack:
-            for service in reversed(self.list_services()):
-                stack.callback(service.fail, has_begun=has_begun)
-            stack.callback(self.restore_parameters)
+        fail_calls = [partial(s.fail, has_begun=has_begun) for s in self.list_services()]
+        run_all([self.restore_parameters, *fail_calls])
 
     def require_no_failed_step(self) -> None:
         """Raise ExecutionError if an earlier step failed."""
@@ -339,25 +355,28 @@ class State:
                 hint="create a new executor and a new transport",
             )
 
-    def wrap_error(self, index: int, error: Exception) -> ExecutionError:
+    def wrap_error(self, index: int | None, error: Exception) -> ExecutionError:
         """Convert an error to an `ExecutionError` that names an instruction.
 
         An error that already names an instruction keeps this instruction. Such an error comes from
         an earlier instruction, whose work failed on its lane.
 
         Args:
-            index: The index of the current instruction in the stream.
+            index: The index of the current instruction in the stream. None if all instructions
+                have ended.
             error: The error.
         """
         if isinstance(error, ExecutionError) and error.sites:
             return ExecutionError(
                 error.fact, program=error.program, sites=error.sites, hint=error.hint
             )
+        fact, sites = describe_peer_error(error) or describe_exception(error), []
+        if index is None:
+            fact = f"after the last instruction of rank {self.rank}: {fact}"
+        else:
+            sites = [InstructionSite(self.rank, index, self.stream[index], "failed")]
         return ExecutionError(
-            describe_peer_error(error) or describe_exception(error),
-            program=self.program.name,
-            sites=[InstructionSite(self.rank, index, self.stream[index], "failed")],
-            hint=getattr(error, "hint", ""),
+            fact, program=self.program.name, sites=sites, hint=getattr(error, "hint", "")
         )
 
     def find_local_stage(self, stage: int, mb: int) -> StageState | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir import PipelineShape
-from schedir.errors import ExecutionError
+from schedir.errors import ExecutionError, ModelError
 from schedir.runtime import Boundary, Executor, InProcessExecutor
 from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.rank_resources import Loss, RankResources, RankService
@@ -175,10 +175,10 @@ class _FailingService(ProgramService):
 
     method = ""
 
-    def fail_in(self, method: str) -> None:
+    def fail_in(self, method: str, error: BaseException | None = None) -> None:
         def fail(*_: object, **options: object) -> None:
             self.method = method
-            raise KeyboardInterrupt
+            raise error or KeyboardInterrupt
 
         setattr(self, method, fail)
 
@@ -212,6 +212,35 @@ def test_error_in_cleanup_stops_no_other_service(method: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         world.step(*make_batch(2, 0))
     assert [log.take()[-2:] for log in logs] == [["restore", "fail True"]] * 2
+
+
+@pytest.mark.parametrize("is_in_process", [True, False])
+@pytest.mark.parametrize("method", ["restore", "fail"])
+def test_error_in_cleanup_keeps_error_of_step(method: str, *, is_in_process: bool) -> None:
+    world = _make_executor()
+    (rank,) = world.executors
+    rank.state.service(_FailingService).fail_in(method)
+    rank.runner.calls[0] = Call(None, lambda: [][0])
+    with pytest.raises(KeyboardInterrupt) as caught:
+        (world if is_in_process else rank).step(*make_batch(2, 0))
+    assert isinstance(caught.value.__context__, ExecutionError)
+
+
+@pytest.mark.parametrize("method", ["finish_step", "needs_rerun"])
+def test_error_after_last_instruction_names_rank(method: str) -> None:
+    world = _make_executor(ranks=2)
+    service = world.executors[1].state.service(_FailingService)
+    service.fail_in(method, OSError("disk full"))
+    with pytest.raises(ExecutionError, match="after the last instruction of rank 1: OSError: d"):
+        world.step(*make_batch(2, 0))
+
+
+def test_model_error_of_finish_step_is_not_wrapped() -> None:
+    world = _make_executor()
+    service = world.executors[0].state.service(_FailingService)
+    service.fail_in("finish_step", ModelError("a stage wrote to a weight"))
+    with pytest.raises(ModelError, match="a stage wrote"):
+        world.step(*make_batch(2, 0))
 
 
 def test_live_memory_includes_services() -> None:

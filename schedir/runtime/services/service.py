@@ -11,6 +11,9 @@ lifetime of a service:
 The step loop, warm-up steps, evaluations, checkpoints and the count of live memory call the methods
 below for all services of a program and its rank. These callers do not depend on particular
 services.
+
+If a method raises an error before the first instruction of a step, the executor restores its state
+and can run the next step. After a later error in a step, the executor refuses all further steps.
 """
 
 from __future__ import annotations
