@@ -199,8 +199,14 @@ def count_slots(program: Program) -> NDArray[np.int64]:
         program: The program.
 
     Returns:
-        Numbers of shape (ranks, kinds), kinds as in `SLOT_KINDS`.
+        Numbers of shape (ranks, kinds), kinds as in `SLOT_KINDS`. The array is read-only, because
+        the program caches it.
     """
+    return program.cached("slot_counts", _compute_slot_counts)
+
+
+def _compute_slot_counts(program: Program) -> NDArray[np.int64]:
+    """Compute what `count_slots` returns."""
     flow = Dataflow.from_program(program)
     group = number_groups(InstructionIndex.from_program(program))
     given_counts = _read_slot_counts(program)
@@ -221,7 +227,9 @@ def count_slots(program: Program) -> NDArray[np.int64]:
                 np.minimum(given_counts[kind], value_counts),
             )
         columns.append(slot_counts)
-    return np.stack(columns, 1)
+    slots_per_rank = np.stack(columns, 1)
+    slots_per_rank.flags.writeable = False
+    return slots_per_rank
 
 
 def assign_slots(program: Program, rank: int) -> SlotAssignment:
