@@ -16,7 +16,7 @@ from tests.cases import ALL
 from tests.mutants import MUTATIONS, mutate, trial
 from tests.new_rows import NEW
 
-CORPUS = 0 if ALL else 8  # legal programs of each kind, see `mutants.py`: most are made for one mutant
+CORPUS = 0 if ALL else 8  # number of shared legal programs of each kind, as in `mutants.py`
 
 
 def has_new_rows(name: str, seed: int) -> bool:
