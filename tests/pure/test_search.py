@@ -65,11 +65,11 @@ def test_byte_limit_includes_messages_and_weights() -> None:
     sizes = Sizes(
         activation=2e6, saved=10e6, deferred_wgrad=4e6, saved_and_deferred=12e6, model_states=100e6
     )
-    result = search_schedule(PipelineShape(4, 12), EVEN, sizes, 160e6, max_evaluations=3000)
+    result = search_schedule(PipelineShape(4, 12), EVEN, sizes, 160e6, max_evaluations=400)
     assert result.timeline.peak_memory.max() <= 160e6
     assert (
         result.span
-        < search_schedule(PipelineShape(4, 12), EVEN, sizes, 140e6, max_evaluations=3000).span
+        < search_schedule(PipelineShape(4, 12), EVEN, sizes, 140e6, max_evaluations=400).span
     )
 
 
@@ -353,7 +353,7 @@ if sys.argv[2] == "hide":
     sys.modules["numba"] = None
 from schedir import Costs, PipelineShape, search_schedule
 uneven = Costs(F=(1.1, 0.7, 1.3, 0.9, 1.2, 0.8), I=(0.9, 1.2, 0.7, 1.1, 0.8, 1.3), W=1.05, send=0.1)
-found = search_schedule(PipelineShape(6, 12), uneven, max_in_flight=3, max_evaluations=900,
+found = search_schedule(PipelineShape(6, 12), uneven, max_in_flight=3, max_evaluations=400,
                         time_limit=float(sys.argv[1]))
 print(found.numba, found.span, found.num_evaluated)
 """
