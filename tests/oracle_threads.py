@@ -105,6 +105,7 @@ def list_instructions(program: Program) -> list[list[tuple[Instr, bool]]]:
 
     Tests run a program under several models in turn, so the lists of the last program are kept.
     """
+    lists: list[list[tuple[Instr, bool]]]
     if _latest[0] is not program:
         lists = [[*zip(s, s.joined.tolist(), strict=True)] for s in program.streams]
         _latest[:] = program, lists
