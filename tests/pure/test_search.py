@@ -353,7 +353,7 @@ if sys.argv[2] == "hide":
     sys.modules["numba"] = None
 from schedir import Costs, PipelineShape, search_schedule
 uneven = Costs(F=(1.1, 0.7, 1.3, 0.9, 1.2, 0.8), I=(0.9, 1.2, 0.7, 1.1, 0.8, 1.3), W=1.05, send=0.1)
-found = search_schedule(PipelineShape(6, 12), uneven, max_in_flight=3, max_evaluations=400,
+found = search_schedule(PipelineShape(6, 12), uneven, max_in_flight=3, max_evaluations=900,
                         time_limit=float(sys.argv[1]))
 print(found.numba, found.span, found.num_evaluated)
 """
