@@ -8,6 +8,7 @@ import io
 import sys
 import tokenize
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 PRODUCT = ("schedir", "kernels", "viz")
@@ -25,6 +26,7 @@ def is_text(node: ast.stmt) -> bool:
     )
 
 
+@cache
 def code_lines(source: str) -> int:
     """Return the number of lines of code in a file.
 

@@ -389,7 +389,8 @@ def trial(
             wrong.append(model)
         if bool(refused) == (ran.kind == "ok"):
             differ.append(f"{model}: the checker says {refused or 'ok'}, but {ran}")
-    spoiled = any(model == "per_edge" or verdict(program, model).kind == "ok" for model in wrong)
+    # All legal programs finish under `per_edge`. To run one under another model takes long.
+    spoiled = "per_edge" in wrong or any(verdict(program, model).kind == "ok" for model in wrong)
     return Trial(name, seed, "rejected" if spoiled else "equivalent", mutant, tuple(differ))
 
 

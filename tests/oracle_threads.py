@@ -54,7 +54,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import Instr, Opcode
@@ -97,6 +97,22 @@ def verdict(
         machine.forget()
 
 
+_latest: list[Any] = [None, None]  # the last program of `list_instructions`, and its result
+
+
+def list_instructions(program: Program) -> list[list[tuple[Instr, bool]]]:
+    """Return the instructions of each Stream, and whether each one is joined to the one before.
+
+    Tests run a program under several models in turn, so the lists of the last program are kept.
+    """
+    lists: list[list[tuple[Instr, bool]]]
+    if _latest[0] is not program:
+        lists = [[*zip(s, s.joined.tolist(), strict=True)] for s in program.streams]
+        _latest[:] = program, lists
+    lists = _latest[1]
+    return lists
+
+
 class Machine:
     """All ranks of the program, and the messages and collectives between them."""
 
@@ -119,10 +135,12 @@ class Machine:
         self.stages, self.microbatches = program.shape.stages, program.shape.microbatches
         self.updates = program.shape.optimizer_steps
         n, m = len(self.holders), self.microbatches
-        self.whose = [k for k in range(n) for _ in range(m // n + (k < m % n))]
+        self.holders_of_mb = [
+            self.holders[k] for k in range(n) for _ in range(m // n + (k < m % n))
+        ]
         if len(program.streams) != program.shape.ranks:
             raise OracleError(f"{len(program.streams)} Streams")
-        self.lists = [[*zip(s, s.joined.tolist(), strict=True)] for s in program.streams]
+        self.lists = list_instructions(program)
         holders_of = [*enumerate(zip(*self.holders, strict=True))]
         ranks = range(program.shape.ranks)
         self.own = [[s for s, holders in holders_of if rank in holders] for rank in ranks]
@@ -143,7 +161,7 @@ class Machine:
 
         The ranks with a replica of the stage have equal shares of the microbatches, or one more.
         """
-        return self.holders[self.whose[min(mb, self.microbatches - 1)]][stage]
+        return self.holders_of_mb[min(mb, self.microbatches - 1)][stage]
 
     def beginning(self, stage: int) -> int:
         """Return the stage from which a stage receives a skip, or -1."""

@@ -65,6 +65,11 @@ FREEING_OPS: Final[dict[Value, list[tuple[Opcode, PeerRule | None]]]] = {
 }
 
 
+# The memory of a program is computed from the same lifetimes many times. For a small program, this
+# takes longer than everything else. The lifetimes of a larger program would use too much memory.
+_MAX_INSTRUCTIONS_WITH_CACHED_LIFETIMES: Final = 2**18
+
+
 class StaleRead(NamedTuple):
     """A read of a value after another instruction has freed the value or changed its state.
 
@@ -168,6 +173,7 @@ class Dataflow:
         self.index = index
         self._stale_reads: list[StaleRead] = []  # filled by `givers`
         self._chains: dict[Value, ValueChains | None] = {}
+        self._lifetimes: dict[tuple[Value, int], ValueLives] = {}
 
     @classmethod
     def from_program(cls, program: Program) -> Dataflow:
@@ -549,8 +555,18 @@ class Dataflow:
 
         Returns:
             The lifetimes.  Values that are never freed, or are freed on another rank, are left out.
-            The result is empty if `Program.takes_memory` is False for the kind.
+            The result is empty if `Program.takes_memory` is False for the kind. Do not change the
+            arrays, because the flow of a small program caches them.
         """
+        lives = self._lifetimes.get((value, tier))
+        if lives is None:
+            lives = self._compute_lifetimes(value, tier)
+            if len(self.index) <= _MAX_INSTRUCTIONS_WITH_CACHED_LIFETIMES:
+                self._lifetimes[value, tier] = lives
+        return lives
+
+    def _compute_lifetimes(self, value: Value, tier: int) -> ValueLives:
+        """Compute what `find_lifetimes` returns."""
         index = self.index
         chains = self.get_chains(value)
         if not index.program.takes_memory(value) or (tier and chains is None):

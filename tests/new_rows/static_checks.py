@@ -1,6 +1,6 @@
 """Check new instructions without a run: order, memory, text, pictures, export, explanation.
 
-    python static_checks.py NAME FOLDER
+    python static_checks.py NAME... FOLDER
 
 It runs in a copy of the tree that has the new rows, without torch. It writes its files to FOLDER.
 """
@@ -373,4 +373,7 @@ def compress(folder: str) -> None:
 
 if __name__ == "__main__":
     each = (stash, judge, log, tape, clamp, compress)
-    {check.__name__: check for check in each}[sys.argv[1]](sys.argv[2])
+    checks = {check.__name__: check for check in each}
+    *names, folder_name = sys.argv[1:]
+    for name in names:
+        checks[name](folder_name)

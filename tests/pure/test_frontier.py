@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=CASES.values(), ids=[*CASES], scope="module")
 def frontier(request: pytest.FixtureRequest) -> MemoryFrontier:
-    return memory_frontier(**request.param, max_evaluations=200)
+    return memory_frontier(**request.param, max_evaluations=60)
 
 
 def test_levels_keep_limits_and_spans_decrease(frontier: MemoryFrontier) -> None:
@@ -96,7 +96,7 @@ def test_frontier_is_deterministic(ranks: int, microbatches: int, seed: int, siz
         Sizes(saved=2, deferred_wgrad=1) if sized else None,
     )
     first, second = (
-        memory_frontier(shape, Costs(W=0.5), sizes, max_evaluations=100, seed=seed, levels=3)
+        memory_frontier(shape, Costs(W=0.5), sizes, max_evaluations=50, seed=seed, levels=3)
         for _ in "ab"
     )
     assert first.bounds == second.bounds

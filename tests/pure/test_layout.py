@@ -204,7 +204,7 @@ def test_large_packages_are_imported_only_where_allowed() -> None:
 
 
 def test_pure_tests_do_not_import_torch() -> None:
-    files = python_files("tests/pure")
+    files = [f for f in python_files("tests/pure") if b"torch" in f.read_bytes()]
     assert not [f.name for f in files if "torch" in {t.split(".")[0] for t in list_imports(f)}]
 
 
@@ -247,7 +247,9 @@ LONG_FILES = {
 
 def count_opcode_names(path: Path) -> int:
     """Return how often a file names an instruction, as `Opcode.Forward` or by an alias."""
-    tree = ast.parse(path.read_bytes())
+    if b"Opcode" not in (source := path.read_bytes()):
+        return 0
+    tree = ast.parse(source)
     other = {
         target.id
         for node in ast.walk(tree)
@@ -292,7 +294,8 @@ def test_files_have_no_merge_markers() -> None:
 
 
 def test_kernels_and_viz_are_not_imported_as_top_level() -> None:
-    roots = {(f, target.split(".")[0]) for f in PYTHON_FILES for target in list_imports(f)}
+    files = [f for f in PYTHON_FILES if re.search(rb"\b(kernels|viz)\b", f.read_bytes())]
+    roots = {(f, target.split(".")[0]) for f in files for target in list_imports(f)}
     assert not [(f, root) for f, root in roots if root in ("kernels", "viz")]
 
 

@@ -109,11 +109,9 @@ def test_mutated_skip_agrees_with_oracle(
             ):
                 if mutant == words:
                     continue
+                changed_program = replace_stream(program, rank, mutant)
                 for model in MODELS:
-                    changed_program, outcome = (
-                        replace_stream(program, rank, mutant),
-                        verdict(replace_stream(program, rank, mutant), model, k),
-                    )
+                    outcome = verdict(changed_program, model, k)
                     error = refusal(changed_program, model)
                     assert bool(error) == (outcome.kind != "ok"), (
                         to_text(changed_program),

@@ -474,9 +474,10 @@ def compute_footprints(
         curves = {}
         for k, name in enumerate(lifetimes_by_name):
             has_name = name_index[rank_slice] == k
-            counts = np.cumsum(count_change[rank_slice] * has_name)
-            byte_totals = np.cumsum(byte_change[rank_slice] * has_name)
-            curves[name] = (np.append(0, counts), np.append(0.0, byte_totals))
+            counts, byte_totals = np.zeros(len(has_name) + 1, np.int64), np.zeros(len(has_name) + 1)
+            np.cumsum(count_change[rank_slice] * has_name, out=counts[1:])
+            np.cumsum(byte_change[rank_slice] * has_name, out=byte_totals[1:])
+            curves[name] = (counts, byte_totals)
         for name, slots in offload_slots.items():
             curves[name] = slots.bound_usage(rank, curves[name], curves.pop(name + _MOVED_SUFFIX))
         stream_index = np.append(0, positions[rank_slice] - program.offsets[rank])
