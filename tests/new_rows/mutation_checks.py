@@ -12,17 +12,14 @@ import sys
 from collections import Counter
 
 from schedir.errors import SchedirError
-from tests.cases import ALL
 from tests.mutants import MUTATIONS, mutate, trial
 from tests.new_rows import NEW
-
-CORPUS = 0 if ALL else 8  # number of shared legal programs of each kind, as in `mutants.py`
 
 
 def has_new_rows(name: str, seed: int) -> bool:
     """Return whether the mutated program of a trial has new rows."""
     try:
-        return bool(mutate(name, seed, mixed=True, corpus=CORPUS)[1].used_opcodes & NEW)
+        return bool(mutate(name, seed, mixed=True)[1].used_opcodes & NEW)
     except SchedirError:
         return False
 
@@ -32,7 +29,7 @@ if __name__ == "__main__":
     trials = [(name, seed) for name in MUTATIONS for seed in range(int(sys.argv[1]))]
     for name, seed in trials:
         if has_new_rows(name, seed):
-            found = trial(name, seed, corpus=CORPUS)
+            found = trial(name, seed)
             assert not found.disagreements, str(found)
             outcomes[found.outcome] += 1
     count = sum(outcomes.values())

@@ -17,14 +17,13 @@ from tests.mutations_of_sums import SUMMED
 from tests.mutations_of_tiers import AWAY
 from tests.mutations_of_turns import TURNED
 
-LEGAL_PROGRAMS = CORPUS // 2  # of each kind; to draw one takes as long as to judge many mutants
 TRIALS = 63 if ALL else 21  # per mutation, which is about 2500 programs
 SEED = int(os.environ.get("MUTANTS_SEED", "0"))
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_check_accepts_exactly_mutants_that_finish(name: str) -> None:
-    """Call `print(tests.mutants.trial(name, seed, corpus=LEGAL_PROGRAMS))` to repeat a trial.
+    """Call `print(tests.mutants.trial(name, seed, corpus=CORPUS))` to repeat a trial.
 
     Some mutations are judged under one model each, and some use a program for more mutants.
     """
@@ -34,9 +33,7 @@ def test_check_accepts_exactly_mutants_that_finish(name: str) -> None:
     )
     models = [[model] if has_single_model else MODELS for model in MODELS]
     seeds = range(SEED, SEED + TRIALS)
-    trials = [
-        trial(name, seed, models[seed % len(MODELS)], share, LEGAL_PROGRAMS) for seed in seeds
-    ]
+    trials = [trial(name, seed, models[seed % len(MODELS)], share, CORPUS) for seed in seeds]
     disagreements = [t for t in trials if t.disagreements]
     assert not disagreements, "\n".join(map(str, disagreements[:3]))
     rejected = [t.seed for t in trials if t.outcome == "rejected"]
