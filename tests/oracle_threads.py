@@ -135,7 +135,7 @@ class Machine:
         self.stages, self.microbatches = program.shape.stages, program.shape.microbatches
         self.updates = program.shape.optimizer_steps
         n, m = len(self.holders), self.microbatches
-        self.holders_of_mb = [
+        self.holders_of_mb: list[list[int]] = [
             self.holders[k] for k in range(n) for _ in range(m // n + (k < m % n))
         ]
         if len(program.streams) != program.shape.ranks:

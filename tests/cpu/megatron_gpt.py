@@ -59,7 +59,8 @@ class Result:
 def _zeros_on_cpu(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
     """Create on the CPU the zeros that Megatron requests on a GPU."""
     device = "cpu" if str(device).startswith("cuda") else device
-    return _torch_zeros(*args, device=device, **kwargs)
+    zeros: Tensor = _torch_zeros(*args, device=device, **kwargs)
+    return zeros
 
 
 _torch_zeros: Any = torch.zeros
