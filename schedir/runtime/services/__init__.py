@@ -1,1 +1,1 @@
-"""Services. Each has the state of one feature on a rank, and is created at its first use."""
+"""Services: the state of one feature on a rank, created by the first handler that needs it."""
