@@ -24,7 +24,7 @@ def widget(timeline: Timeline, other: Timeline | None = None) -> Any:
         An `anywidget.AnyWidget`. The last expression of a cell shows it.
 
     Raises:
-        MissingPackageError: anywidget is not installed.
+        schedir.extras.MissingPackageError: anywidget is not installed.
         UsageError: The two runs have different numbers of ranks.
 
     Example:

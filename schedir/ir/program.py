@@ -383,7 +383,14 @@ class Program:
         optional value exists only if an instruction uses it.
 
         Args:
-            value: The kind of value.
+            value: The kind of value, a member of `schedir.ir.isa.instructions.Value`.
+
+        Example:
+            >>> from schedir import compile
+            >>> from schedir.ir.isa.instructions import Value
+            >>> program = compile("gpipe", ranks=2, microbatches=4, clip_grad_norm=True)
+            >>> program.uses_value(Value.NORM), program.uses_value(Value.SKIP_IN)
+            (True, False)
         """
         if VALUES[value].is_optional and self.used_opcodes.isdisjoint(NON_COMPUTE_USERS[value]):
             return False

@@ -208,7 +208,7 @@ class Timeline:
             update or of the occurrence.
 
         Raises:
-            MissingPackageError: pandas is not installed.
+            schedir.extras.MissingPackageError: pandas is not installed.
         """
         require_package("pandas", "to_dataframe")
         from pandas import DataFrame

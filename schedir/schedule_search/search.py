@@ -196,7 +196,7 @@ def search_schedule(
         CostsError: See `make_problem`.
         ShapeError: See `make_problem`.
         MemoryLimitError: No program fits into the limit with its messages.
-        MissingPackageError: `bound` is "solver", and OR-Tools is not installed.
+        schedir.extras.MissingPackageError: `bound` is "solver", and OR-Tools is not installed.
 
     Example:
         >>> from schedir import Costs, search_schedule

@@ -65,11 +65,12 @@ def assert_same_gradients(
 
     Args:
         step: Called as `step(rank, ranks, model, batch)` in each process.  torch.distributed is
-            initialised over Gloo, and each process has its own copy of `model`.  The step builds
-            stages from the modules of the model, and runs them on `batch` once or several times.
-            The step accumulates gradients and runs no optimizer.  Gradients are then read from the
-            `.grad` of the parameters.  A step that works on copies of the modules returns `{name:
-            gradient}` instead, by the parameter names of `model`.
+            initialised over Gloo.  Each process has its own copy of `model`, and the full `batch`
+            even if there are replicas.  The step builds stages from the modules of the model, and
+            runs them on `batch` once or several times.  The step accumulates gradients and runs no
+            optimizer.  Gradients are then read from the `.grad` of the parameters.  A step that
+            works on copies of the modules returns `{name: gradient}` instead, by the parameter
+            names of `model`.
         model: The model, on the CPU, or a list of its stages. Differences are reported by stage if
             the model is a list, or if the stages are stages of torch.distributed.pipelining.
         batch: Tensors, or tuples and dicts of tensors.  Each tensor is split along its first
@@ -82,8 +83,9 @@ def assert_same_gradients(
             loss.
         reduction: The reduction of the losses of all microbatches: "mean", "sum", or a number, by
             which their sum is divided.  The expected gradient is the gradient of the result.
-        replicas: The number of data-parallel replicas.  The first replica gets the first
-            microbatches.  The same gradient is expected on each replica.
+        replicas: The number of data-parallel replicas, which divides `microbatches`.  The step
+            selects the microbatches of its replica from `batch`, and reduces the gradients over the
+            replicas.  Each replica must then have the expected gradient of all microbatches.
         tolerance: The largest allowed norm of a difference, divided by the sum of the norms of the
             microbatches' gradients.  The default is 1e-6 in float32, 1e-12 in float64, and 8 times
             the `eps` of any other type. This larger default hides small errors in types such as

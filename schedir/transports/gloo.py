@@ -78,12 +78,12 @@ class GlooTransport(ProcessTransport):
     has_pipeline_group = True
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """See `Transport.send`. A thread of Gloo sends the message."""
+        """See `schedir.transports.transport.Transport.send`. A thread of Gloo sends the message."""
         # Calling the group directly avoids the lookups that dist.isend does for each message.
         return cast(Work, self.pipeline_group.send([tensor], peer, lane))
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """See `Transport.recv`."""
+        """See `schedir.transports.transport.Transport.recv`."""
         return cast(Work, self.pipeline_group.recv([tensor], peer, lane))
 
     def disconnect(self) -> None:

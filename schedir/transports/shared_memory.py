@@ -534,7 +534,13 @@ class SharedMemoryTransport(ProcessTransport):
         self.incoming: dict[tuple[Lane, int], IncomingMessages] = {}
 
     def describe_missing_channels(self, program: Program) -> str:
-        """See `ProcessTransport.describe_missing_channels`.
+        """Return a description of a group that a program needs and this transport lacks.
+
+        Args:
+            program: The program.
+
+        Returns:
+            A noun phrase for an error message, or "" if nothing is missing.
 
         Raises:
             ModelError: The program shares slots.

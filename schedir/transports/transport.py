@@ -118,7 +118,7 @@ class Transport(Protocol):
         Args:
             tensor: The tensor. It must not change before the Work has completed.
             peer: The pipeline rank that receives.
-            lane: The lane of the message.
+            lane: The lane of the message, a member of `schedir.ir.isa.instructions.Lane`.
 
         Returns:
             The Work of the send.
@@ -130,7 +130,7 @@ class Transport(Protocol):
         Args:
             tensor: The tensor to receive into. It must not be used before the Work has completed.
             peer: The pipeline rank that sends.
-            lane: The lane of the message.
+            lane: The lane of the message, a member of `schedir.ir.isa.instructions.Lane`.
 
         Returns:
             The Work of the receive.

@@ -283,7 +283,9 @@ def infer_boundaries(
         input: One microbatch for the first stage: a tensor or a tuple of tensors.
         keywords: Keyword arguments of all stages for this microbatch.
         frozen_stages: The number of frozen stages.
-        skips: The skip connections, as pairs of stages.
+        skips: The skip connections, as pairs of source and target stage: `((0, 3),)`. The source
+            stage returns the skip tensor after its output, and the target stage takes it as its
+            last argument.
 
     Returns:
         Stage -> the boundaries of the tensors that it passes to the next stage, for all stages
