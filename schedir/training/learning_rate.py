@@ -14,7 +14,8 @@ def describe_short_warmup(train: TrainConfig) -> str:
         train: The section [train] of the configuration.
 
     Example:
-        >>> print(describe_short_warmup(TrainConfig(steps=2, lr=1.0, warmup=8)))
+        >>> config = TrainConfig(steps=2, lr=1.0, warmup=8)
+        >>> print(describe_short_warmup(config))  # doctest: +NORMALIZE_WHITESPACE
         train.warmup is 8 steps, but the run has 2: its learning rate rises only to 0.25, not to
         train.lr 1
     """
