@@ -387,7 +387,7 @@ def test_challenge_is_solved(studio: Opener) -> None:
     assert get_text(browser, "challenge-zero-bubble").startswith("\u2713")
     wait_for_answer(browser, lambda: press(browser, "challenge-a-hang"))
     assert "2 ranks wait" in get_text(browser, "problem")
-    assert "lead = min(rank" in get_value(browser, "editor")
+    assert "warmup = min(rank" in get_value(browser, "editor")
     assert get_text(browser, "facts") == ""  # the timeline of the previous challenge is gone
     press(browser, "code-tab")
     run_code(browser, CODE)

@@ -42,8 +42,8 @@ from schedir import B, F
 
 
 def mine(rank, ranks, microbatches):
-    lead = min(ranks - 1 - rank, microbatches)
-    return lead * F + (microbatches - lead) * (F + B) + lead * B
+    warmup = min(ranks - 1 - rank, microbatches)
+    return warmup * F + (microbatches - warmup) * (F + B) + warmup * B
 """
 BACKWARD_FIRST = "from schedir import B, F\ndef f(r, p, m):\n    return m * B + m * F\n"
 HANG = "from schedir import B, F\ndef f(r, p, m):\n    return m * F + m * B if r else m * (F + B)\n"

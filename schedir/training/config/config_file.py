@@ -5,9 +5,9 @@ Each error in the configuration is reported with its position, before any proces
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, get_args
 
@@ -183,6 +183,20 @@ def _parse_override(override: str) -> tuple[tuple[str, str], _SettingValue]:
     return (section, name), setting
 
 
+def _suggest_path(source: str, config_path: str) -> str:
+    """Return a hint if the file of a schedule is in the folder of the configuration, or ""."""
+    file, colon, function = source.rpartition(":")
+    file = file or source
+    path = os.path.join(os.path.dirname(config_path), file)
+    # A source can be any text. These functions return False if a file cannot have this name.
+    if os.path.exists(file) or not os.path.isfile(path):
+        return ""
+    return (
+        "a path starts at the current folder, not at the folder of the configuration: "
+        f'schedule = "{path}{colon}{function if colon else ""}"'
+    )
+
+
 def _read_source_settings(values: _Values, settings: _Settings, config_path: str) -> _Values:
     """Return the settings that the schedule or the program file decides.
 
@@ -196,13 +210,7 @@ def _read_source_settings(values: _Values, settings: _Settings, config_path: str
     except UsageError as error:
         if not error.__cause__:  # A cause already has the line of the user's file.
             error.fields = error.fields or ("schedule",)
-        file, colon, function = str(source).rpartition(":")
-        beside = Path(config_path).parent / (file or source)
-        if not Path(file or source).exists() and beside.is_file():
-            error.hint = (
-                "a path starts at the current folder, not at the folder of the configuration: "
-                f'schedule = "{beside}{colon}{function if colon else ""}"'
-            )
+        error.hint = _suggest_path(str(source), config_path) or error.hint
         raise
     given_settings = {
         f.name: values[f.section, f.name] for f in HEADER_FIELDS if (f.section, f.name) in values
