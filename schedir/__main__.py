@@ -214,7 +214,7 @@ class _Parser(argparse.ArgumentParser):
                 hint = suggest_separator(word) or hint
                 if "--set" in parser._option_string_actions and "=" in word:
                     hint = f"--set {word}"
-                if "--initial-schedules" in parser._option_string_actions:
+                if "--initial-schedules" in parser._option_string_actions and "=" not in word:
                     hint = f"--initial-schedules {word} also searches from this schedule"
                 if any(
                     action.dest == "source" and action.nargs is None for action in parser._actions

@@ -46,7 +46,7 @@ def test_step_may_be_integer_of_numpy(tmp_path: Path) -> None:
         ({"extra_state": {"a": {1: 2}}}, r"but 'a' is {1: 2}: keys must be text, not 1"),
         ({"name_map": lambda name: name}, r"name_map must take \(stage, name\), .* takes \(name\)"),
     ],
-    ids=str,
+    ids=["keep", "key", "not finite", "nested key", "name_map"],
 )
 def test_wrong_arguments_are_refused_by_name(
     arguments: dict[str, Any], message: str, tmp_path: Path
