@@ -317,18 +317,21 @@ def require_optimizer(value: _T) -> _T:
         raise ModelError(
             f"optimizer must be an object with a step method, not {describe(value)}",
             hint="optimizer=torch.optim.AdamW(module.parameters())",
+            fields=["optimizer"],
         )
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         raise ModelError(
             "optimizer must be an optimizer, not the learning-rate scheduler "
             f"{type(value).__name__}",
             hint="give the optimizer itself, and call scheduler.step() after each step of the run",
+            fields=["optimizer"],
         )
     if name := _find_required_parameter(type(value)):
         raise ModelError(
             f"the executor calls optimizer.step() without arguments, but {type(value).__name__}"
             f".step needs the argument {name!r}",
             hint="use an optimizer whose step needs no argument, such as torch.optim.AdamW",
+            fields=["optimizer"],
         )
     return value
 

@@ -37,7 +37,7 @@ class UserOptimizer(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda own: torch.optim.LBFGS(own), "LBFGS steps all parameters together"),
+        (lambda own: torch.optim.LBFGS(own), "LBFGS.step needs the argument"),
         (lambda own: UserOptimizer(own, lr=0.1), "UserOptimizer may not be elementwise"),
         (None, "this rank has no optimizer"),
         (

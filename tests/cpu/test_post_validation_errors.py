@@ -294,11 +294,6 @@ WRONG: dict[str, Callable[[], object]] = {
         gradients=GradientOptions(max_norm=1e7),
         optimizer=_make_slow_sgd,
     )(),
-    "no step without a closure": lambda: _access_after_step(
-        lambda ranks, stage, optimizer: ranks.step(X, X),
-        optimizer=torch.optim.LBFGS,
-        gradients=GradientOptions(max_norm=1e-3),
-    )(),
 }
 
 

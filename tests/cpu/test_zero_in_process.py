@@ -270,7 +270,6 @@ def make_scaled_rows() -> nn.Module:
 
 REFUSED_MODELS: dict[str, tuple[Any, Any]] = {
     "muon": (lambda p: torch.optim.Muon([q for q in p if q.dim() == 2]), None),
-    "lbfgs": (lambda p: torch.optim.LBFGS(p), None),
     "an optimizer of one's own": (lambda p: Own(p, 0.1), None),
     "not contiguous": (ADAM, make_strided_layer),
     "one memory": (ADAM, make_shared_memory_layer),
