@@ -116,7 +116,7 @@ class CpuModule:
 
 
 def load(module: str) -> Any:
-    """Import a module whose attributes are replaced."""
+    """Import a module to replace some of its attributes."""
     return import_module(module)
 
 
@@ -304,7 +304,7 @@ def main() -> int:
     """Run all cases, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--only", default="", help="run only groups whose text contains this")
+    parser.add_argument("--only", default="", help="run only groups with this in their text")
     parser.add_argument("--no-traces", action="store_true")
     args = parser.parse_args()
     versions = [f"{name} {metadata.version(name)}" for name in ("torchtitan", "torch")]

@@ -238,7 +238,7 @@ def write_checkpoint(
             stack.enter_context(_lock_within_process(checkpoints, save_plan.step))
             path = checkpoints.begin(save_plan.step)
             # At the end of the block, `abandon` removes the directory of an unfinished checkpoint.
-            # It does not find a complete checkpoint, whose directory was renamed.
+            # It does not find a complete checkpoint, because its directory was renamed.
             stack.callback(checkpoints.abandon, save_plan.step)
             return str(path)
 

@@ -1,4 +1,4 @@
-"""Find the built-in schedule whose compute order equals or resembles the order of a program."""
+"""Find the built-in schedule that has the compute order of a program, or a similar order."""
 
 from __future__ import annotations
 

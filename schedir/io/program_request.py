@@ -63,7 +63,7 @@ def _make_conflict_error(source: str, field: Field, actual: str, specified: str)
 
 
 def _refuse_forms_with_sizes(program: Program, sizes: Sizes) -> None:
-    """Raise UsageError if messages change to a form whose size is in `sizes`.
+    """Raise UsageError if messages change to a form that has a size in `sizes`.
 
     `--cluster` does not use this size.
     """

@@ -330,7 +330,7 @@ def require_optimizer(value: _T) -> _T:
         raise ModelError(
             f"the executor calls optimizer.step() without arguments, but {type(value).__name__}"
             f".step needs the argument {name!r}",
-            hint="use an optimizer whose step needs no argument, such as torch.optim.AdamW",
+            hint="use an optimizer with a step without arguments, such as torch.optim.AdamW",
             fields=["optimizer"],
         )
     return value

@@ -257,7 +257,7 @@ def _build_timeline(
 
 
 def _note_missing_times(spans: Sequence[ExecutedSpan], is_gpu: bool) -> list[str]:
-    """Return notes about messages, forwards and backwards whose times are not in the traces."""
+    """Return notes about messages, forwards and backwards that have no times in the traces."""
     num_unseen = sum(span.end is None for span in spans)
     if not is_gpu:
         return [

@@ -196,7 +196,7 @@ def fail_all(rank: int, runs: list[tuple[Any, Case, dict[str, Any]]]) -> list[st
 
 
 def interleaved_with_crossed_messages() -> Program:
-    """Return a program of two ranks whose second rank receives two activations in wrong order."""
+    """Return a program in which rank 1 receives two activations in the wrong order."""
     program = compile(
         "interleaved", ranks=2, microbatches=4, stages_per_rank=2, progress_model="per_edge"
     )

@@ -146,7 +146,7 @@ def draw_critical_path(axes: Axes, rectangles: ChartRectangles, *, is_dense: boo
 
 
 def draw_bound(axes: Axes, min_span: float) -> None:
-    """Mark the lower bound on the span by an arrow, and by a line behind the boxes.
+    """Mark the lower bound on the span by an arrow, and by a line under the boxes.
 
     Args:
         axes: The axes.

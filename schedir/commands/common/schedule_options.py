@@ -220,8 +220,8 @@ def parse_seconds(text: str) -> float:
         ArgumentTypeError: The text is not a decimal number.
     """
     try:
-        return parse_decimal(text)
-    except ValueError:
+        return parse_number(text)
+    except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
             f"must be a number of seconds, such as 60, not {text!r:.60}"
         ) from None

@@ -450,7 +450,7 @@ def describe_unsplit_layers(module: nn.Module, accumulated: set[str], has_split:
 
     Args:
         module: The module of a stage.
-        accumulated: The names of the parameters whose gradients autograd accumulated during I.
+        accumulated: The names of the parameters for which autograd accumulated gradients in I.
         has_split: True if any weight gradient was deferred, or if the module is a segment of a
             stage, which may have no splittable layer.
 

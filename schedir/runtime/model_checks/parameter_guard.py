@@ -83,7 +83,7 @@ class ParameterGuard:
 def require_untrained(
     module: nn.Module, stage: int, inputs: Sequence[Tensor], *, is_last: bool
 ) -> None:
-    """Check that a stage whose outputs require no gradient has nothing to train.
+    """Check that a stage with outputs that require no gradient has nothing to train.
 
     If the stage has trained parameters, the cause is usually `torch.no_grad()` or `detach()` in the
     stage or in the loss.

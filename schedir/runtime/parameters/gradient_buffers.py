@@ -237,7 +237,7 @@ def is_tp_sharded(parameter: Tensor) -> bool:
 
 
 def _match_memory_order(p: Tensor, view: Tensor) -> Tensor:
-    """Return a view of a gradient whose dimensions have the same memory order as the parameter's.
+    """Return a view of a gradient with its dimensions in the memory order of the parameter.
 
     autograd allocates gradients in this order, and fused optimizers require it. If the memory of
     the parameter has gaps, the view is returned unchanged.

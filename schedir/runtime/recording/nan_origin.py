@@ -138,7 +138,7 @@ def find_earliest(origins: Iterable[NanOrigin], last_stage: int) -> NanOrigin | 
 
 
 def make_nonfinite_error(origin: NanOrigin | None, program: Program, step: int) -> NonFiniteError:
-    """Return the error for a step whose loss or gradient was infinite or NaN.
+    """Return the error for a step with an infinite or NaN loss or gradient.
 
     Args:
         origin: The instruction that first produced inf or NaN, or None if it is unknown.

@@ -75,7 +75,7 @@ _SENDS_BY_CONSUMER: Final = {
 
 
 def _find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
-    """Return a dict: index of a receive -> indices of the sends whose arrival it proves.
+    """Return a dict: index of a receive -> indices of the sends that it proves to have arrived.
 
     Each send appears only with the first receive that proves its arrival.
     """
@@ -85,7 +85,7 @@ def _find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
     peers = {program.peer_rank(i) for i in stream if i.op in SEND_OPS}
     acks: dict[int, list[int]] = {}
     for peer in peers:
-        # The sends whose values the peer has used since its last send to this rank.
+        # The sends of values that the peer has used since its last send to this rank.
         used_sends: list[int] = []
         for op, stage, mb in program.streams[peer]:
             row = INSTRUCTIONS[op]
