@@ -1,15 +1,20 @@
-"""Choose the cases of a test: a few that cover all code paths, or with ALL_CASES=1 all cases."""
+"""Choose the tests and cases of a run: those that cover all code paths, or with ALL_CASES=1 all."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
+
+import pytest
 
 T = TypeVar("T")
 
 ALL = bool(os.environ.get("ALL_CASES"))
+
+# Use it for a slow test if faster ones fail for the same mistakes.
+campaign: Final = pytest.mark.skipif(not ALL, reason="only `make campaign` runs it")
 
 
 def cases(usual: Sequence[T], more: Sequence[T]) -> list[T]:
