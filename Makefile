@@ -15,10 +15,10 @@ demo: $(READY)
 test: lint pure cpu pages
 
 pure: $(READY)
-	$(BIN)/pytest -n 2 schedir tests/pure
+	$(BIN)/pytest -n 2 tests/pure
 
 cpu: $(READY)
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 tests/cpu
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 schedir tests/cpu
 
 pages: docs
 	SCHEDIR_SITE=build/site $(BIN)/pytest tests/gpu tests/browser
@@ -34,7 +34,7 @@ docs: $(READY)
 # combinations, each script of benchmarks/ on small sizes, all faults and kills of processes, and the
 # tests that emulate NCCL on a CPU.
 campaign: $(READY)
-	ALL_CASES=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 tests/pure tests/cpu
+	ALL_CASES=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 schedir tests/pure tests/cpu
 
 # Test the lowest and the newest supported torch, the newest torchtitan, and a plain install in each
 # Python of this machine. The versions of torch are downloads of gigabytes.

@@ -59,7 +59,6 @@ from schedir.planner.parallel_plan import PlanEstimate, StepBreakdown
 from schedir.planner.plan_search import plan
 from schedir.planner.train_config_export import train_config
 from schedir.planner.transformer.memory_estimate import count_end_params, count_layer_params
-from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from tests import published_runs as published
 from tests.published_runs import Run
 
@@ -496,6 +495,7 @@ def train_one(_: int, text: str, steps: int) -> MeasuredStep:
     from schedir.models import gpt
     from schedir.models.gpt_config import GPTConfig
     from schedir.runtime.executor import Executor
+    from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
     from schedir.training.config.config_file import read_config
     from schedir.training.optimizer import build_optimizer
     from schedir.transports.registry import choose_transport
