@@ -75,7 +75,7 @@ class _HostParameters:
             (_allocate_on_host(buffer, bool(pinned)), buffer) for buffer in gradients.reduced_flat
         ]
         views = dict(gradients.bound_views)
-        if stage.sharded_parameters is not None:
+        if stage.sharded_parameters.is_sharded:
             views = {p: view for p, (view,) in gradients.shard_views.items()}
         self.stage = stage
         self.parameters = [p for p in parameters if p in views]
@@ -102,17 +102,14 @@ class _HostParameters:
                 (buffer,) = (buffer for host, buffer in self.flat_pairs if host is flat)
                 offset = view.storage_offset() - buffer.storage_offset()
                 self.host_gradients[host_copy] = flat.as_strided(view.shape, view.stride(), offset)
-            elif stage.sharded_parameters is None:  # an empty shard has no gradient
+            elif not stage.sharded_parameters.is_sharded:  # an empty shard has no gradient
                 self.host_gradients[host_copy] = _allocate_on_host(view, pinned=False)
         self.was_stepped = True  # if False, weights are not copied back
 
     def refresh_weights(self) -> None:
         """Find the weights on the device again: users may have set `data` of a parameter."""
-        weights = self.stage.sharded_parameters
-        self.device_weights = {
-            p: p.detach() if weights is None else weights.parameter_shards[p]
-            for p in self.parameters
-        }
+        shards = self.stage.parameter_shards
+        self.device_weights = {p: shards.get(p, p.detach()) for p in self.parameters}
 
     def count_bytes(self) -> int:
         """Return the bytes of weights and gradients that a step reads."""
@@ -129,7 +126,7 @@ class _HostParameters:
 
     def find_moved_parameter(self) -> nn.Parameter | None:
         """Return a parameter whose `data` on the device moved since `refresh_weights`, or None."""
-        if self.stage.sharded_parameters is not None:  # ShardedParameters checks its weights.
+        if self.stage.sharded_parameters.is_sharded:  # ShardedParameters checks its weights.
             return None
         for p, weights in self.device_weights.items():
             if p.data_ptr() != weights.data_ptr():
