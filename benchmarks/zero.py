@@ -189,7 +189,7 @@ def collect_shards(executor: Executor, optimizer: Any, transport: Any) -> Tensor
     state = getattr(optimizer, "inner", optimizer).state
     for s, stage in executor.stages.items():
         begin_offsets: dict[nn.Parameter, int] = {}
-        for bucket in stage.gradients.buckets if stage.sharded_parameters is not None else ():
+        for bucket in stage.sharded_parameters.buckets:
             ranges = bucket.list_shard_ranges(transport.dp_rank)
             begin_offsets |= {p: r[0] for p, r in zip(bucket.parameters, ranges, strict=True)}
         for name, p in stage.module.named_parameters():

@@ -45,8 +45,8 @@ class StageState:
         self.gradients: GradientBuffers = GradientBuffers(
             module, max_bucket_bytes, shard_spec, tied_parameters
         )
-        self.sharded_parameters: ShardedParameters | None = (
-            ShardedParameters(self.gradients, shard_spec, aliases) if shard_spec.zero else None
+        self.sharded_parameters: ShardedParameters = ShardedParameters(
+            self.gradients, shard_spec, aliases
         )
         # (Kind, microbatch) -> the pending transfer of a value that an instruction will read.
         self.arrivals: dict[tuple[Value, int], Work] = {}
@@ -84,11 +84,10 @@ class StageState:
     @property
     def parameter_shards(self) -> Mapping[nn.Parameter, Tensor]:
         """Parameter -> this replica's shard, if only the shard is stored between steps (ZeRO)."""
-        return {} if self.sharded_parameters is None else self.sharded_parameters.parameter_shards
+        return self.sharded_parameters.parameter_shards
 
     def list_static_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that the stage has in all steps."""
         yield from (*self.module.parameters(), *self.module.buffers())
         yield from (*self.gradients.flat, *self.gradients.reduced_flat)
-        if self.sharded_parameters is not None:
-            yield from (*self.sharded_parameters.flat, *self.sharded_parameters.shards)
+        yield from (*self.sharded_parameters.flat, *self.sharded_parameters.shards)

@@ -17,7 +17,6 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.schedules import (
@@ -133,12 +132,13 @@ def poison_weights(ranks: InProcessExecutor) -> None:
     if ranks.program.optimizer_placement != "cpu_step":
         return
     for rank in ranks.executors:
-        states = rank.state.service(OptimizerPlacement).optimizer_state
-        if isinstance(states, CpuOptimizer):
-            vars(states)["begin_step"] = partial(_begin_poisoned, states, states.begin_step)
+        placement = rank.state.service(OptimizerPlacement)
+        vars(placement)["start_host_step"] = partial(
+            _begin_poisoned, placement, placement.start_host_step
+        )
 
 
-def _begin_poisoned(states: CpuOptimizer, begin: Any, stage: int, *more: Any) -> None:
-    for weight in states.host_parameters[stage].device_weights.values():
+def _begin_poisoned(placement: OptimizerPlacement, begin: Any, stage: int, *more: Any) -> None:
+    for weight in placement.host_parameters[stage].device_weights.values():
         weight.fill_(torch.nan)
     begin(stage, *more)

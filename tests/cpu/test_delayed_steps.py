@@ -51,7 +51,7 @@ from tests.cpu.optimizer_offload_programs import (
     read_training_state,
     run_steps_in_random_order,
 )
-from tests.cpu.test_host_steps import steps_of
+from tests.cpu.test_host_steps import get_placement
 from tests.cpu.test_several_updates import BOUNDARY, adam, split, stage_by_stage, weights
 
 torch.set_num_threads(1)
@@ -112,8 +112,8 @@ def test_microbatches_use_their_weight_version_in_any_order(
         for lane in slow_lanes:  # about a millisecond per stage
             rank.state.resources.service(CopyLanes).bandwidth[lane] = 2e6
         if Lane.HOST in slow_lanes:  # also delay the start of its work
-            host_steps = steps_of(world, k)
-            vars(host_steps)["step"] = partial(_step_late, host_steps.step)
+            host_steps = get_placement(world, k)
+            vars(host_steps)["step_on_host"] = partial(_step_late, host_steps.step_on_host)
     world.step(*make_batch(shape.microbatches), order_seed=seed)
     modules = {s: stage.module for rank in world.executors for s, stage in rank.stages.items()}
     assert are_equal(weights([modules[s] for s in range(shape.stages)]), expected)
@@ -271,7 +271,7 @@ def test_memory_of_each_tier_equals_prediction(case: int) -> None:
     host, device = (compute_footprints(world.program, sizes, tier) for tier in ("host", "device"))
     for r, rank in enumerate(world.executors):
         assert set(host[r].total_bytes) == {
-            sum(t.nbytes for t in steps_of(world, r).list_host_memory())
+            sum(t.nbytes for t in get_placement(world, r).list_host_tensors())
         }
         assert "optimizer" not in device[r].static_memory
         (number, size) = device[r].static_memory["versions"]

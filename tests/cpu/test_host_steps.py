@@ -19,7 +19,6 @@ from schedir.ir.isa.instructions import Lane
 from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.schedules import interleaved, looped_bfs, one_f_one_b
 from tests.cpu.optimizer_offload_programs import (
@@ -36,10 +35,8 @@ torch.set_num_threads(1)
 PLACEMENTS = ("device", "cpu_step")
 
 
-def steps_of(world: Any, rank: int = 0) -> CpuOptimizer:
-    state = world.executors[rank].state.service(OptimizerPlacement).optimizer_state
-    assert isinstance(state, CpuOptimizer)
-    return state
+def get_placement(world: InProcessExecutor, rank: int = 0) -> OptimizerPlacement:
+    return world.executors[rank].state.service(OptimizerPlacement)
 
 
 def test_changes_between_steps_take_effect() -> None:
@@ -94,19 +91,19 @@ def test_host_steps_run_in_thread_and_free_their_memory() -> None:
         schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement="cpu_step"), ADAMW
     )
     thread_names: list[str] = []
-    cpu_optimizer = steps_of(world)
-    step = cpu_optimizer.step
+    placement = get_placement(world)
+    step = placement.step_on_host
 
     def record_and_step(stage: int, finite: Tensor) -> None:
         thread_names.append(threading.current_thread().name)
         step(stage, finite)
 
-    with patch.object(cpu_optimizer, "step", record_and_step):
+    with patch.object(placement, "step_on_host", record_and_step):
         run_steps_in_random_order(world, 0, 1)
     assert thread_names == ["lane HOST"] * 6
     assert all(
         t.isnan().all()
-        for part in cpu_optimizer.host_parameters.values()
+        for part in placement.host_parameters.values()
         for t in part.list_host_tensors()
     )
     spans = world.timeline().spans
@@ -122,9 +119,9 @@ def test_memory_of_each_tier_equals_prediction() -> None:
     world = make_executor(schedir.compile(looped_bfs, shape, optimizer_placement="cpu_step"), ADAMW)
     run_steps_in_random_order(world, 0, 1)
     (rank,) = world.executors
-    cpu_optimizer = steps_of(world)
+    placement = get_placement(world)
     (host,) = compute_footprints(world.program, sizes, "host")
-    assert set(host.total_bytes) == {sum(t.nbytes for t in cpu_optimizer.list_host_memory())}
+    assert set(host.total_bytes) == {sum(t.nbytes for t in placement.list_host_tensors())}
     state_tensors = [
         t
         for parameter_state in get_optimizer(rank).state.values()

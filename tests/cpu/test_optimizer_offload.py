@@ -48,27 +48,27 @@ def test_states_are_only_on_host_between_steps() -> None:
     )
     run_steps_in_random_order(world, 0)
     (rank,) = world.executors
-    states = rank.state.service(OptimizerPlacement).optimizer_state
-    assert states is not None and all(map(states.is_on_host, list_state_tensors(rank)))
+    states = rank.state.service(OptimizerPlacement)
+    assert all(map(states.is_at_rest, list_state_tensors(rank)))
     addresses = [t.data_ptr() for t in list_state_tensors(rank)]
     stored: list[Tensor] = []
-    finish_store = states.finish_store
+    finish_offload = states.finish_offload
 
-    def store_without_resize(stage: int) -> None:
+    def offload_without_resize(stage: int) -> None:
         device_tensors = [
-            device_tensor for _, _, device_tensor in states.pending_stores[stage].tensors
+            device_tensor for _, _, device_tensor in states.pending_offloads[stage].tensors
         ]
         stored.extend(t for t in device_tensors if t.dim())
         resized = torch.UntypedStorage.resize_
         with patch.object(torch.UntypedStorage, "resize_", lambda *_: None):
-            finish_store(stage)
+            finish_offload(stage)
         assert all(t.isnan().all() for t in device_tensors)
         for t in device_tensors:
             resized(t.untyped_storage(), 0)
 
-    with patch.object(states, "finish_store", store_without_resize):
+    with patch.object(states, "finish_offload", offload_without_resize):
         run_steps_in_random_order(world, 1)
-    assert stored and all(map(states.is_on_host, list_state_tensors(rank)))
+    assert stored and all(map(states.is_at_rest, list_state_tensors(rank)))
     assert addresses == [
         t.data_ptr() for t in list_state_tensors(rank)
     ]  # one memory, allocated once
@@ -96,24 +96,22 @@ def test_memory_of_each_tier_equals_prediction() -> None:
         ]
         run_steps_in_random_order(world, 1)
         assert max(device_bytes) == footprint.dynamic_memory["state"][1].max()
-        states = rank.state.service(OptimizerPlacement).optimizer_state
-        assert states is not None
+        states = rank.state.service(OptimizerPlacement)
         on_host = compute_footprints(world.program, sizes, "host")[0].total_bytes
-        assert set(on_host) == {sum(t.nbytes for t in states.list_host_memory())}
+        assert set(on_host) == {sum(t.nbytes for t in states.list_host_tensors())}
         peaks.append(max(device_bytes))
     assert peaks == sorted(set(peaks))
 
 
 def _run_and_count(rank: Executor, run: Any, device_bytes: list[int]) -> None:
     run()
-    states = rank.state.service(OptimizerPlacement).optimizer_state
-    assert states is not None
-    moving = [*states.pending_loads.values(), *states.pending_stores.values()]
+    states = rank.state.service(OptimizerPlacement)
+    moving = [*states.pending_reloads.values(), *states.pending_offloads.values()]
     device_tensors = [
         t
-        for stage in states.optimizer_parameters
+        for stage in states.optimizer.optimizer_parameters
         for t in states.list_state_tensors(stage)
-        if not states.is_on_host(t)
+        if not states.is_at_rest(t)
     ]
     device_tensors += [memory for move in moving for _, _, memory in move.tensors]
     device_bytes.append(sum(t.nbytes for t in dict.fromkeys(device_tensors)))

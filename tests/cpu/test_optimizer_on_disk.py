@@ -22,8 +22,8 @@ from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions
-from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState
 from schedir.runtime.offload.memory_tiers import MemoryTiers
+from schedir.runtime.offload.state_file import StateFile
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.schedules import looped_bfs
 from tests.cpu.optimizer_offload_programs import (
@@ -40,10 +40,12 @@ from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch
 torch.set_num_threads(1)
 
 
-def get_disk_state(rank: Executor) -> DiskOptimizerState:
-    states = rank.state.service(OptimizerPlacement).optimizer_state
-    assert isinstance(states, DiskOptimizerState)
-    return states
+def get_placement(rank: Executor) -> OptimizerPlacement:
+    return rank.state.service(OptimizerPlacement)
+
+
+def get_file(rank: Executor) -> StateFile:
+    return rank.state.service(StateFile)
 
 
 def compile_on_disk(**options: Any) -> Program:
@@ -60,23 +62,21 @@ def test_states_are_in_file_between_steps(tmp_path: Path) -> None:
     """Reads and writes of a state tensor go to the file."""
     world = make_executor(compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
     run_steps_in_random_order(world, 0, 1)
-    states = get_disk_state(world.executors[0])
+    states, file = get_placement(world.executors[0]), get_file(world.executors[0])
     state_tensors = [
         t
         for parameter_state in get_optimizer(world.executors[0]).state.values()
         for t in parameter_state.values()
     ]
-    assert all(map(states.is_on_host, state_tensors)) and len(state_tensors) == len(
-        states.file_offsets
-    )
+    assert all(map(states.is_at_rest, state_tensors)) and len(state_tensors) == len(file.offsets)
     for t in state_tensors:
         file_bytes = torch.empty(t.nbytes, dtype=torch.uint8)
-        states.spill_file.read(states.file_offsets[t], file_bytes)
+        file.spill_file.read(file.offsets[t], file_bytes)
         assert torch.equal(file_bytes.view(t.dtype).view(t.shape), t)
         t.fill_(3)
-        states.spill_file.read(states.file_offsets[t], file_bytes)
+        file.spill_file.read(file.offsets[t], file_bytes)
         assert (file_bytes.view(t.dtype) == 3).all()
-    (block,) = states.tiers.state_arena.free_blocks[:1]
+    (block,) = file.tiers.state_arena.free_blocks[:1]
     assert block.location.view(torch.float32).isnan().all()  # old contents cannot be read
 
 
@@ -107,43 +107,43 @@ def test_memory_of_each_tier_equals_prediction(tmp_path: Path) -> None:
             (footprint,) = compute_footprints(world.program, sizes, tier)
             assert max(bytes_by_tier[tier]) == footprint.total_bytes.max() > 0
         assert len({*bytes_by_tier["disk"]}) == 1 and bytes_by_tier["host"][-1] == 0
-        states = get_disk_state(rank)
+        file = get_file(rank)
         assert (
-            states.tiers.state_arena.allocated_bytes
-            == world.program.slots[0].state_host * states.buffer_size
+            file.tiers.state_arena.allocated_bytes
+            == world.program.slots[0].state_host * file.buffer_size
         )
 
 
 def _run_and_count(rank: Executor, run: Any, bytes_by_tier: dict[str, list[int]]) -> None:
     run()
-    states, tiers = get_disk_state(rank), rank.state.resources.service(MemoryTiers)
+    states, tiers = get_placement(rank), rank.state.resources.service(MemoryTiers)
     device_tensors = [
         t
-        for stage in states.optimizer_parameters
+        for stage in states.optimizer.optimizer_parameters
         for t in states.list_state_tensors(stage)
-        if not states.is_on_host(t)
+        if not states.is_at_rest(t)
     ]
-    for move in (*states.pending_loads.values(), *states.pending_stores.values()):
+    for move in (*states.pending_reloads.values(), *states.pending_offloads.values()):
         device_tensors += [memory for _, _, memory in move.tensors]
     bytes_by_tier["device"].append(sum(t.nbytes for t in dict.fromkeys(device_tensors)))
     on_host = [t for buffer in states.host_buffers.values() for t in buffer.views.values()]
     assert sum(t.nbytes for t in on_host) == tiers.count_bytes("host")
     bytes_by_tier["host"].append(tiers.count_bytes("host"))
-    assert sum(t.nbytes for t in states.list_host_memory()) == tiers.count_bytes("disk")
+    assert sum(t.nbytes for t in states.list_host_tensors()) == tiers.count_bytes("disk")
     bytes_by_tier["disk"].append(tiers.count_bytes("disk"))
 
 
 def test_space_of_freed_states_is_reused(tmp_path: Path) -> None:
     world = make_executor(compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
     run_steps_in_random_order(world, 0)
-    optimizer, states = get_optimizer(world.executors[0]), get_disk_state(world.executors[0])
+    optimizer, states = get_optimizer(world.executors[0]), get_placement(world.executors[0])
     lengths = []
     for k in range(3):
         optimizer.load_state_dict(optimizer.state_dict())  # creates new tensors each time
         gc.collect()
         run_steps_in_random_order(world, 1 + k)
-        lengths.append(states.spill_file.length)
-    assert len({*lengths}) == 1 and all(map(states.is_on_host, states.list_state_tensors(0)))
+        lengths.append(get_file(world.executors[0]).spill_file.length)
+    assert len({*lengths}) == 1 and all(map(states.is_at_rest, states.list_state_tensors(0)))
 
 
 def test_states_on_disk_need_writable_folder(tmp_path: Path) -> None:
@@ -172,9 +172,10 @@ def test_spill_folder_may_be_deleted_after_start(tmp_path: Path) -> None:
 
 def copy_states(world: Any) -> dict[int, list[Tensor]]:
     """Return the states of each stage."""
-    states = get_disk_state(world.executors[0])
+    states = get_placement(world.executors[0])
     return {
-        s: [t.clone() for t in states.list_state_tensors(s)] for s in states.optimizer_parameters
+        s: [t.clone() for t in states.list_state_tensors(s)]
+        for s in states.optimizer.optimizer_parameters
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from inspect import signature
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from schedir.errors import ShapeError, describe
 from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL, ZERO_LEVEL_COUNT
@@ -23,6 +23,25 @@ from schedir.ir.pipeline.stage_segments import SEGMENT_BOUNDARIES_TYPE as MEETS_
 from schedir.ir.pipeline.tied_weights import TIED_WEIGHTS_TYPE as TIED_KIND
 from schedir.ir.pipeline.tied_weights import TiedStages, format_tied_stages, normalize_tied_stages
 from schedir.retired_names import get_rename_hint
+
+
+class OptimizerTiers(NamedTuple):
+    """The memory tiers of the optimizer state of a stage.
+
+    Attributes:
+        tier: The tier of the state between steps, one of TIERS.
+        stepped_at: The tier on which the optimizer steps the state: "device" or "host".
+    """
+
+    tier: str
+    stepped_at: str
+
+
+# Value of `optimizer_placement` -> the tiers of the optimizer state.
+OPTIMIZER_TIERS: Final = {
+    **{tier: OptimizerTiers(tier, "device") for tier in TIERS},
+    "cpu_step": OptimizerTiers("host", "host"),
+}
 
 
 def _digest_tied_weights(tied: TiedStages, shape: PipelineShape) -> tuple[object, ...]:
@@ -333,7 +352,7 @@ CHECKPOINT_SNAPSHOTS: Final = make_field_metadata(
     in_config=False,  # The checkpoint settings of a configuration turn snapshots on.
 )
 OPTIMIZER_PLACEMENT: Final = make_field_metadata(
-    _make_choice_type(*TIERS, "cpu_step", metavar="WHERE"),
+    _make_choice_type(*OPTIMIZER_TIERS, metavar="WHERE"),
     "where the optimizer state is between steps: device (default), host, disk, or cpu_step (on "
     "the host, which runs the optimizer step)",
     section="memory",

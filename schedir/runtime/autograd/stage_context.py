@@ -74,8 +74,7 @@ def add_weight_checks(
         old_weights = list_weights()
         # With ZeRO level 3 the memory of weights may be freed. Then `ShardedParameters` compares
         # the values of these weights.
-        sharded_parameters = stage.sharded_parameters
-        is_readable = sharded_parameters is None or sharded_parameters.keeps_full_weights
+        is_readable = stage.sharded_parameters.keeps_full_weights
         compared_values = (
             [get_local_shard(p.detach()) for p in old_weights.values()]
             if on_cpu and is_readable

@@ -88,11 +88,7 @@ def forward(state: State, i: Instr) -> Call:
             values = [*map(Tensor.detach, ys)]
             if is_summed and any(has_same_storage(values[0], x) for x in xs):
                 values[0] = values[0].clone()  # the all-reduce is in place
-            write_outputs(
-                values
-                if stage.sharded_parameters is None
-                else stage.sharded_parameters.clone_if_in_weights(values)
-            )
+            write_outputs(stage.sharded_parameters.clone_if_in_weights(values))
         if saved_slot is not None:
             if not stage.has_checked_parameters:
                 stage.has_checked_parameters = True

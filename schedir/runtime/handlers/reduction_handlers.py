@@ -193,8 +193,8 @@ def optimizer_step(state: State, i: Instr) -> Call:
         # If CheckGradsFinite has already waited, the pending reductions belong to the next update.
         if not has_released_grads:
             reductions.wait()
-        if placement is not None and placement.optimizer_state is not None:
-            placement.optimizer_state.finish(is_last_update=is_last_update)
+        if placement is not None:
+            placement.finish(is_last_update=is_last_update)
 
     # Use the first local stage as key of the random numbers, not the rank. So ranks with replicas
     # of the same stages draw the same numbers.

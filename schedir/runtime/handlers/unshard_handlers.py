@@ -43,15 +43,12 @@ _WEIGHT_READERS: Final = tuple(
 def unshard(state: State, i: Instr) -> Call:
     """Return the call of Unshard: start to gather the weights of a stage."""
     weights = state.stages[i.stage].sharded_parameters
-    assert weights is not None, "a program without ZeRO gathers nothing"
     return Call(None, partial(weights.start_unshard, state.transport.start_collective))
 
 
 def reshard(state: State, i: Instr) -> Call:
     """Return the call of Reshard: release the full weights of a stage."""
-    weights = state.stages[i.stage].sharded_parameters
-    assert weights is not None, "a program without ZeRO frees nothing"
-    return Call(None, weights.reshard)
+    return Call(None, state.stages[i.stage].sharded_parameters.reshard)
 
 
 def reduce_scatter(state: State, i: Instr) -> Call:
@@ -95,13 +92,13 @@ def _wrap_weight_reader(handler: Handler, state: State, i: Instr) -> Call:
     call, stage = handler(state, i), state.stages[i.stage]
     waits = [call.wait]
     weights = stage.sharded_parameters
-    if weights is not None and i.op in _WEIGHT_READERS:
+    if weights.is_sharded and i.op in _WEIGHT_READERS:
         state.service(ShardedStages)  # create the service, which shards weights between steps
         waits.append(weights.finish_unshard)
     if stage.gradients.is_grad_sharded and i.op in GRAD_ADDING_OPS:
         reductions = state.service(PendingReductions)
         waits.append(partial(reductions.allocate_gradient, i.stage, state.index_of[i]))
-    if weights is not None and not weights.keeps_full_weights:
+    if not weights.keeps_full_weights:
         if i.op in BACKWARD_WEIGHT_OPS:
             deferred = state.find_slot(Value.DEFERRED_WGRAD, i.stage, i.mb)
             call = call._replace(run=partial(_run_guarded_wgrad, weights, deferred, call.run))

@@ -42,7 +42,9 @@ _ALL_INSTANCES: Final = WeakSet["ShardedParameters"]()  # all instances of this 
 
 
 class ShardedParameters:
-    """The trained weights of a stage, in the same buckets as its gradients.
+    """The trained weights of a stage that ZeRO shards, in the same buckets as its gradients.
+
+    Without ZeRO, and for a frozen stage, there are no such weights and no buckets.
 
     Up to ZeRO level 2 the flat tensors of full weights stay allocated, and each shard is a view of
     its flat tensor. At level 3 the shards have separate memory, and the flat tensors have memory
@@ -64,7 +66,8 @@ class ShardedParameters:
         self.gradients = gradients
         self.shard_spec = shard_spec
         self.aliases = aliases
-        self.buckets: list[Bucket] = gradients.buckets
+        self.is_sharded: bool = shard_spec.zero > 0
+        self.buckets: list[Bucket] = gradients.buckets if self.is_sharded else []
         self.keeps_full_weights: bool = not shard_spec.shards_state("params")
         self.flat: list[Tensor] = []
         self.shards: list[Tensor] = []  # for each bucket, the shard of this replica
@@ -200,8 +203,9 @@ class ShardedParameters:
         Returns:
             The values, with a copy in place of each such view.
         """
-        flats = () if self.keeps_full_weights else self.flat
-        weight_addresses = {flat.untyped_storage().data_ptr() for flat in flats}
+        if self.keeps_full_weights:
+            return values
+        weight_addresses = {flat.untyped_storage().data_ptr() for flat in self.flat}
         return [
             v.clone() if v.untyped_storage().data_ptr() in weight_addresses else v for v in values
         ]

@@ -26,8 +26,7 @@ class ShardedStages(ProgramService):
 
     def __init__(self, state: State) -> None:
         super().__init__(state)
-        all_weights = [stage.sharded_parameters for stage in state.stages.values()]
-        self.sharded = [weights for weights in all_weights if weights is not None]
+        self.sharded = [stage.sharded_parameters for stage in state.stages.values()]
         state.first_step_checks.weights = self.sharded
 
     def finish_setup(self) -> None:

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from schedir.ir.pipeline.program_attributes import OPTIMIZER_TIERS
 from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.parameters.sharded_parameters import guard_shard_step
 from schedir.runtime.parameters.step_skipping import are_finite, step_if_finite
@@ -89,7 +90,7 @@ class UpdateChecks(ProgramService):
             when its gradients are clipped. There may be several entries, because a rank without
             gradients may reduce the norm of the next update early.
         is_finite: The result of the check of the current update, or None before the check.
-        clip_factor: The clip factor of the current update for the CPU optimizer, or None.
+        clip_factor: The clip factor of the current update for steps on the host, or None.
         judge: Returns the `NormVerdict` of an update. Without clipping the factor is None.
         read_result: Returns `Executor.grad_norm` and `Executor.finite_updates` of the last step.
     """
@@ -165,8 +166,9 @@ class UpdateChecks(ProgramService):
         """
         state = self.state
         finite, clip_factor = self.judge(update)
-        # The CPU optimizer must also clip the copies of the gradients on the host.
-        if clip_factor is not None and state.program.optimizer_placement == "cpu_step":
+        # A step on the host must also clip the copies of the gradients on the host.
+        tiers = OPTIMIZER_TIERS[state.program.optimizer_placement]
+        if clip_factor is not None and tiers.stepped_at == "host":
             self.clip_factor = clip_factor
         for stage in state.stages.values():
             if clip_factor is not None:
