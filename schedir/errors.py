@@ -23,10 +23,12 @@ Example:
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
 from numbers import Real
+from typing import Any
 
 _MAX_LINE_WIDTH = 160  # characters; a message cuts longer lines of a program text
 
@@ -149,6 +151,11 @@ class SchedirError(Exception):
         self.sites: tuple[InstructionSite, ...] = tuple(sites)
         self.hint = hint
         self.fields: tuple[str, ...] = tuple(fields)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The method of Exception passes only `fact` to the class. Some classes need more arguments.
+        _, args, *state = super().__reduce__()
+        return copyreg.__newobj__, (type(self), *args), *state  # type: ignore[attr-defined]
 
     def format_lines(self) -> list[str]:
         """Return the lines of the message between the first line and the hint."""

@@ -34,9 +34,9 @@ from torch.distributed.fsdp import FSDPModule
 import schedir
 from schedir.torch_pipelining import patch_torchtitan
 from schedir.traces.trace_import import read_run
-from schedir.transports.local_processes import run_processes
+from schedir.transports.local_processes import RankError, run_processes
 
-MICROBATCHES, LENGTH, VOCABULARY, TIMEOUT = 4, 32, 2048, 1800
+MICROBATCHES, LENGTH, VOCABULARY, TIMEOUT, CONNECT_ATTEMPTS = 4, 32, 2048, 1800, 3
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def train(rank: int, case: Case, steps: int, folder: Path, port: int) -> Steps:
 
     def run_step(**arguments: Any) -> Any:
         loss = run(**arguments)
-        result.losses.append(float(loss))
+        result.losses.append(float(loss.detach()))
         return loss
 
     def clip_grad_norm(*arguments: Any, **options: Any) -> Any:
@@ -257,12 +257,23 @@ def find_free_port() -> int:
 
 
 def run_case(case: Case, steps: int, folder: Path) -> list[Steps]:
-    """Run a case in forks of this process, which has loaded torchtitan."""
+    """Run a case in forks of this process, which has loaded torchtitan.
+
+    On a busy machine, Gloo sometimes fails to connect the processes. Then they start again.
+    """
     forks = get_context("fork")
-    return run_processes(
-        train, case.pp * case.shards, case, steps, folder, find_free_port(),
-        context=forks, timeout=TIMEOUT,
-    )  # fmt: skip
+    attempts = CONNECT_ATTEMPTS
+    while True:
+        try:
+            return run_processes(
+                train, case.pp * case.shards, case, steps, folder, find_free_port(),
+                context=forks, timeout=TIMEOUT,
+            )  # fmt: skip
+        except RankError as error:
+            attempts -= 1
+            if not attempts or "Gloo connectFullMesh failed" not in str(error):
+                raise
+            print(f"Gloo did not connect: starting {case} again", flush=True)
 
 
 def compare(

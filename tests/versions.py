@@ -1,6 +1,7 @@
 """Run tests with the lowest and the newest torch, and try a plain install in each Python.
 
-With the newest torch, the newest torchtitan also trains with schedules of schedir.
+With the newest torch, the newest torchtitan also trains with schedules of schedir. So do peft,
+Accelerate and Lightning.
 `make versions` runs this file. Each version gets a new environment, which is deleted before the
 next one is made. A version of torch is a download of several gigabytes.
 """
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from subprocess import DEVNULL
 from tempfile import TemporaryDirectory
@@ -25,6 +27,7 @@ EXECUTOR = (
     "test_zero_optimizers.py", "test_gradient_reduction.py", "test_instrument.py",
     "test_measured_timelines.py", "test_checkpoint_resharding.py", "test_optimizer_state_tiers.py",
 )  # fmt: skip
+TRAINERS = ("transformers", "peft", "accelerate", "lightning")
 DROP_IN = ("test_drop_in*.py", "test_torchtitan.py", "test_schedir_runtime*.py")  # needs torch 2.13
 
 
@@ -67,19 +70,20 @@ def passes_with(torch: str) -> bool:
         return subprocess.run([python, "-m", "pytest", *options, *files], cwd=ROOT).returncode == 0
 
 
-def trains_in_torchtitan(torchtitan: str) -> bool:
-    """Return whether torchtitan trains equally with its own schedules and with schedir's.
+def passes_script(module: str, requirements: Sequence[str]) -> bool:
+    """Return whether a script of tests/ succeeds in an environment with some packages.
 
     Args:
-        torchtitan: A requirement for pip, such as `torchtitan==0.3.0`. The newest torch that fits
-            is installed with it.
+        module: The module of the script, such as `tests.torchtitan_run`.
+        requirements: Requirements for pip, such as `torchtitan==0.3.0`. The newest torch that fits
+            is installed with them.
     """
     with TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         python = Path(folder, "bin", "python")
-        needed = (str(ROOT), torchtitan, "torch")
+        needed = (str(ROOT), *requirements, "torch")
         subprocess.run([python, "-m", "pip", "install", "--quiet", *needed], check=True)
-        return subprocess.run([python, "-m", "tests.torchtitan_run"], cwd=ROOT).returncode == 0
+        return subprocess.run([python, "-m", module], cwd=ROOT).returncode == 0
 
 
 def passes_in(python: str, wheel: Path) -> bool:
@@ -95,6 +99,8 @@ def main() -> int:
                         metavar="REQUIREMENT", help="for pip, such as torch==2.12.*")  # fmt: skip
     parser.add_argument("--torchtitan", nargs="*", default=["torchtitan"], metavar="REQUIREMENT",
                         help="for pip, such as torchtitan==0.3.0")  # fmt: skip
+    parser.add_argument("--trainers", nargs="*", default=TRAINERS, metavar="REQUIREMENT",
+                        help="of tests/huggingface_trainers.py, such as peft==0.21.0")  # fmt: skip
     args = parser.parse_args()
     results = {}
     with TemporaryDirectory() as folder:
@@ -109,7 +115,11 @@ def main() -> int:
         results[torch] = passes_with(torch)
     for torchtitan in args.torchtitan:
         print(f"== {torchtitan} and the newest torch", flush=True)
-        results[torchtitan] = trains_in_torchtitan(torchtitan)
+        results[torchtitan] = passes_script("tests.torchtitan_run", [torchtitan])
+    if args.trainers:
+        name = ", ".join(args.trainers)
+        print(f"== {name} and the newest torch", flush=True)
+        results[name] = passes_script("tests.huggingface_trainers", args.trainers)
     for name, passed in results.items():
         print(f"{'passed' if passed else 'FAILED':<8}{name}")
     return 0 if all(results.values()) else 1

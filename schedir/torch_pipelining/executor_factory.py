@@ -5,149 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Replicated
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from schedir.errors import ModelError, SchedirError, UsageError, describe_exception
-from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.errors import ModelError, UsageError
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
-from schedir.runtime.autograd.preserved_state import preserve_module
 from schedir.runtime.autograd.splittable_layers import make_backward_splittable
-from schedir.runtime.boundaries.boundary import (
-    Boundary,
-    infer_requires_grad,
-    require_output_tensors,
-)
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
-from schedir.runtime.model_checks.stage_requirements import find_device
 from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.pending_sends import PendingSends
 from schedir.torch_pipelining.actions import find_split_stages
-from schedir.torch_pipelining.fsdp_stages import list_parameter_groups
+from schedir.torch_pipelining.fsdp_stages import has_dtensor_weight, list_parameter_groups
+from schedir.torch_pipelining.stage_boundaries import (
+    BoundaryCache,
+    ExecutorRequirements,
+    InputShapes,
+)
 from schedir.torch_pipelining.stages import require_outermost_wrapper, require_reducible
 from schedir.transports.gloo import GlooTransport
-from schedir.transports.json_collectives import broadcast
 from schedir.transports.nccl import nccl_transport
 from schedir.transports.process_transport import ProcessTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
-
-# ---------------------------------------------------------------- shapes of boundaries
-
-# Run one microbatch through torch's stages, and record the shapes and dtypes of their outputs.
-
-
-def infer_stage_boundaries(
-    modules: Mapping[int, nn.Module],
-    shape: PipelineShape,
-    group: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    has_backward: bool,
-) -> dict[int, tuple[Boundary, ...]]:
-    """Return the boundaries of each stage except the last, by stage number.
-
-    The stages run one after the other. Each stage runs on zeros with the shapes of the previous
-    stage's outputs. Afterwards buffers, gradients and random generators are restored. All ranks of
-    the group must call this.
-
-    Args:
-        modules: The modules of this rank's stages, by stage number.
-        shape: The shape of the program.
-        group: The process group of the pipeline.
-        args: The arguments of the first stage for a microbatch.
-        kwargs: The keywords of this rank's stages for a microbatch.
-        has_backward: True if the step has backwards.
-
-    Raises:
-        ModelError: On all ranks, if a stage fails or returns anything but tensors.
-    """
-    rank = dist.get_rank(group)
-    boundaries = dict[int, tuple[Boundary, ...]]()
-    for s in range(shape.stages - 1):
-        owner = int(shape.first_rank_per_stage[s])
-        result: Any = None
-        if rank == owner:
-            try:
-                inputs = boundaries[s - 1] if s else args
-                result = _infer_outputs(modules[s], s, inputs, kwargs, has_backward=has_backward)
-            except SchedirError as error:
-                result = error.fact
-            except Exception as error:
-                result = f"stage {s} fails in the first microbatch: {describe_exception(error)}"
-        stage_result = broadcast(result, owner, group, [Boundary])
-        if isinstance(stage_result, str):
-            raise ModelError(stage_result)
-        boundaries[s] = stage_result
-    return boundaries
-
-
-def _infer_outputs(
-    module: nn.Module,
-    stage: int,
-    inputs: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    has_backward: bool,
-) -> tuple[Boundary, ...]:
-    """Run a stage on one microbatch, and return the boundaries of its outputs."""
-    device = find_device({stage: module})
-    xs = tuple(_make_zeros(x, device) if isinstance(x, Boundary) else x for x in inputs)
-    # The stage gets clones, because it may write to its inputs in place. Autograd refuses such
-    # writes to leaf tensors.
-    with preserve_module(module, device), torch.set_grad_enabled(has_backward):
-        args, keywords = tree_map_only(Tensor, torch.clone, (xs, dict(kwargs)))
-        y = module(*args, **keywords)
-    ys = require_output_tensors(y, stage)
-    return tuple(
-        Boundary(tuple(y.shape), y.dtype, requires_grad)
-        for y, requires_grad in zip(ys, infer_requires_grad(ys), strict=True)
-    )
-
-
-def _make_zeros(boundary: Boundary, device: torch.device) -> Tensor:
-    return torch.zeros(boundary.shape, dtype=boundary.dtype, device=device).requires_grad_(
-        bool(boundary.requires_grad)
-    )
-
-
-# ---------------------------------------------------------------- executors
-
-
-# Two tuples, for inputs and for keywords: the result of `collect_shapes` for each microbatch.
-InputShapes = tuple[tuple[Any, ...], ...]
-
-
-class ExecutorRequirements(NamedTuple):
-    """The properties of a rank's step on which its executor depends.
-
-    The properties on all ranks together identify the executor of a step.
-
-    Attributes:
-        has_backward: True if the step trains.
-        shapes: The shapes of inputs and keywords.
-        module_ids: The `id()` of the module of each stage.
-        trained_ids: The `id()` of each parameter in the order of the modules, 0 for frozen ones.
-        dtypes: The dtype of autocast, or None if autocast is off, and the dtypes of the parameters.
-        name_prefixes: The prefix of parameter names in each module, which `torch.compile` adds.
-        num_failures: The number of steps that have failed.
-    """
-
-    has_backward: bool
-    shapes: InputShapes
-    module_ids: tuple[int, ...]
-    trained_ids: tuple[int, ...]
-    dtypes: tuple[torch.dtype | None, ...]
-    name_prefixes: tuple[str, ...]
-    num_failures: int
 
 
 @dataclass
@@ -209,7 +95,6 @@ def collect_requirements(
     has_backward: bool,
     shapes: InputShapes,
     num_failures: int,
-    program: Program,
 ) -> ExecutorRequirements:
     """Return the properties of a rank's step on which its executor depends.
 
@@ -218,23 +103,13 @@ def collect_requirements(
         has_backward: True if the step trains.
         shapes: The shapes of inputs and keywords.
         num_failures: The number of steps that have failed.
-        program: The program of the step.
 
     Raises:
-        UsageError: Microbatches have different shapes, or a stage is wrapped in a way that the
-            executor does not support.
+        UsageError: A stage is wrapped in a way that the executor does not support.
         ModelError: The gradients of a stage under DistributedDataParallel cannot be reduced.
     """
     for stage in stages:
         _require_executor_support(stage)
-    for mb_shapes in shapes:
-        for mb, argument_shapes in enumerate(mb_shapes):
-            if argument_shapes != mb_shapes[0]:
-                raise UsageError(
-                    f"microbatch {mb} is {_describe_shapes(argument_shapes)}, but microbatch 0 is "
-                    f"{_describe_shapes(mb_shapes[0])}: all microbatches must have the same shapes",
-                    program=program.name,
-                )
     modules = [stage.submod for stage in stages]
     parameters = [*dict.fromkeys(p for module in modules for p in module.parameters())]
     return ExecutorRequirements(
@@ -267,8 +142,9 @@ def make_executor(
     group: Any,
     loss: Any,
     tied_weights: TiedWeights | None,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    boundary_cache: BoundaryCache,
+    inputs: Sequence[tuple[Any, ...]],
+    kwarg_mbs: Sequence[Mapping[str, Any]],
 ) -> CachedExecutor:
     """Return the executor of a rank for a step.
 
@@ -282,8 +158,9 @@ def make_executor(
         group: The process group of the pipeline.
         loss: The loss function of the executor.
         tied_weights: The tied weights that the user gives, or None.
-        args: The arguments of the first stage for the first microbatch.
-        kwargs: The keywords of this rank's stages for the first microbatch.
+        boundary_cache: The boundaries that are known.
+        inputs: The arguments of the first stage for each microbatch, on its rank.
+        kwarg_mbs: The keywords of this rank's stages for each microbatch.
     """
     rank = dist.get_rank(group)
     has_backward = requirements[rank].has_backward
@@ -292,9 +169,7 @@ def make_executor(
         if not hasattr(modules[s], "_orig_mod"):
             make_backward_splittable(modules[s])
     with torch.inference_mode(False):
-        boundaries = infer_stage_boundaries(
-            modules, program.shape, group, args, kwargs, has_backward=has_backward
-        )
+        boundary = boundary_cache.infer(requirements, modules, program.shape, inputs, kwarg_mbs)
         transport = _make_transport(program, group, torch.device(stages[0].device))
         executor = Executor(
             program,
@@ -302,7 +177,7 @@ def make_executor(
             modules,
             transport,
             loss=loss,
-            boundary=boundaries,
+            boundary=boundary,
             seed=None,
             tied_weights=_prefix_tied_names(tied_weights, requirements, program),
             gradients=GradientOptions(accumulate_grads=True),
@@ -366,13 +241,6 @@ def _describe_non_tensor(value: object) -> str:
     return repr(value) if isinstance(value, bool | str) else type(value).__name__
 
 
-def _describe_shapes(shapes: tuple[Any, ...]) -> str:
-    texts = (
-        f"{[*shape[1]]} of {shape[2]}" if len(shape) == 3 else str(shape[1]) for shape in shapes
-    )
-    return ", ".join(texts) or "nothing"
-
-
 def _parameter_prefix(module: nn.Module) -> str:
     """Return the prefix of a module's parameter names, which `torch.compile` adds."""
     return "_orig_mod." if hasattr(_unwrap_ddp(module), "_orig_mod") else ""
@@ -381,7 +249,7 @@ def _parameter_prefix(module: nn.Module) -> str:
 def _require_executor_support(stage: Any) -> None:
     """Refuse a stage whose FSDP or DDP wrapper has a feature that the executor does not support."""
     module = stage.submod
-    if any(p._unsharded_dtensor_spec for g in list_parameter_groups(module) for p in g.fsdp_params):
+    if any(has_dtensor_weight(p) for g in list_parameter_groups(module) for p in g.fsdp_params):
         raise UsageError(
             f"stage {stage.stage_index} has tensor-parallel weights under fully_shard, but "
             "runtime='schedir' does not support them",

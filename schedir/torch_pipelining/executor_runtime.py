@@ -19,7 +19,6 @@ from schedir.torch_pipelining import gradients
 from schedir.torch_pipelining.argument_checks import find_microbatch_error
 from schedir.torch_pipelining.executor_factory import (
     CachedExecutor,
-    ExecutorRequirements,
     collect_requirements,
     collect_shapes,
     make_executor,
@@ -27,6 +26,7 @@ from schedir.torch_pipelining.executor_factory import (
 from schedir.torch_pipelining.forward_checks import compute_loss
 from schedir.torch_pipelining.fsdp_stages import unshard_stages
 from schedir.torch_pipelining.output_checks import PendingOutputs
+from schedir.torch_pipelining.stage_boundaries import BoundaryCache, ExecutorRequirements
 from schedir.transports.rank_agreement import gather_or_raise, require_same
 
 # A larger number would keep the memory and connections of more executors that may not run again.
@@ -36,10 +36,10 @@ MAX_EXECUTORS: Final = 4
 class ExecutorRuntime:
     """Runs the steps of a `schedir.torch_pipelining.Schedule` with schedir's Executor.
 
-    The first step builds the executor, for the stages' `submod` and the shapes of the first
-    microbatch. Before each step, the ranks reduce one number, which is 0 if the executor still fits
-    on all ranks. If shapes, dtypes, autocast, modules or trained parameters changed on a rank, all
-    ranks build another executor, or reuse an executor that they kept. So a change never causes a
+    The first step builds the executor, for the stages' `submod` and the shapes of all microbatches.
+    Before each step, the ranks reduce one number, which is 0 if the executor still fits on all
+    ranks. If shapes, dtypes, autocast, modules or trained parameters changed on a rank, all ranks
+    build another executor, or reuse an executor that they kept. So a change never causes a
     hang. The newest `MAX_EXECUTORS` executors are kept.
 
     A rank whose step fails disconnects, and the ranks that wait for it raise an ExecutionError. The
@@ -76,6 +76,7 @@ class ExecutorRuntime:
         self.last_stage = next((stage for stage in stages if stage.is_last), None)
         self.executors: dict[tuple[ExecutorRequirements, ...], CachedExecutor] = {}
         self.current: CachedExecutor | None = None
+        self.boundary_cache = BoundaryCache(group)
         self.num_failures = 0
         self.changed_flag = torch.zeros(
             1, dtype=torch.int32, device=_choose_flag_device(group, stages[0].device)
@@ -237,9 +238,7 @@ class ExecutorRuntime:
         def get_requirements() -> ExecutorRequirements:
             if bad_arguments:
                 raise UsageError(bad_arguments, program=program.name)
-            return collect_requirements(
-                self.stages, has_backward, shapes, self.num_failures, program
-            )
+            return collect_requirements(self.stages, has_backward, shapes, self.num_failures)
 
         key = tuple(gather_or_raise(get_requirements, self.group, [ExecutorRequirements]))
         require_same("has_backward of the step", [facts.has_backward for facts in key])
@@ -252,7 +251,6 @@ class ExecutorRuntime:
         if key not in self.executors:
             while len(self.executors) >= MAX_EXECUTORS:
                 self.executors.pop(next(iter(self.executors))).transport.shut_down()
-            args, kwargs = [*inputs, ()][0], [*kwarg_mbs, {}][0]
             self.executors[key] = make_executor(
                 key,
                 self.stages,
@@ -260,8 +258,9 @@ class ExecutorRuntime:
                 self.group,
                 self._compute_loss,
                 self.tied_weights,
-                args,
-                kwargs,
+                self.boundary_cache,
+                inputs,
+                kwarg_mbs,
             )
         return self.executors[key]
 

@@ -159,6 +159,22 @@ def list_parameter_groups(module: Any) -> list[Any]:
     return [group for state in states for group in state._fsdp_param_groups]
 
 
+def has_dtensor_weight(parameter: Any) -> bool:
+    """Return whether a parameter of FSDP is a DTensor while it is unsharded, or a shard of one.
+
+    torch 2.14 and later keep a parameter with types of `spmd_types` as a plain tensor. This tensor
+    is the complete weight if no mesh dimension shards it.
+
+    Args:
+        parameter: An `FSDPParam`.
+    """
+    spec = parameter._unsharded_dtensor_spec
+    if spec is None:
+        return False
+    is_plain = getattr(parameter, "is_spmd_types", False)
+    return not is_plain or not all(placement.is_replicate() for placement in spec.placements)
+
+
 @contextmanager
 def unshard_stages(stages: Sequence[Any], *, trains: bool) -> Iterator[None]:
     """Keep the parameters of stages under `fully_shard` unsharded in this context.

@@ -7,11 +7,12 @@ send or keep the wrong numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
 from schedir.runtime.model_checks.tensor_fingerprint import checksum_on_device, get_versions
@@ -159,3 +160,16 @@ def _make_overwrite_error(key: OutputKey, output: _Output) -> ModelError:
         hint="return a new tensor for each microbatch: return buffer.clone()",
         fields=["stages"],
     )
+
+
+def can_merge_outputs(outputs: Sequence[Any]) -> bool:
+    """Return whether the outputs of microbatches can be concatenated along their first dimension.
+
+    Args:
+        outputs: The output of each microbatch: a tensor, or a structure of tensors.
+    """
+    shapes = {
+        tuple(leaf.shape[1:] if isinstance(leaf, Tensor) else () for leaf in tree_leaves(output))
+        for output in outputs
+    }
+    return len(shapes) <= 1

@@ -32,6 +32,7 @@ from schedir.torch_pipelining.executor_runtime import ExecutorRuntime
 from schedir.torch_pipelining.forward_checks import CheckedRuntime
 from schedir.torch_pipelining.fsdp_stages import insert_unshards, require_unsharded
 from schedir.torch_pipelining.hook_detection import install_hook_counters
+from schedir.torch_pipelining.output_checks import can_merge_outputs
 from schedir.torch_pipelining.stages import (
     SharedWeights,
     require_frozen_stages,
@@ -318,7 +319,8 @@ class Schedule(CheckedRuntime):
                 each microbatch in order.
             return_outputs: True to return the merged outputs on the rank of the last stage.
             loss_kwargs: Keywords for `loss_fn`.
-            arg_mbs: A tuple of arguments for each microbatch.
+            arg_mbs: A tuple of arguments for each microbatch. Their shapes may differ between
+                microbatches if the runtime is "schedir".
             kwarg_mbs: A dict of keywords for each microbatch.
             target_mbs: A target for each microbatch.
             **kwargs: Keyword arguments of the stages. Each rank passes the arguments of its own
@@ -326,7 +328,8 @@ class Schedule(CheckedRuntime):
 
         Returns:
             The merged outputs on the rank of the last stage, if `return_outputs`, and None
-            elsewhere.
+            elsewhere. If microbatches have different lengths, so that their outputs cannot be
+            merged, a list with the output of each microbatch.
 
         Raises:
             ExecutionError: An earlier step failed, or a load of a checkpoint failed.
@@ -411,6 +414,12 @@ class Schedule(CheckedRuntime):
             return self._given_microbatches[0], self._given_microbatches[1]
         microbatches: tuple[Any, Any] = super()._split_inputs(args, kwargs)
         return microbatches
+
+    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
+        """Return the merged outputs, or a list if microbatches of different shapes do not fit."""
+        if self._output_merge_spec is None and not can_merge_outputs(output_chunks):
+            return [*output_chunks]
+        return super()._merge_outputs(output_chunks)  # type: ignore[no-untyped-call]
 
     def _step_microbatches(
         self,

@@ -174,8 +174,9 @@ def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> Non
                 f"output {k} of stage {stage.stage_index} is {[*output_type[0]]} of "
                 f"{output_type[1]}, but must be {[*required_type[0]]} of {required_type[1]}, as in "
                 "the first step: torch's runtime needs the same shapes in all microbatches",
-                hint="use batches of one size that n_microbatches divides, another Schedule for "
-                "another size, or runtime='schedir'",
+                hint="Schedule(..., runtime='schedir'), which runs microbatches of different "
+                "shapes; or pad all microbatches to one shape",
+                fields=["runtime"],
             )
         if tensor.requires_grad and not expected.requires_grad and stage.has_backward:
             raise ModelError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
-from schedir.errors import ExecutionError, UsageError
+from schedir.errors import ExecutionError
 from schedir.torch_pipelining.schedule import Schedule
 from tests.cpu.gloo_processes import run
 from tests.cpu.torch_pipelines import WIDTH, Layer, list_rank_stages, make_stage
@@ -250,14 +250,6 @@ def compare_changed_options(rank: int) -> dict[str, bool]:
         batch_result, (schedule.step(**microbatches, losses=microbatch_losses), microbatch_losses)
     )
 
-    half = [chunk[:1] for chunk in x.chunk(N)]
-    if rank == 0:
-        microbatches["arg_mbs"] = [*((rows,) for rows in half[:-1]), (x[:2],)]
-    try:
-        schedule.step(**microbatches)
-    except UsageError:
-        is_same["shapes of one step that differ are refused on all ranks"] = True
-
     if rank == 1:
         schedules[0][0]._stages[0].submod = schedules[0][1][0] = schedules[1][0]._stages[0].submod
     is_same["after a module is replaced"] = is_equal(run_step(schedule, 3)[1], batch_result[1])
@@ -266,7 +258,7 @@ def compare_changed_options(rank: int) -> dict[str, bool]:
 
 def test_options_may_change_between_steps() -> None:
     for rank, checks in enumerate(run(compare_changed_options, 2)):
-        assert len(checks) == 12
+        assert len(checks) == 11
         assert not [(rank, what) for what, same in checks.items() if not same]
 
 
