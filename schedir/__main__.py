@@ -268,6 +268,8 @@ class _Parser(argparse.ArgumentParser):
         hint = RETIRED_HINTS.get(name, "")
         if hint and any(word in option_actions for word in hint.partition(" is now ")[2].split()):
             return hint
+        if name == "--costs-from" and "--costs" in option_actions:  # an option of `search`
+            return '--costs "$(schedir calibrate RUN.timeline)" has the mean times of a run'
         if "--set" in option_actions:
             from schedir.training.config.settings_table import list_settings
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from operator import index
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
@@ -51,6 +52,7 @@ _REMOVING_SUFFIX: Final = ".gone"
 _NAME_PATTERN = re.compile(
     rf"{_STEP_PREFIX}(\d{{8,16}})({_UNFINISHED_SUFFIX}|{_REPLACED_SUFFIX}|{_REMOVING_SUFFIX}|)"
 )
+_DIGITS = re.compile(r"\d+")
 
 # The locks that this process has, by real path of the directory. The operating system releases
 # these locks when the process ends.
@@ -111,6 +113,28 @@ class CheckpointDirectory:
         return sorted(
             {step for step, suffix in self._scan_entries() if suffix in ("", _REPLACED_SUFFIX)}
         )
+
+    def find_similar_directory(self) -> str:
+        """Return a directory of checkpoints with a similar name if this directory does not exist.
+
+        Names that differ only in digits, such as run1 and run2, are not similar: they are often
+        the directories of two runs. The result is "" if there is no such directory.
+        """
+        if os.path.lexists(self.path):
+            return ""
+        name, parent = self.path.name, self.path.parent
+        try:
+            names = [path.name for path in parent.iterdir() if path.is_dir()]
+        except OSError:
+            return ""
+        for match in get_close_matches(name, names, cutoff=0.8):
+            differs_in_digits = _DIGITS.sub("", match) == _DIGITS.sub("", name)
+            if differs_in_digits:
+                continue
+            with suppress(CheckpointError):
+                if CheckpointDirectory(parent / match).list_steps():
+                    return str(Path(self.path_text).with_name(match))
+        return ""
 
     def locate_step(self, step: int) -> Path:
         """Return the directory of a step's checkpoint. The directory need not exist.

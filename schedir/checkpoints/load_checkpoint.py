@@ -52,8 +52,9 @@ def load(
     a file cannot be read after this verification, some tensors are already overwritten. Then the
     run refuses further steps and saves.
 
-    The call warns in three cases: a newer checkpoint is incomplete, weights are read from another
-    dtype, or modules will use other random numbers.
+    The call warns in these cases: a newer checkpoint is incomplete, weights are read from another
+    dtype, modules will use other random numbers, or `directory` does not exist and a folder with a
+    similar name has checkpoints.
 
     Args:
         run: See `save`.
@@ -96,6 +97,12 @@ def load(
     for fact in latest.skip_reasons:
         warn_once(peers, f"skipped: {fact}")
     if (manifest := latest.manifest) is None:
+        if similar_path := checkpoints.find_similar_directory():
+            warn_once(
+                peers,
+                f"there is no folder {checkpoints.path_text}, so nothing was loaded; "
+                f"{similar_path} has checkpoints",
+            )
         return None
     _require_valid_state(manifest)
     ranks, local_states, _ = gather_checkpoint_states(

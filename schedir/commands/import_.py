@@ -15,6 +15,7 @@ from schedir.io.option_spelling import option_name
 
 if TYPE_CHECKING:
     from schedir.io.program_request import Request
+    from schedir.ir.pipeline.pipeline_shape import PipelineShape
     from schedir.traces.trace_import import ImportedRun
 
 EXAMPLES = """\
@@ -127,7 +128,22 @@ def _import_csv(args: argparse.Namespace, source: str) -> str:
     return (
         f"wrote {args.output}: {shape.ranks} ranks, {shape.stages} stages, "
         f"{shape.microbatches} microbatches, {len(program)} instructions\n"
+        + _describe_unnamed_placement(shape)
         + _describe_skipped_unshards(text, program.zero)
+    )
+
+
+def _describe_unnamed_placement(shape: PipelineShape) -> str:
+    """Return a line with the rank of each stage if the placement has no name, or "".
+
+    Two swapped rows of a CSV are a valid program, but its stages are on other ranks.
+    """
+    if isinstance(shape.placement, str):
+        return ""
+    rows = "/".join(",".join(map(str, row)) for row in shape.replica_ranks)
+    return (
+        f"placement: stages 0 to {shape.stages - 1} are on ranks {rows}, because row k of a CSV "
+        "has the actions of rank k\n"
     )
 
 

@@ -16,7 +16,7 @@ from schedir.analysis.memory.buffer_slots import (
     assign_slots,
     count_slots,
 )
-from schedir.errors import ExecutionError, InstructionSite, describe_exception
+from schedir.errors import CommandHint, ExecutionError, InstructionSite, describe_exception
 from schedir.ir.isa.instructions import LOCAL_HANDOVER, Instr, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
@@ -370,14 +370,20 @@ class State:
             return ExecutionError(
                 error.fact, program=error.program, sites=error.sites, hint=error.hint
             )
-        fact, sites = describe_peer_error(error) or describe_exception(error), []
+        peer_fact = describe_peer_error(error)
+        fact, sites, hint = peer_fact or describe_exception(error), [], getattr(error, "hint", "")
+        fact += "".join(f"; {note}" for note in getattr(error, "__notes__", ()) if len(note) < 300)
+        if peer_fact:
+            hint = hint or CommandHint(
+                "if another process failed, its error is the cause; otherwise all processes must "
+                "call step and evaluate equally often",
+                "another process failed: its error is the cause",
+            )
         if index is None:
             fact = f"after the last instruction of rank {self.rank}: {fact}"
         else:
             sites = [InstructionSite(self.rank, index, self.stream[index], "failed")]
-        return ExecutionError(
-            fact, program=self.program.name, sites=sites, hint=getattr(error, "hint", "")
-        )
+        return ExecutionError(fact, program=self.program.name, sites=sites, hint=hint)
 
     def find_local_stage(self, stage: int, mb: int) -> StageState | None:
         """Return a stage if this rank runs it for a microbatch, and None otherwise.

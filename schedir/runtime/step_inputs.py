@@ -47,8 +47,8 @@ class StepInputs(NamedTuple):
 
         Raises:
             ExecutionError: Inputs or targets that the rank needs are missing. Or `grad_scale` is
-                not a finite number. Or `keywords` is neither empty nor a list with a mapping for
-                each microbatch.
+                not a finite number, or is 0. Or `keywords` is neither empty nor a list with a
+                mapping for each microbatch.
         """
         for name, values, is_needed in (
             ("inputs", self.inputs, has_first_stage),
@@ -67,6 +67,12 @@ class StepInputs(NamedTuple):
                 program=program.name,
                 hint=f"grad_scale=1/{program.shape.microbatches} gives the gradient of the mean of "
                 "the losses",
+            )
+        if isinstance(scale, Real) and not scale:  # as 1 // microbatches
+            raise ExecutionError(
+                "grad_scale is 0, so all gradients would be 0",
+                program=program.name,
+                hint=f"grad_scale=1/{program.shape.microbatches}; `//` rounds to an integer",
             )
         require_keywords(self.keywords, program)
         if len(self.keywords):

@@ -367,6 +367,12 @@ class Schedule(CheckedRuntime):
                     hint="step(x, target=y), or step(arg_mbs=[(x0,), (x1,)], target_mbs=[y0, y1])",
                 )
             self._given_microbatches = given_microbatches
+        if target is not None and not isinstance(target, Tensor):
+            self._refuse_step(
+                f"target must be a tensor, not {describe(target)}",
+                "step(arg_mbs=[(x0,), (x1,)], target_mbs=[y0, y1]) takes targets of any type",
+                "target",
+            )
         self._require_equal_microbatches(args, kwargs, target)
         inputs = (*args, *kwargs.values(), arg_mbs, kwarg_mbs)
         if reason := find_missing_input(self._stages, inputs):

@@ -296,12 +296,16 @@ def _require_compute(inspector: Inspector) -> None:
         stage, microbatches = inspector.stage[key], inspector.shape.microbatches
         forwards_by_stage = has_forward.reshape(-1, microbatches).sum(axis=1)
         forwards = int(forwards_by_stage[stage])
-        # If all stages lack the same number of forwards, `microbatches` is probably wrong.
-        hint = (
-            f"set microbatches to {forwards}, or compile the schedule again for {microbatches}"
-            if forwards and (forwards_by_stage == forwards).all()
-            else ""
-        )
+        hint = ""
+        if forwards and (forwards_by_stage == forwards).all():
+            # If all stages lack the same number of forwards, `microbatches` is probably wrong.
+            hint = (
+                f"set microbatches to {forwards}, or compile the schedule again for {microbatches}"
+            )
+            if forwards == 1 and has_backward.all():  # as in F + microbatches * B
+                hint = (
+                    f"`*` applies before `+`: {microbatches} * (F + B), not F + {microbatches} * B"
+                )
         plural = "es" * (microbatches > 1)
         reason = f": stage {stage} has {forwards} F for {microbatches} microbatch{plural}"
         inspector.refuse_missing(FORWARD, key, reason, hint=hint)

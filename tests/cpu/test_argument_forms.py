@@ -113,6 +113,12 @@ def test_invalid_boundary_dtype_is_refused(dtype: Any) -> None:
         Boundary((2, 3), dtype)
 
 
+def test_boundary_shape_without_brackets_gets_hint() -> None:
+    with pytest.raises(ModelError, match=r"must be a torch\.dtype, not 8") as caught:
+        Boundary(2, 8)  # type: ignore[arg-type]
+    assert caught.value.hint == "put the shape in brackets: Boundary((2, ...))"
+
+
 def test_stages_are_accepted_as_sequence_or_mapping() -> None:
     losses = [
         float(world(stages=stages).step(X, X))

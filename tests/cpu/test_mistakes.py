@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 
 from schedir import compile
-from schedir.checkpoints import save
+from schedir.checkpoints import load, save
 from schedir.errors import CheckpointError, ExecutionError, ModelError, SchedirError, UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models.huggingface import cut
@@ -115,6 +115,7 @@ def find_drop_in_errors(_: int, runtime: str) -> dict[str, str]:
         ("no loss", {"loss_fn": None}, y),
         ("short target", {}, torch.ones(3 * N_MICROBATCHES, WIDTH)),
         ("no reduction", {"loss_fn": nn.MSELoss(reduction="none")}, y),
+        ("dict", {}, {"y": y}),
     ):
         parts = dict(enumerate(make_model(2)))
         schedule = make_schedule(parts, 2, schedule="interleaved", runtime=runtime, **options)
@@ -133,6 +134,7 @@ def test_drop_in_errors_explain_losses_and_targets(runtime: str) -> None:
     (errors,) = run(find_drop_in_errors, 1, runtime)
     assert "interleaved: step got a target, but loss_fn is None" in errors["no loss"]
     assert "must return a floating-point tensor with one element" in errors["no reduction"]
+    assert "target must be a tensor, not a dict" in errors["dict"]
     if runtime == "torch":
         assert "in loss_fn of microbatch 0: the output of the last stage" in errors["short target"]
         assert f"[2, {WIDTH}] of torch.float32, and the target is" in errors["short target"]
@@ -177,6 +179,50 @@ def create_saved_run() -> InProcessExecutor:
     """Return a run that can be saved."""
     stages = [nn.Linear(8, 8) for _ in range(2)]
     return InProcessExecutor(PROGRAM, stages, loss=mse_loss, boundary=(2, 8))
+
+
+def test_error_of_loss_describes_output_and_target() -> None:
+    """The arguments of this loss are in the wrong order."""
+    stages = [nn.Linear(8, 8) for _ in range(2)]
+    executor = InProcessExecutor(
+        PROGRAM, stages, loss=lambda target, y: cross_entropy(y, target), boundary=(2, 8)
+    )
+    with pytest.raises(ExecutionError, match=r"in the loss: output is Tensor \[2, 8\]") as caught:
+        executor.step(torch.ones(4, 2, 8), torch.ones(4, 2, dtype=torch.int64))
+    assert "and target is Tensor [2] of torch.int64" in caught.value.fact
+
+
+def test_grad_scale_of_0_is_refused() -> None:
+    x = torch.ones(4, 2, 8)
+    with pytest.raises(ExecutionError, match="grad_scale is 0") as caught:
+        create_saved_run().step(x, x, grad_scale=1 // 4)
+    assert caught.value.hint == "grad_scale=1/4; `//` rounds to an integer"
+
+
+def step_on_rank_0(rank: int) -> str:
+    """Return the error of a step that only rank 0 makes."""
+    transport = GlooTransport(PROGRAM)
+    executor = Executor(
+        PROGRAM, rank, {rank: nn.Linear(8, 8)}, transport, loss=mse_loss, boundary=(2, 8)
+    )
+    if rank:
+        return ""
+    with pytest.raises(ExecutionError) as caught:
+        executor.step(torch.ones(4, 2, 8), torch.ones(4, 2, 8))
+    return caught.value.hint
+
+
+def test_step_on_one_rank_gets_hint() -> None:
+    assert "otherwise all processes must call step" in run_fresh(step_on_rank_0, 2)[0]
+
+
+def test_load_of_similar_folder_warns(tmp_path: Path) -> None:
+    save(create_saved_run(), tmp_path / "checkpoints1", step=1)
+    with pytest.warns(UserWarning, match="checkpoints1 has checkpoints"):
+        assert load(create_saved_run(), tmp_path / "chekpoints1") is None
+    # Without a warning: a second run often has the same name with another number.
+    assert load(create_saved_run(), tmp_path / "checkpoints2") is None
+    assert load(create_saved_run(), tmp_path / "other") is None
 
 
 def test_tensor_in_extra_state_is_refused(tmp_path: Path) -> None:

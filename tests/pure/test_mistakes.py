@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from schedir import (
+    B,
     F,
     check,
     compile,
@@ -178,6 +179,28 @@ def test_changed_microbatches_of_program_file_get_hint() -> None:
     assert caught.value.hint == "set microbatches to 2, or compile the schedule again for 8"
 
 
+def test_product_of_last_term_only_gets_hint() -> None:
+    with pytest.raises(CompletenessError, match="stage 0 has 1 F for 8 microbatches") as caught:
+        compile(lambda rank, ranks, microbatches: F + microbatches * B, ranks=2, microbatches=8)
+    assert caught.value.hint == "`*` applies before `+`: 8 * (F + B), not F + 8 * B"
+
+
+def test_import_reports_placement_of_swapped_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    Path("b.csv").write_text("1F0,1B0\n0F0,0B0\n")
+    assert "placement" not in run_command(capsys, "import", "a.csv", "-o", "a.sched")
+    output = run_command(capsys, "import", "b.csv", "-o", "b.sched")
+    assert "placement: stages 0 to 1 are on ranks 1,0, because row k" in output
+
+
+def test_transport_of_other_device_gets_hint() -> None:
+    with pytest.raises(UsageError, match="transport 'nccl' is not known") as caught:
+        TrainConfig(transport="nccl")
+    assert caught.value.hint == (
+        "auto or shared_memory or gloo; with device = 'cuda': nccl_per_edge or nccl_grouped"
+    )
+
+
 def test_rank_schedule_is_not_reversible() -> None:
     with pytest.raises(TypeError, match="not reversible"):
         reversed(3 * F)
@@ -252,6 +275,11 @@ def test_parameter_of_own_schedule_gets_hint_at_compile() -> None:
         ("simulate gpipe --sizes saved=-1GB", "a number of bytes of at least 0, or one per stage"),
         ("compile gpipe", "schedir compile needs -o FILE.sched"),
         ("train mine.toml --set output.dir=", "output.dir has no value after ="),
+        ("simulate gpipe --costs-from mine.timeline", 'hint: --costs "$(schedir calibrate RUN'),
+        (
+            "train mine.toml --set pipeline.schedule=mine.sched --set pipeline.ranks=4",
+            "mine.sched has ranks 2, not 4\n  hint: leave out ranks, or compile the schedule again",
+        ),
     ],
 )
 def test_wrong_command_names_the_correction(

@@ -67,9 +67,13 @@ class Boundary:
             differs = received_shape != self.shape
             object.__setattr__(self, "received_shape", received_shape if differs else None)
         if not isinstance(self.dtype, torch.dtype):
+            hint = "torch.float32, torch.bfloat16 or torch.float16"
+            if isinstance(self.dtype, int):  # as in Boundary(4, 128)
+                hint = (
+                    f"put the shape in brackets: Boundary(({', '.join(map(str, self.shape))}, ...))"
+                )
             raise ModelError(
-                f"the dtype of a boundary must be a torch.dtype, not {self.dtype!r:.60}",
-                hint="torch.float32, torch.bfloat16 or torch.float16",
+                f"the dtype of a boundary must be a torch.dtype, not {self.dtype!r:.60}", hint=hint
             )
         can_require_grad = self.dtype.is_floating_point or self.dtype.is_complex
         if self.requires_grad is not None and not isinstance(self.requires_grad, bool):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from schedir.errors import ModelError
+from schedir.errors import ModelError, describe
 from schedir.ir.isa.instructions import (
     BOUNDARY_VALUES,
     INSTRUCTIONS,
@@ -180,7 +180,16 @@ class StageRun:
         if self.require_outputs is not None:
             return self.require_outputs(y, self.stage), xs
         require_loss_input(y, self.stage)
-        return (require_scalar_loss(self.state.options.loss(y, batch.targets[mb])),), xs
+        target = batch.targets[mb]
+        try:
+            loss = self.state.options.loss(y, target)
+        except Exception as error:
+            if not hasattr(error, "__notes__"):  # the loss of a `Schedule` adds such a note itself
+                error.add_note(
+                    f"in the loss: output is {describe(y)}, and target is {describe(target)}"
+                )
+            raise
+        return (require_scalar_loss(loss),), xs
 
     def collect_saved(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> object:
         """Return the value for the slot of saved activations: leaves, and roots of the backward.

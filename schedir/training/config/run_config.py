@@ -518,7 +518,7 @@ def make_contradiction_error(
         config_value: The value in the configuration, as text.
     """
     fact = f"{source} has {field.name} {program_value}, not {config_value}"
-    hint = f"leave out {field.name}"
+    hint = f"leave out {field.name}" + ", or compile the schedule again" * source.endswith(".sched")
     if field.name == "norm_check":
         fact = (
             f"{source} has norm_check {program_value}, but a training run needs the norm of each "

@@ -14,22 +14,23 @@ from schedir.errors import UsageError
 from schedir.retired_names import get_rename_hint
 
 
-def require_known(name: str, value: str, known: Sequence[str]) -> None:
+def require_known(name: str, value: str, known: Sequence[str], hint: str = "") -> None:
     """Check that a setting has one of its possible values.
 
     Args:
         name: The name of the setting.
         value: The value.
         known: The possible values.
+        hint: The hint for an unknown value. The default lists the possible values.
 
     Raises:
         UsageError: The value is unknown. If the value was renamed, the hint has the current name.
-            Otherwise the hint has the possible values.
+            Otherwise the error has `hint`.
     """
     if value not in known:
         raise UsageError(
             f"{name} {value!r} is not known",
-            hint=get_rename_hint(name, value) or " or ".join(known),
+            hint=get_rename_hint(name, value) or hint or " or ".join(known),
             fields=[name],
         )
 

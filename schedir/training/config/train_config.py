@@ -23,6 +23,17 @@ SETTING_CHOICES = {
 }
 
 
+def _describe_transports(device: str) -> str:
+    """Return the transports of a device, and those that need another device."""
+    names = [AUTO, *(row.name for row in TRANSPORTS.values() if row.device == device)]
+    parts = [" or ".join(names)]
+    for other in DEVICES:
+        if other != device:
+            names = [row.name for row in TRANSPORTS.values() if row.device == other]
+            parts.append(f"with device = {other!r}: {' or '.join(names)}")
+    return "; ".join(parts)
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """The steps, the optimizer, the processes and the checkpoints of a run.
@@ -96,7 +107,8 @@ class TrainConfig:
                 f"min_lr {self.min_lr:g} is above lr {self.lr:g}", fields=["min_lr", "lr"]
             )
         for name, choices in SETTING_CHOICES.items():
-            require_known(name, getattr(self, name), choices)
+            hint = _describe_transports(self.device) if name == "transport" else ""
+            require_known(name, getattr(self, name), choices, hint)
         if self.checkpoint_dir == "" or (self.checkpoint_dir is None and self.resume == "must"):
             raise UsageError(
                 "resume = 'must' needs checkpoint_dir, which is not set"
