@@ -18,6 +18,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from schedir.ir.program import Program
+from schedir.megatron.delayed_modules import (
+    DelayedModules,
+    find_delayed_modules,
+    require_delay_settings,
+)
 from schedir.megatron.pipeline_transport import PipelineGroupTransport
 from schedir.megatron.run_requirements import (
     ChunkLayout,
@@ -126,7 +131,10 @@ class ForwardBackward:
             "micro_batch_size": micro_batch_size,
             "decoder_seq_length": decoder_seq_length,
         }
-        setting = PipelineSetting(groups.pp.size(), len(chunks), num_microbatches, forward_only)
+        has_variable_lengths = bool(config.variable_seq_lengths)
+        setting = PipelineSetting(
+            groups.pp.size(), len(chunks), num_microbatches, forward_only, has_variable_lengths
+        )
         has_shapes_fn = adjust_tensor_shapes_fn is not None
         key = (setting, groups.pp, (*map(ref, chunks),), len(iterators), has_shapes_fn)
         if key not in self._prepared:
@@ -152,7 +160,7 @@ class ForwardBackward:
             forward_only,
             collect_non_loss_data,
             first_val_step,
-            tuple(boundary_shape),
+            None if has_variable_lengths else tuple(boundary_shape),
             groups.cp.size(),
         )
         return _run_step(run, call, groups, force_all_reduce)
@@ -169,9 +177,11 @@ class ForwardBackward:
         """Compile and check the program. All ranks raise the error of the first rank that fails."""
         prepared_runs: list[_PreparedRun] = []
 
-        def prepare_rank() -> tuple[dict[str, str], list[ChunkLayout]]:
+        def prepare_rank() -> tuple[dict[str, str], list[ChunkLayout], list[int]]:
             require_supported_settings(chunks, config)
             require_call_arguments(len(chunks), *call_arguments)
+            if not setting.forward_only:
+                require_delay_settings(chunks)
             transport = PipelineGroupTransport(groups.pp, _device_of(chunks))
             program = compile_program(
                 self.schedule,
@@ -187,24 +197,36 @@ class ForwardBackward:
                     "gradients of some steps with Megatron's own schedule",
                     stacklevel=2,
                 )
+            if any(map(find_delayed_modules, chunks)):
+                warn(
+                    "schedir.megatron has not been run with Transformer Engine yet, but only with "
+                    "modules that delay their weight gradients in the same way: compare the losses "
+                    "and the gradients of some steps with a run without delay_wgrad_compute",
+                    stacklevel=2,
+                )
             prepared_runs.append(_PreparedRun(program, transport))
             facts = {
                 "the number of microbatches": str(setting.microbatches),
                 "the program": f"{program.name} ({program.digest[:12]})",
                 "pipeline_dtype": str(config.pipeline_dtype),
+                "variable_seq_lengths": str(setting.variable_seq_lengths),
                 "the progress model": transport.progress_model,
                 **{name: repr(value) for name, value in shape_args.items()},
             }
-            return facts, [read_layout(chunk) for chunk in chunks]
+            pipeline = dist.get_process_group_ranks(groups.pp)
+            return facts, [read_layout(chunk) for chunk in chunks], pipeline
 
         # All processes compare their programs, not only the processes of one pipeline, because
         # tensor-parallel and data-parallel peers issue their collectives in the order of the
         # program.
         results = gather_or_raise(prepare_rank, dist.group.WORLD, (ChunkLayout,))
         for name in results[0][0]:
-            require_same(name, [facts[name] for facts, _ in results], _SAME_HINT)
+            require_same(name, [facts[name] for facts, _, _ in results], _SAME_HINT)
         layouts = [results[k][1] for k in dist.get_process_group_ranks(groups.pp)]
         require_layout(prepared_runs[0].program.shape, layouts, prepared_runs[0].program.name)
+        if setting.variable_seq_lengths:
+            pipelines = sorted({tuple(pipeline) for _, _, pipeline in results})
+            prepared_runs[0].transport.create_shape_group(pipelines)
         return prepared_runs[0]
 
 
@@ -219,7 +241,8 @@ def forward_backward(schedule: str | Schedule | Program, **options: Any) -> Forw
     Megatron's DistributedDataParallel and finalized by `config.finalize_model_grads_func`.
 
     A schedule with split backwards (I and W) runs the weight gradients of Megatron's
-    ColumnParallelLinear and RowParallelLinear in W, and all other gradients in I.
+    ColumnParallelLinear and RowParallelLinear in W, and those of modules that were built with
+    `delay_wgrad_compute` (Transformer Engine). It runs all other gradients in I.
 
     Args:
         schedule: The name of a built-in schedule, "FILE.py:FUNCTION", "FILE.sched", a schedule
@@ -260,18 +283,22 @@ def _run_step(
         for sync, chunk in zip(_per_chunk(config.param_sync_func, chunks), chunks, strict=True):
             if sync is not None:
                 sync(chunk.parameters())
+    reduction = _GradientReduction(config, chunks, force_all_reduce, is_last)
     with ExitStack() as stack:
         if has_backward:
             for no_sync in _no_sync_functions(config, chunks):
                 stack.enter_context(no_sync())
         if has_split_backward(program):
             stack.enter_context(split_linear_backward())
+        delayed_modules = DelayedModules(chunks if has_backward else ())
+        stack.enter_context(delayed_modules.record_backwards())
         step = MegatronStep(
             program,
             rank,
             run.transport,
             call,
-            _GradientReduction(config, chunks, force_all_reduce),
+            delayed_modules,
+            reduction,
             stage_contexts(program.shape, rank, groups.pp),
         )
         step.run()
@@ -282,6 +309,7 @@ def _run_step(
         _copy_to_last_rank(step.forward_data, last_rank, groups.pp, step.device)
     if needs_finalization:
         schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
+        reduction.start_postponed()
         with step.open_reduction_ranges():
             config.finalize_model_grads_func(
                 chunks,
@@ -298,15 +326,32 @@ class _GradientReduction:
     """Starts the reduction of a chunk's gradients, after its last weight gradient.
 
     Without `overlap_grad_reduce`, Megatron reduces all gradients at the end, in
-    `finalize_model_grads_func`.
+    `finalize_model_grads_func`. With `defer_embedding_wgrad_compute`, Megatron computes gradients
+    of the output layer after the last backward. So the reduction of the last stage is postponed
+    until then.
     """
 
-    def __init__(self, config: Any, chunks: list[Any], force_all_reduce: bool) -> None:
+    def __init__(
+        self, config: Any, chunks: list[Any], force_all_reduce: bool, has_last_stage: bool
+    ) -> None:
         self.chunks = chunks
         self.force_all_reduce = force_all_reduce
         self.sync_functions = _per_chunk(config.grad_sync_func, chunks)
 
+        is_deferred = has_last_stage and config.defer_embedding_wgrad_compute
+        self.postponed_chunk = len(chunks) - 1 if is_deferred else None
+
     def __call__(self, chunk: int) -> None:
+        """Start the reduction of a chunk, if it is not postponed."""
+        if chunk != self.postponed_chunk:
+            self._start(chunk)
+
+    def start_postponed(self) -> None:
+        """Start the reduction that was postponed, if any."""
+        if self.postponed_chunk is not None:
+            self._start(self.postponed_chunk)
+
+    def _start(self, chunk: int) -> None:
         model, sync = self.chunks[chunk], self.sync_functions[chunk]
         if sync is not None:
             sync(model.parameters())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from collections.abc import Sequence
+from typing import Any, Final, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,10 @@ from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import UsageError
 from schedir.ir.isa.instructions import Lane
 from schedir.transports.process_groups import get_backend_name, get_nccl_progress_model
+
+# The tag of shapes in a Gloo group. Tensors have the number of their lane as the tag.
+_SHAPE_TAG: Final = len(Lane)
+_DIMENSIONS: Final = 3  # of the tensors between Megatron's stages
 
 
 class Message(Protocol):
@@ -33,6 +38,8 @@ class PipelineGroupTransport:
 
     Attributes:
         device: The device of the tensors.
+        shape_group: The group with Gloo that sends shapes between hosts: the pipeline group itself
+            if its backend is Gloo. Otherwise None until `create_shape_group`.
         progress_model: The progress model under which schedir proves that programs finish. The
             model follows from the group's backend:
 
@@ -59,10 +66,43 @@ class PipelineGroupTransport:
                 hint='torch.distributed.init_process_group("nccl")',
             )
         self.uses_tags = backend == "gloo"
+        self.shape_group: Any = group if self.uses_tags else None
         self.blocking_hosts = device.type == "cpu"
         self.progress_model: ProgressModel = (
             "per_edge" if self.uses_tags else get_nccl_progress_model(group)
         )
+
+    def create_shape_group(self, pipelines: Sequence[Sequence[int]]) -> None:
+        """Create the group that sends shapes, if there is none. All processes must call this.
+
+        Args:
+            pipelines: The processes of each pipeline. All processes give the same list.
+        """
+        if self.shape_group is not None:
+            return
+        groups = [dist.new_group([*processes], backend="gloo") for processes in pipelines]
+        own_pipeline = tuple(dist.get_process_group_ranks(self.group))
+        self.shape_group = groups[[*map(tuple, pipelines)].index(own_pipeline)]
+
+    def send_shape(self, shape: Sequence[int], peer: int) -> tuple[Message, Tensor]:
+        """Start a send of a shape, and return it with the tensor that must exist until its end.
+
+        Args:
+            shape: The shape of the tensor that is sent next, of three dimensions.
+            peer: The pipeline rank that receives it.
+        """
+        message = torch.tensor([*shape])
+        return cast(Message, self.shape_group.send([message], peer, _SHAPE_TAG)), message
+
+    def receive_shape(self, peer: int) -> tuple[int, ...]:
+        """Wait for a shape, and return it.
+
+        Args:
+            peer: The pipeline rank that sends it.
+        """
+        message = torch.empty(_DIMENSIONS, dtype=torch.int64)
+        self.shape_group.recv([message], peer, _SHAPE_TAG).wait()
+        return tuple(message.tolist())
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Message:
         """Start a send to a pipeline rank.

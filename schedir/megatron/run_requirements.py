@@ -31,7 +31,6 @@ _UNSUPPORTED_SETTINGS: Final[dict[str, tuple[Callable[[object], bool], str]]] = 
     "overlap_moe_expert_parallel_comm": (_is_set, "Megatron runs it in its own schedule only"),
     "mtp_num_layers": (_is_set, "multi-token prediction was not verified"),
     "enable_autocast": (_is_set, "split backwards under autocast were not verified"),
-    "variable_seq_lengths": (_is_set, "the receiver must know the shape of a message"),
     "num_microbatches_with_partial_activation_checkpoints": (
         _is_set, "it depends on the warm-up of Megatron's own schedule",
     ),

@@ -16,6 +16,8 @@ from schedir.ir.isa.instructions import (
     FORWARD,
     INSTRUCTIONS,
     OPTIMIZER_STEP_OPS,
+    Instr,
+    Opcode,
 )
 from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import Schedule
@@ -34,12 +36,15 @@ class PipelineSetting:
         chunks: The number of model chunks of each rank: the virtual pipeline size, or 1.
         microbatches: The number of microbatches of a step.
         forward_only: True for a program with forwards only, for evaluation.
+        variable_seq_lengths: True if microbatches have different lengths, so each activation is
+            sent with its shape.
     """
 
     ranks: int
     chunks: int
     microbatches: int
     forward_only: bool
+    variable_seq_lengths: bool = False
 
 
 def load_schedule(schedule: str | Schedule | Program) -> Schedule | Program:
@@ -89,6 +94,8 @@ def compile_program(
     require_runnable(program, setting, supported_ops)
     if setting.forward_only:
         program = evaluation_program(program, progress_model)
+    if setting.variable_seq_lengths:
+        require_shapes_before_receives(program)
     return check(program, progress_model, blocking_hosts=blocking_hosts)
 
 
@@ -222,6 +229,60 @@ def require_runnable(
                     hint="use a schedule that runs the forwards of each stage in ascending order",
                 )
             next_mb[stage] += 1
+
+
+def require_shapes_before_receives(program: Program) -> None:
+    """Refuse a program whose hosts could wait for each other for the shapes of messages.
+
+    With `variable_seq_lengths`, the host waits at the receive of an activation until the sender's
+    host has run the send, because the shape comes with the send. At the receive of a gradient, the
+    host must have run the send of the activation, whose shape the gradient has. This function runs
+    the messages of all ranks, and lets a rank wait at each receive until the send has run. No rank
+    then waits forever, so both conditions hold.
+
+    Args:
+        program: A lowered program.
+
+    Raises:
+        UsageError: A rank waits forever for a shape.
+    """
+    streams = [[*stream] for stream in program.streams]
+    next_index = [0] * len(streams)
+    sent: set[tuple[int, int, int]] = set()
+    has_progress = True
+    while has_progress:
+        has_progress = False
+        for rank, stream in enumerate(streams):
+            for instr in stream[next_index[rank] :]:
+                if instr.op in _SENDER_OF and _find_send(instr) not in sent:
+                    break
+                sent.add((instr.op, instr.stage, instr.mb))
+                next_index[rank] += 1
+                has_progress = True
+    for rank, stream in enumerate(streams):
+        if next_index[rank] < len(stream):
+            raise UsageError(
+                f"variable_seq_lengths=True is not supported for this program: rank {rank} waits "
+                f"at {stream[next_index[rank]]} for a shape, and the rank that sends the shape "
+                "waits for another one",
+                program=program.name,
+                hint="use a schedule that starts each receive after the send of the message, such "
+                "as all built-in ones",
+                fields=["variable_seq_lengths"],
+            )
+
+
+# Receive -> the send of the message, and the distance of the sender's stage.
+_SENDER_OF: Final = {
+    Opcode.RecvAct: (Opcode.SendAct, -1),
+    Opcode.RecvGrad: (Opcode.SendGrad, 1),
+}
+
+
+def _find_send(receive: Instr) -> tuple[int, int, int]:
+    """Return the opcode, the stage and the microbatch of the send of a receive."""
+    op, distance = _SENDER_OF[receive.op]
+    return op, receive.stage + distance, receive.mb
 
 
 def has_split_backward(program: Program) -> bool:

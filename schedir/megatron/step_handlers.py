@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from schedir.io.profiler_range_names import format_range_name
 from schedir.ir.isa.instructions import INSTRUCTIONS, Instr, Lane, Opcode
 from schedir.ir.program import Program
+from schedir.megatron.delayed_modules import DelayedModules
 from schedir.megatron.pipeline_transport import Message, PipelineGroupTransport
 from schedir.megatron.weight_gradients import WeightGradients, defer_weight_gradients
 
@@ -39,7 +40,8 @@ class MegatronCall:
         forward_only: True to run forwards only, for evaluation.
         collect_non_loss_data: True to return the outputs of the loss function unchanged.
         first_val_step: True for the first validation step after training steps.
-        boundary_shape: The shape of an activation between stages.
+        boundary_shape: The shape of an activation between stages. None with
+            `variable_seq_lengths`, where each activation is sent with its shape.
         context_parallel_size: The size of the context-parallel group.
     """
 
@@ -51,7 +53,7 @@ class MegatronCall:
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
-    boundary_shape: tuple[int, ...]
+    boundary_shape: tuple[int, ...] | None
     context_parallel_size: int
 
 
@@ -76,6 +78,7 @@ class MegatronStep:
         rank: The pipeline rank.
         transport: The transport of the boundary tensors.
         call: The arguments of the call of `forward_backward_func` that runs the step.
+        delayed_modules: The modules that delay their weight gradients.
         reduce_chunk: A function that starts the reduction of the gradients of a chunk.
         as_stage: A function of a stage. It returns the context in which the stage must run. In a
             vee, Megatron's functions for the pipeline rank return another rank in this context (see
@@ -86,6 +89,7 @@ class MegatronStep:
     rank: int
     transport: PipelineGroupTransport
     call: MegatronCall
+    delayed_modules: DelayedModules
     reduce_chunk: Callable[[int], None]
     as_stage: Callable[[int], AbstractContextManager[object]] = nullcontext
     forward_data: list[Any] = field(default_factory=list)
@@ -97,6 +101,8 @@ class MegatronStep:
     activations: dict[StageMicrobatch, Tensor] = field(default_factory=dict)
     gradients: dict[StageMicrobatch, Tensor | None] = field(default_factory=dict)
     weight_gradients: dict[StageMicrobatch, WeightGradients] = field(default_factory=dict)
+    # The shapes of the outputs that are sent, with `variable_seq_lengths`.
+    output_shapes: dict[StageMicrobatch, tuple[int, ...]] = field(default_factory=dict)
     receives: dict[tuple[Lane, int, int], _PendingReceive] = field(default_factory=dict)
     sends: deque[tuple[Message, Tensor]] = field(default_factory=deque)
 
@@ -144,15 +150,26 @@ class MegatronStep:
 
     def start_receive(self, instr: Instr, requires_grad: bool) -> None:
         """Start the receive of a boundary tensor."""
+        peer = self.program.peer_rank(instr)
         buffer = torch.empty(
-            self.call.boundary_shape,
+            self.find_shape(instr, peer),
             dtype=self.call.config.pipeline_dtype,
             device=self.device,
             requires_grad=requires_grad,
         )
         lane = INSTRUCTIONS[instr.op].lane
-        work = self.transport.recv(buffer.detach(), self.program.peer_rank(instr), lane)
+        work = self.transport.recv(buffer.detach(), peer, lane)
         self.receives[lane, instr.stage, instr.mb] = _PendingReceive(work, buffer)
+
+    def find_shape(self, receive: Instr, peer: int) -> tuple[int, ...]:
+        """Return the shape of a boundary tensor. With `variable_seq_lengths`, wait for it."""
+        if self.call.boundary_shape is not None:
+            return self.call.boundary_shape
+        stage, mb = receive.stage, receive.mb
+        if receive.op == Opcode.RecvGrad:
+            return self.output_shapes[stage, mb]
+        self.output_shapes[stage - 1, mb] = shape = self.transport.receive_shape(peer)
+        return shape
 
     def start_send(self, instr: Instr, tensor: Tensor) -> None:
         """Start the send of a boundary tensor, and release the tensors of sends that are done."""
@@ -201,6 +218,12 @@ class MegatronStep:
             )
         if stage > 0:
             self.gradients[stage, mb] = gradient
+        delayed = self.delayed_modules.take_weight_gradients()
+        if deferred is not None:
+            deferred += delayed
+            return
+        for compute_gradient in delayed:
+            compute_gradient()
 
 
 def _run_forward(step: MegatronStep, instr: Instr) -> None:
@@ -256,6 +279,9 @@ def _receive_gradient(step: MegatronStep, instr: Instr) -> None:
 
 def _send_activation(step: MegatronStep, instr: Instr) -> None:
     output = step.activations.pop((instr.stage, instr.mb))
+    if step.call.boundary_shape is None:
+        step.output_shapes[instr.stage, instr.mb] = tuple(output.shape)
+        step.sends.append(step.transport.send_shape(output.shape, step.program.peer_rank(instr)))
     step.start_send(instr, output)
     step.deallocate(output)
 
@@ -263,9 +289,8 @@ def _send_activation(step: MegatronStep, instr: Instr) -> None:
 def _send_gradient(step: MegatronStep, instr: Instr) -> None:
     gradient = step.gradients.pop((instr.stage, instr.mb))
     if gradient is None:  # nothing in the stage depends on its input
-        gradient = torch.zeros(
-            step.call.boundary_shape, dtype=step.call.config.pipeline_dtype, device=step.device
-        )
+        shape = step.call.boundary_shape or step.output_shapes[instr.stage - 1, instr.mb]
+        gradient = torch.zeros(shape, dtype=step.call.config.pipeline_dtype, device=step.device)
     step.start_send(instr, gradient)
 
 

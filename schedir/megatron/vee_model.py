@@ -20,6 +20,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from schedir.errors import UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
+from schedir.megatron.delayed_modules import delay_setting_accepted
 from schedir.megatron.run_requirements import require_untied_embeddings
 from schedir.megatron.schedule_compilation import load_schedule
 from schedir.schedules.schedule_algebra import (
@@ -64,7 +65,11 @@ def model_provider(
         if looped_rank != group.rank():
             pre_process, post_process = stage == 0, stage == shape.stages - 1
         name = source.name if isinstance(source, Program) else get_schedule_name(source)
-        with as_pipeline_rank(looped_rank, group), _tied_embeddings_checked(shape, name):
+        with (
+            as_pipeline_rank(looped_rank, group),
+            _tied_embeddings_checked(shape, name),
+            delay_setting_accepted(),
+        ):
             model = build(pre_process=pre_process, post_process=post_process, **arguments)
         if getattr(model, "share_embeddings_and_output_weights", False):
             require_untied_embeddings(shape, name)

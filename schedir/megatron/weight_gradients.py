@@ -18,8 +18,8 @@ Two kinds of weights keep Megatron's function, so their gradients are computed i
   of both layers, and Megatron's hook then adds this sum to `main_grad`. (With
   `gradient_accumulation_fusion`, a kernel adds the output layer's gradient directly.)
 
-Other gradients (biases, norms, embeddings, Transformer Engine modules, grouped GEMMs) are computed
-in `I`.
+`delayed_modules` has the rule for Transformer Engine modules and grouped GEMMs. Other gradients
+(biases, norms, embeddings) are computed in `I`.
 """
 
 from __future__ import annotations

@@ -6,11 +6,12 @@ gradients, and its `finalize_model_grads` ends each step.
 
 from __future__ import annotations
 
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -26,8 +27,10 @@ VOCABULARY, SEQUENCES = 64, 2
 class Case:
     """The settings of a run.
 
-    `is_vee` builds the model for the schedule's placement. `frozen` are parts of the names of
-    parameters that are not trained. `aligned` starts reductions as `--align-grad-reduce` does.
+    `is_vee` builds the model for the schedule's placement. `lengths` are the sequence lengths of
+    the microbatches, or `length` for all. `frozen` are parts of the names of parameters that are
+    not trained. `linears` is "delayed" or "immediate" for the layers of `megatron_delayed_linears`,
+    with or without delayed gradients. `aligned` starts reductions as `--align-grad-reduce` does.
     `settings` are fields of TransformerConfig, and `ddp` of DistributedDataParallelConfig.
     """
 
@@ -38,11 +41,13 @@ class Case:
     layers: int = 4
     hidden: int = 32
     length: int = 16
+    lengths: tuple[int, ...] = ()
     tied: bool = True
     steps: int = 2
     forward_only: bool = False
     is_vee: bool = False
     frozen: tuple[str, ...] = ()
+    linears: str = ""
     aligned: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -50,10 +55,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """The losses of a process, and its `main_grad`s after the last step by stage and name."""
+    """The losses of a process, and its `main_grad`s after the last step by stage and name.
+
+    `max_stored` is the largest number of gradients that a layer of `Case.linears` stored.
+    """
 
     losses: list[float]
     gradients: dict[str, Tensor]
+    max_stored: int
 
 
 def _zeros_on_cpu(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -84,7 +93,7 @@ def megatron_on_cpu(case: Case) -> Iterator[None]:
     cuda.Stream = lambda *_, **__: _AnyStream()
     cuda.current_stream = lambda device=None: _AnyStream()
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import layers, random
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -99,6 +108,10 @@ def megatron_on_cpu(case: Case) -> Iterator[None]:
         return norm
 
     moe_utils.te_general_gemm = None  # it is undefined without Transformer Engine
+    layers._grad_accum_fusion_available = True
+    sys.modules["fused_weight_gradient_mlp_cuda"] = layers.fused_weight_gradient_mlp_cuda = (
+        FusedKernels
+    )
     random.CudaRNGStatesTracker.fork = fork
     random._get_cuda_rng_state = lambda *_, **__: torch.zeros(1, dtype=torch.uint8)
     random._set_cuda_rng_state = lambda *_, **__: None
@@ -158,7 +171,9 @@ def train(
                 parameter.grad = parameter.main_grad.to(parameter.dtype)
             optimizer.step()
             optimizer.zero_grad()
-    return Result(losses, gradients)
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    max_stored = max(getattr(module, "max_stored", 0) for module in modules)
+    return Result(losses, gradients, max_stored)
 
 
 def run_step(case: Case, forward_backward: Any, chunks: list[Any], step: int) -> list[Any]:
@@ -221,12 +236,16 @@ def build_chunks(case: Case, provider: Callable[[Any], Any]) -> list[Any]:
         **case.settings,
     }
     config = TransformerConfig(**settings)
+    config.delay_wgrad_compute = case.linears == "delayed"
     experts = config.num_moe_experts
 
     def build(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
+        spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False)
+        if case.linears:
+            replace_linears(spec)
         return GPTModel(
             config,
-            get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False),
+            spec,
             VOCABULARY,
             case.length,
             pre_process=pre_process,
@@ -236,7 +255,12 @@ def build_chunks(case: Case, provider: Callable[[Any], Any]) -> list[Any]:
         )
 
     ddp_config = DistributedDataParallelConfig(
-        **{"grad_reduce_in_fp32": config.bf16, "overlap_grad_reduce": False, **case.ddp}
+        **{
+            "grad_reduce_in_fp32": config.bf16,
+            "overlap_grad_reduce": False,
+            "delay_wgrad_compute": config.delay_wgrad_compute,
+            **case.ddp,
+        }
     )
     build, chunks = provider(build), []
     for number in range(case.chunks):
@@ -266,6 +290,33 @@ def build_chunks(case: Case, provider: Callable[[Any], Any]) -> list[Any]:
         config.grad_sync_func = starts if several else starts[0]
     config.finalize_model_grads_func = finalize_model_grads
     return chunks
+
+
+def replace_linears(spec: Any) -> None:
+    """Replace the linears of a layer's attention, MLP and experts by `megatron_delayed_linears`."""
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from tests.cpu.megatron_delayed_linears import DelayedGroupedLinear, DelayedLinear
+
+    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+    attention.linear_qkv = attention.linear_proj = DelayedLinear
+    if hasattr(mlp, "experts"):
+        linears = MLPSubmodules(linear_fc1=DelayedGroupedLinear, linear_fc2=DelayedGroupedLinear)
+        mlp.experts = ModuleSpec(module=TEGroupedMLP, submodules=linears)
+    else:
+        mlp.linear_fc1 = mlp.linear_fc2 = DelayedLinear
+
+
+class FusedKernels:
+    """Megatron's kernels for fused gradient accumulation, on the CPU."""
+
+    @staticmethod
+    @torch.no_grad()
+    def wgrad_gemm_accum_fp32(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        """Add a weight gradient to `main_grad`."""
+        main_grad.add_(grad_output.t() @ input)
 
 
 def fill_weights(model: Any, case: Case) -> None:
@@ -299,11 +350,11 @@ def make_batches(case: Case, step: int) -> Iterator[tuple[Tensor, ...]]:
 
     seed = 100 + step + 17 * parallel_state.get_data_parallel_rank()
     generator = torch.Generator().manual_seed(seed)
-    mask = torch.tril(torch.ones(1, 1, case.length, case.length)) < 0.5
-    for _ in range(case.microbatches):
-        tokens = torch.randint(VOCABULARY, (SEQUENCES, case.length + 1), generator=generator)
-        loss_mask = (torch.rand(SEQUENCES, case.length, generator=generator) < 0.8).float()
-        positions = torch.arange(case.length).expand(SEQUENCES, -1)
+    for length in case.lengths or case.microbatches * (case.length,):
+        mask = torch.tril(torch.ones(1, 1, length, length)) < 0.5
+        tokens = torch.randint(VOCABULARY, (SEQUENCES, length + 1), generator=generator)
+        loss_mask = (torch.rand(SEQUENCES, length, generator=generator) < 0.8).float()
+        positions = torch.arange(length).expand(SEQUENCES, -1)
         yield tokens[:, :-1], tokens[:, 1:], loss_mask, mask, positions
 
 
@@ -327,13 +378,15 @@ class Comparison(NamedTuple):
     """The runs of a process with Megatron's schedule and with one of schedir.
 
     `losses` are those of Megatron's last stage, and `own_losses` those of this process.
-    `wrong` are the names of gradients that differ in a bit from Megatron's.
+    `wrong` are the names of gradients that differ in a bit from Megatron's. `max_stored` is that of
+    the run with the schedule of schedir.
     """
 
     losses: list[float]
     own_losses: list[float]
     wrong: list[str]
     gradients: int
+    max_stored: int
 
 
 def compare(case: Case, schedule: Any) -> Comparison:
@@ -344,7 +397,8 @@ def compare(case: Case, schedule: Any) -> Comparison:
 
     with megatron_on_cpu(case):
         several = case.chunks if case.chunks > 1 else None
-        theirs = train(case, get_forward_backward_func(case.pp, several))
+        megatron_case = replace(case, linears="immediate") if case.linears else case
+        theirs = train(megatron_case, get_forward_backward_func(case.pp, several))
         provider = partial(schedir.megatron.model_provider, schedule=schedule)
         ours = train(
             case,
@@ -366,4 +420,4 @@ def compare(case: Case, schedule: Any) -> Comparison:
         if not torch.equal(gradient, torch.from_numpy(wanted[name]))
     ]
     losses = [loss for _, megatron_losses, _ in pipeline for loss in megatron_losses]
-    return Comparison(losses, ours.losses, wrong, len(ours.gradients))
+    return Comparison(losses, ours.losses, wrong, len(ours.gradients), ours.max_stored)

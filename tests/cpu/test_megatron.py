@@ -6,11 +6,15 @@ Megatron's schedule.
 
 from __future__ import annotations
 
+import runpy
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache, partial
+from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -31,6 +35,7 @@ from tests.cpu.megatron_gpt import (
     train,
 )
 from tests.cpu.megatron_on_cpu import import_megatron, skip_without_megatron
+from tests.cpu.train_command import ROOT
 from tests.cpu.trainer_traces import import_traces, profile_step
 
 skip_without_megatron()
@@ -65,17 +70,16 @@ PARTIAL: dict[str, Any] = {"num_microbatches_with_partial_activation_checkpoints
 PER_TOKEN: dict[str, Any] = {"calculate_per_token_loss": True}
 LOOP = Case(chunks=2, tied=False)
 VEE = replace(LOOP, is_vee=True)
-PROFILED = {"zb_h1": Case(), "interleaved_zb": LOOP, "zb_v": VEE}
+PROFILED = {"interleaved_zb": LOOP, "zb_v": VEE}
+LENGTHS = Case(
+    lengths=(16, 4, 12, 8),
+    settings={"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"},
+)
+FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
+DEFERRED_OUTPUT: dict[str, Any] = {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 3}
+DELAYED = Case(linears="delayed", settings=FUSED, ddp={"overlap_grad_reduce": True})
+DELAYED_EXPERTS = Case(linears="delayed", settings=EXPERTS)
 DISTRIBUTED = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
-
-
-def in_pairs(rank: int, ranks: int, microbatches: int) -> Any:
-    """Yield a user's schedule that alternates two forwards and two backwards."""
-    lead = min(2 * (ranks - 1 - rank), microbatches)
-    yield lead * F
-    for _ in range((microbatches - lead) // 2):
-        yield 2 * F + 2 * B
-    yield (microbatches - lead) % 2 * (F + B) + lead * B
 
 
 def weights_last(rank: int, ranks: int, microbatches: int) -> Any:
@@ -84,48 +88,69 @@ def weights_last(rank: int, ranks: int, microbatches: int) -> Any:
     yield lead * F + (microbatches - lead) * (F + I) + lead * I + microbatches * W
 
 
+def half_split(rank: int, ranks: int, microbatches: int) -> Any:
+    """Yield a user's schedule that splits the last backwards only, and defers their W."""
+    split = microbatches // 2
+    yield microbatches * F + (microbatches - split) * B + split * I + split * W
+
+
 # The schedule and the case of each run, by number of processes.
+# Runs without a pipeline are last, because Megatron's process groups change.
 RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
     2: {
         "1f1b": ("one_f_one_b", Case()),
-        "zb_h1": ("zb_h1", Case()),
-        "own": (in_pairs, Case()),
-        "interleaved": ("interleaved", Case(chunks=2)),
-        "interleaved_zb": ("interleaved_zb", LOOP),
-        "zb_v": ("zb_v", VEE),
+        "own": (f"{ROOT}/examples/mine.py:in_pairs", Case()),
         "zb_v-per-token": ("zb_v", replace(VEE, settings=PER_TOKEN)),
-        "dualpipe_v": ("dualpipe_v", VEE),
         "experts": ("zb_h1", Case(settings=EXPERTS | PER_TOKEN)),
         "bf16": ("zb_h1", Case(settings=BF16)),
         "recompute": ("zb_h1", Case(settings=RECOMPUTE)),
         "frozen": ("zb_h1", Case(tied=False, frozen=("embedding", "linear_fc1", "layers.0"))),
-        "uneven": ("zb_h1", Case(settings={"num_layers_in_first_pipeline_stage": 1})),
+        "lengths-interleaved": ("interleaved", replace(LENGTHS, chunks=2)),
+        "delayed": (half_split, DELAYED),
+        "delayed-experts": ("zb_h1", DELAYED_EXPERTS),
+        "deferred-output": ("zb_h1", replace(DELAYED, settings=FUSED | DEFERRED_OUTPUT, ddp={})),
         "evaluation": ("zb_h1", Case(forward_only=True)),
         "pp1-tied": ("zb_h1", Case(pp=1)),
+        "pp1-dp2": ("zb_h1", Case(pp=1, ddp={"overlap_grad_reduce": True})),
+        "pp1-tp2": ("zb_h1", Case(pp=1, tp=2)),
+        "pp1-tp2-sequence": ("zb_h1", Case(pp=1, tp=2, settings={"sequence_parallel": True})),
     },
-    4: {
-        "pp4-zb_v": ("zb_v", replace(VEE, pp=4, layers=8, microbatches=8)),
-        "dp2-aligned": ("zb_h1", Case(ddp={"overlap_grad_reduce": True}, aligned=True)),
-        "dp2-sharded": ("interleaved_zb", Case(chunks=2, ddp=DISTRIBUTED)),
-        "tp2": ("zb_h1", Case(tp=2)),
-        "tp2-sequence": ("zb_h1", Case(tp=2, settings={"sequence_parallel": True})),
-    },
+    4: {"dp2-sharded": ("interleaved_zb", Case(chunks=2, ddp=DISTRIBUTED, aligned=True))},
 }
 
+# Faster tests fail for the same mistakes: the runs above, and the test of looped ranks.
 if ALL:
-    RUNS[2] |= {
+    RUNS[2] = {
+        "zb_h1": ("zb_h1", Case()),
         "gpipe": ("gpipe", Case()),
+        "interleaved": ("interleaved", Case(chunks=2)),
+        "interleaved_zb": ("interleaved_zb", LOOP),
         "looped_bfs": ("looped_bfs", LOOP),
+        "zb_v": ("zb_v", VEE),
+        "dualpipe_v": ("dualpipe_v", VEE),
         "own-split": (weights_last, Case()),
+        "uneven": ("zb_h1", Case(settings={"num_layers_in_first_pipeline_stage": 1})),
         "layout": ("zb_h1", Case(settings={"pipeline_model_parallel_layout": "Et|tttL"})),
-    }
+        "lengths": ("one_f_one_b", LENGTHS),
+        "lengths-zb_v": ("zb_v", replace(LENGTHS, chunks=2, tied=False, is_vee=True)),
+        "lengths-evaluation": ("zb_h1", replace(LENGTHS, forward_only=True)),
+        "delayed-1f1b": ("one_f_one_b", DELAYED),
+        "delayed-recompute": ("zb_h1", replace(DELAYED, settings=RECOMPUTE)),
+        "delayed-zb_v": ("zb_v", replace(DELAYED_EXPERTS, chunks=2, tied=False, is_vee=True)),
+    } | RUNS[2]
     RUNS[4] |= {
         "pp4": ("zb_h1", Case(pp=4, microbatches=8)),
-        "dp2": ("zb_h1", Case(ddp={"overlap_grad_reduce": True})),
         "pp4-1f1b": ("one_f_one_b", Case(pp=4, microbatches=8)),
         "pp4-interleaved": ("interleaved", replace(LOOP, pp=4, layers=8, microbatches=8)),
+        "pp4-lengths": ("interleaved", replace(LENGTHS, pp=4, chunks=2, layers=8)),
+        "pp4-zb_v": ("zb_v", replace(VEE, pp=4, layers=8, microbatches=8)),
+        "dp2": ("zb_h1", Case(ddp={"overlap_grad_reduce": True})),
+        "dp2-aligned": ("zb_h1", Case(ddp={"overlap_grad_reduce": True}, aligned=True)),
         "dp2-1f1b": ("one_f_one_b", Case(tied=False, ddp=DISTRIBUTED)),
         "dp2-zb_v": ("zb_v", replace(VEE, ddp=DISTRIBUTED)),
+        "dp2-delayed": ("zb_h1", replace(DELAYED, ddp=DISTRIBUTED)),
+        "tp2": ("zb_h1", Case(tp=2)),
+        "tp2-sequence": ("zb_h1", Case(tp=2, settings={"sequence_parallel": True})),
     }
 
 
@@ -146,14 +171,14 @@ def run_forks(processes: int) -> dict[str, list[Any]]:
 def run_in_process(rank: int) -> dict[str, Any]:
     """Return the results of the runs of this process, by name."""
     processes = dist.get_world_size()
-    results: dict[str, Any] = {
-        name: compare(replace(case, steps=5) if ALL else case, schedule)
-        for name, (schedule, case) in RUNS[processes].items()
-    }
+    results: dict[str, Any] = {}
     if processes == 2:
         results["wrong"] = fail_all(rank, [run[:3] for run in WRONG.values()])
         results |= {probe.__name__: probe() for probe in PROBES}
-    return results
+    return results | {
+        name: compare(replace(case, steps=5) if ALL else case, schedule)
+        for name, (schedule, case) in RUNS[processes].items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -170,6 +195,25 @@ def test_losses_and_gradients_equal_megatron(processes: int, name: str) -> None:
         # last one.
         has_losses = rank in with_losses or (case.is_vee and rank < processes // case.pp)
         assert result.own_losses == (result.losses if has_losses else [])
+
+
+def compare_with_file() -> Any:
+    """Run a program file, and compare it with Megatron's schedule."""
+    program = compile("zb_h1", ranks=2, microbatches=4, progress_model="per_edge")
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "program.sched")
+        path.write_text(to_text(program))
+        return compare(Case(), str(path))
+
+
+def test_program_file_equals_megatron() -> None:
+    for result in run_forks(2)[compare_with_file.__name__]:
+        assert result.gradients >= 10 and not result.wrong
+
+
+def test_delayed_gradients_are_computed_in_w() -> None:
+    """Each linear stores the gradients of two `I`."""
+    assert [result.max_stored for result in run_forks(2)["delayed"]] == [2, 2]
 
 
 def forwards_in_descending_order(rank: int, ranks: int, microbatches: int) -> Any:
@@ -374,7 +418,128 @@ def find_wrong_checkpoint_keys() -> list[set[str]]:
         ]
 
 
+def exchange_shapes() -> list[tuple[int, ...]]:
+    """Return the shapes that this process receives through a group for shapes only."""
+    from megatron.core import parallel_state
+
+    from schedir.megatron.pipeline_transport import PipelineGroupTransport
+
+    with megatron_on_cpu(Case()):
+        group = parallel_state.get_pipeline_model_parallel_group()
+        transport = PipelineGroupTransport(group, torch.device("cpu"))
+        assert transport.shape_group is group
+        transport.shape_group = None  # as with NCCL
+        transport.create_shape_group([(0, 1)])
+        assert transport.shape_group is not group
+        rank = group.rank()
+        sends = [transport.send_shape((rank, mb, 3), 1 - rank) for mb in range(2)]
+        shapes = [transport.receive_shape(1 - rank) for _ in sends]
+        for message, _ in sends:
+            message.wait()
+        return shapes
+
+
+def test_shapes_are_received_in_order_of_sends() -> None:
+    for rank, shapes in enumerate(run_forks(2)[exchange_shapes.__name__]):
+        assert shapes == [(1 - rank, mb, 3) for mb in range(2)]
+
+
+def test_receive_before_shape_is_known_is_refused() -> None:
+    from schedir.megatron.schedule_compilation import require_shapes_before_receives
+
+    program = compile("gpipe", ranks=2, microbatches=2, progress_model="per_edge")
+    require_shapes_before_receives(program)
+    text = to_text(program).replace("recv_grad 0.0+; B 0.0+", "B 0.0+")
+    text = text.replace("rank 0\n", "rank 0\n  recv_grad 0.0\n  recv_grad 0.1\n")
+    with pytest.raises(UsageError, match="rank 0 waits at recv_grad"):
+        require_shapes_before_receives(from_text(text))
+
+
+def record_param_syncs() -> list[list[str]]:
+    """Return the calls of `param_sync_func` and of the chunks, for ours, Megatron's, evaluation."""
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.utils import get_model_config
+
+    import schedir.megatron
+
+    calls: list[str] = []
+
+    def sync(chunk: int, parameters: Any) -> None:
+        assert next(iter(parameters)) is next(chunks[chunk].parameters())
+        calls.append(f"sync {chunk}")
+
+    own = schedir.megatron.forward_backward("interleaved")
+    with megatron_on_cpu(LOOP):
+        chunks = build_chunks(LOOP, lambda build: build)
+        config: Any = get_model_config(chunks[0])
+        config.param_sync_func = [partial(sync, number) for number in range(2)]
+        for number, chunk in enumerate(chunks):
+            chunk.register_forward_pre_hook(lambda *_, n=number: calls.append(f"F {n}"))
+        results = []
+        for step in (own, get_forward_backward_func(2, 2)):
+            run_step(LOOP, step, chunks, 0)
+            results.append(calls.copy())
+            calls.clear()
+        run_step(replace(LOOP, forward_only=True), own, chunks, 0)
+        return [*results, calls]
+
+
+def test_param_sync_func_is_called_as_in_megatron() -> None:
+    for own, megatron, evaluation in run_forks(2)[record_param_syncs.__name__]:
+        assert own == megatron
+        assert own[:3] == ["sync 0", "sync 1", "F 0"] and evaluation == own[2:]
+
+
+def build_delayed_config() -> bool:
+    """Return `delay_wgrad_compute` of a configuration that a model provider creates."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import schedir.megatron
+
+    def build(**_: Any) -> Any:
+        return TransformerConfig(
+            num_layers=2, hidden_size=8, num_attention_heads=1, delay_wgrad_compute=True
+        )
+
+    with megatron_on_cpu(Case()):
+        with pytest.raises(AssertionError, match="overlap_moe_expert_parallel_comm"):
+            build()
+        config = schedir.megatron.model_provider(build, "zb_h1")()
+        return bool(config.delay_wgrad_compute)
+
+
+def test_model_provider_accepts_delayed_weight_gradients() -> None:
+    assert run_forks(2)[build_delayed_config.__name__] == [True, True]
+
+
+def run_example() -> list[str]:
+    """Return what examples/megatron_gpt.py prints with a schedule of schedir, and with Megatron's.
+
+    Both runs start from the same weights.
+    """
+    example = runpy.run_path(str(ROOT / "examples" / "megatron_gpt.py"))
+    outputs = []
+    with megatron_on_cpu(Case()):
+        for schedule in ("zb_h1", "megatron"):
+            torch.manual_seed(dist.get_rank())
+            with redirect_stdout(StringIO()) as output:
+                example["train"](schedule)
+            outputs.append(output.getvalue())
+    return outputs
+
+
+def test_example_prints_losses_of_megatron() -> None:
+    first, last = run_forks(2)[run_example.__name__]
+    assert first == ["", ""]
+    assert last[0] == last[1] and last[0].count("loss") == 5
+
+
 PROBES: tuple[Any, ...] = (
+    compare_with_file,
+    record_param_syncs,
+    build_delayed_config,
+    run_example,
+    exchange_shapes,
     refuse_later_calls,
     count_hook_calls,
     step_after_failed_step,
@@ -413,7 +578,6 @@ def test_module_imported_during_build_keeps_original_functions() -> None:
         ("overlap_moe_expert_parallel_comm", True),
         ("mtp_num_layers", 1),
         ("enable_autocast", True),
-        ("variable_seq_lengths", True),
         ("num_microbatches_with_partial_activation_checkpoints", 1),
         ("fine_grained_activation_offloading", True),
         ("enable_cuda_graph", True),
@@ -443,6 +607,44 @@ def test_overlapped_reduction_with_optimizer_instances_is_refused() -> None:
     ddp = SimpleNamespace(overlap_grad_reduce=True, num_distributed_optimizer_instances=2)
     with pytest.raises(UsageError, match="num_distributed_optimizer_instances=2"):
         require_supported_settings([SimpleNamespace(ddp_config=ddp)], SimpleNamespace())
+
+
+def test_looped_ranks_of_vee() -> None:
+    from schedir.megatron.vee_model import find_looped_rank
+
+    shape = compile("zb_v", ranks=4, microbatches=8).shape
+    assert [find_looped_rank(shape, rank, 0) for rank in range(4)] == [0, 1, 2, 3]
+    assert [find_looped_rank(shape, rank, 1) for rank in range(4)] == [3, 2, 1, 0]
+
+
+def test_reduction_of_deferred_output_layer_is_postponed() -> None:
+    from schedir.megatron.forward_backward_func import _GradientReduction
+
+    started: list[int] = []
+    chunks = [SimpleNamespace(parameters=partial(int, number)) for number in range(2)]
+    config = SimpleNamespace(grad_sync_func=started.append, defer_embedding_wgrad_compute=True)
+    reduction = _GradientReduction(config, chunks, False, has_last_stage=True)
+    reduction(0)
+    reduction(1)
+    assert started == [0]
+    reduction.start_postponed()
+    assert started == [0, 1]
+
+
+def test_delayed_gradients_without_setting_of_ddp_are_refused() -> None:
+    from schedir.megatron.delayed_modules import require_delay_settings
+    from tests.cpu.megatron_delayed_linears import DelayedLinear
+
+    config = SimpleNamespace(delay_wgrad_compute=True, gradient_accumulation_fusion=False)
+    chunk: Any = DelayedLinear(2, 2, config=config, bias=False, skip_bias_add=False)
+    with pytest.raises(UsageError, match="DistributedDataParallelConfig is False"):
+        require_delay_settings([chunk])
+    chunk.ddp_config = SimpleNamespace(delay_wgrad_compute=True)
+    require_delay_settings([chunk])
+    chunk.wgrad_store = SimpleNamespace(delay_wgrad_compute=lambda: True)
+    chunk.weight0.skip_backward_post_hook = False  # as before Transformer Engine 2.8
+    with pytest.raises(UsageError, match="DelayedLinear delays weight gradients, but does not"):
+        require_delay_settings([chunk])
 
 
 def test_unknown_schedule_name_is_refused() -> None:
