@@ -9,8 +9,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Final
 
-# Modules with system calls, and their functions that change no file. A kill before one of them leaves
-# what a kill before the next change leaves.
+# Modules with system calls, and their functions that change no file. A kill before one of them
+# leaves what a kill before the next change leaves.
 READING: Final[dict[str, tuple[str, ...]]] = {
     "posix": (
         "fspath", "stat", "lstat", "fstat", "is_dir", "scandir", "statvfs", "_path_normpath",
