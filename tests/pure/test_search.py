@@ -50,6 +50,7 @@ from schedir.schedule_search.rank_order import (
 )
 from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_expansion import expand_schedule
+from tests.cases import campaign, few_examples
 
 EVEN = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
 
@@ -355,8 +356,6 @@ import sys
 if sys.argv[2] == "hide":
     sys.modules["numba"] = None
 from schedir import Costs, PipelineShape, search_schedule
-from tests.cases import campaign, few_examples
-from tests.cases import campaign, few_examples
 uneven = Costs(F=(1.1, 0.7, 1.3, 0.9, 1.2, 0.8), I=(0.9, 1.2, 0.7, 1.1, 0.8, 1.3), W=1.05, send=0.1)
 found = search_schedule(PipelineShape(6, 12), uneven, max_in_flight=3, max_evaluations=900,
                         time_limit=float(sys.argv[1]))

@@ -35,12 +35,11 @@ from schedir.predict.simulate import simulate
 from schedir.schedule_search.bounds.lower_bound import lower_bound
 from schedir.schedules import get_built_in_schedules
 from schedir.verify.check import check
+from tests.cases import few_examples
 
 STUDIO = Studio()
 CODE = """\
 from schedir import B, F
-from tests.cases import few_examples
-from tests.cases import few_examples
 
 
 def mine(rank, ranks, microbatches):
