@@ -86,6 +86,7 @@ def test_equal_seed_and_evaluations_give_equal_result() -> None:
             PipelineShape(4, 8),
             Costs(F=3, I=(4, 5, 6, 5), W=2),
             max_in_flight=3,
+            time_limit=600,
             max_evaluations=5000,
             seed=7,
         )
@@ -161,7 +162,9 @@ def test_interrupt_during_compile_keeps_result(
         "schedir.schedule_search.heuristics.program_builder.compile", compile_with_interrupt
     )
     uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
-    result = search_schedule(PipelineShape(4, 8), uneven, max_in_flight=3, max_evaluations=300)
+    result = search_schedule(
+        PipelineShape(4, 8), uneven, max_in_flight=3, time_limit=600, max_evaluations=300
+    )
     assert result.stop_reason == "interrupted" and result.span == result.improvements[-1].span
 
 
@@ -384,7 +387,9 @@ def test_result_reports_status_of_compiled_loops(monkeypatch: pytest.MonkeyPatch
             "schedir.schedule_search.heuristics.heuristic_search.compile_within",
             lambda loops, seconds, status=status: (loops if status == "used" else None, status),
         )
-        result = search_schedule(PipelineShape(4, 8), uneven, max_in_flight=3, max_evaluations=900)
+        result = search_schedule(
+            PipelineShape(4, 8), uneven, max_in_flight=3, time_limit=600, max_evaluations=900
+        )
         assert result.numba == status
         spans.add((result.span, result.num_evaluated))
     assert len(spans) == 1
