@@ -61,7 +61,7 @@ def known() -> list[schedule_algebra.Schedule]:
 
 MUTATIONS = edits.MUTATIONS
 
-CORPUS: Final = 0 if ALL else 48  # number of shared legal programs of each kind; 0 is no sharing
+CORPUS: Final = 0 if ALL else 24  # number of shared legal programs of each kind; 0 is no sharing
 
 # Mutations whose mutants are always legal, mutations whose mutants are rarely wrong, and mutations
 # that often exchange independent instructions.

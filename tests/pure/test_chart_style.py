@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from schedir.viz.palette import (
 from tests.commands import run_command, run_refused_command
 
 
+@cache
 def simulate_schedule(schedule: Schedule = one_f_one_b, m: int = 8, **cost: float) -> Timeline:
     costs = Costs(**cost)
     return simulate(compile(schedule, PipelineShape(4, m), costs=costs), costs)
@@ -65,7 +67,7 @@ def test_titles_of_compared_charts() -> None:
     ids=("name", "wide", "long", "lines", "boxes"),
 )
 def test_chart_titles_do_not_overlap(width: Any, title: str | None) -> None:
-    run = simulate_schedule(interleaved, m=16)
+    run = simulate_schedule(interleaved, m=4)
     axes = gantt(run, width=width, title=title).axes[0]
     figure = axes.figure
     figure.dpi = 200  # the resolution of saved files

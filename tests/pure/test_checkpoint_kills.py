@@ -1,4 +1,4 @@
-"""Tests of checkpoints when a save or a removal is killed before any of its system calls."""
+"""Tests of checkpoints when a save or a removal is killed before any of its changes."""
 
 from __future__ import annotations
 

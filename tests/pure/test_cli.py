@@ -46,21 +46,24 @@ rank 1
 """
 
 
+@pytest.fixture(scope="module")
+def program_text() -> str:
+    return to_text(compile(one_f_one_b, PipelineShape(4, 8), tp=2, clip_grad_norm=True))
+
+
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program_text: str) -> Path:
     """Run every test in a new folder that has a schedule file and a program file."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(PAIRED_SCHEDULE)
-    Path("f.sched").write_text(
-        to_text(compile(one_f_one_b, PipelineShape(4, 8), tp=2, clip_grad_norm=True))
-    )
+    Path("f.sched").write_text(program_text)
     return tmp_path
 
 
 # ---------------------------------------------------------------- the command as a user types it
 
 
-def test_print_and_draw_in_process() -> None:
+def test_print_in_process() -> None:
     completed = run_process("print", "mine.py:in_pairs", "--ranks", "4", "--microbatches", "8")
     assert (completed.returncode, completed.stderr) == (0, "")
     program = from_text(completed.stdout)
@@ -72,8 +75,6 @@ def test_print_and_draw_in_process() -> None:
         "file.timeline\n"
         "  hint: did you mean 'gpipe'?\n"
     )
-    drawn = run_process("draw", "mine.py:in_pairs", "--microbatches", "4", "-o", "x.png")
-    assert (drawn.returncode, drawn.stdout, drawn.stderr) == (0, "wrote x.png\n", "")
 
 
 def test_traces_as_source_hint_at_import(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +131,7 @@ def test_help_imports_no_large_packages() -> None:
 
 
 def test_closed_pipe_exits_silently() -> None:
-    line = f"{sys.executable} -m schedir print gpipe --microbatches 5000 --no-repeat | head -1"
+    line = f"{sys.executable} -m schedir print gpipe --microbatches 1000 --no-repeat | head -1"
     script = ["bash", "-o", "pipefail", "-c", line]
     completed = subprocess.run(script, capture_output=True, text=True, env=ENV, timeout=120)
     assert (completed.returncode, completed.stdout, completed.stderr) == (0, "schedir 1\n", "")
@@ -147,13 +148,13 @@ def test_full_disk_is_reported(command: str) -> None:
 
 
 # One command writes to standard output, one to a file.
-@pytest.mark.parametrize("argv", ["print gpipe", "draw gpipe -o x.svg"])
+@pytest.mark.parametrize("argv", ["print gpipe", "print gpipe -o x.sched"])
 def test_closed_output_and_error_do_not_fail_command(argv: str) -> None:
     """Commands succeed and write their files if standard output and error are closed."""
     line = f"{sys.executable} -m schedir {argv} >&- 2>&-"
     assert subprocess.run(["bash", "-c", line], env=ENV).returncode == 0
-    if argv.endswith(".svg"):
-        assert Path("x.svg").read_text().startswith("<?xml")
+    if argv.endswith(".sched"):
+        assert from_text(Path("x.sched").read_text()).name == "gpipe"
 
 
 def test_refused_command_with_closed_output_exits_with_2() -> None:
@@ -434,12 +435,10 @@ def test_simulate_uses_costs_option(capsys: pytest.CaptureFixture[str]) -> None:
         assert json.loads(run_command(capsys, *argv, costs))["span"] == span
 
 
-@pytest.mark.parametrize("name", ["x.png", "x.svg", "x.pdf"])
-def test_draw_writes_each_picture_format(
-    capsys: pytest.CaptureFixture[str], folder: Path, name: str
-) -> None:
-    assert run_command(capsys, "draw", "f.sched", "-o", name) == f"wrote {name}\n"
-    assert (folder / name).stat().st_size > 1000
+def test_draw_writes_picture(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    argv = ["draw", "gpipe", "--ranks", "2", "--microbatches", "2"]
+    assert run_command(capsys, *argv, "-o", "x.svg") == "wrote x.svg\n"
+    assert (folder / "x.svg").stat().st_size > 1000
 
 
 def test_draft_file_can_be_simulated(capsys: pytest.CaptureFixture[str]) -> None:
@@ -448,11 +447,9 @@ def test_draft_file_can_be_simulated(capsys: pytest.CaptureFixture[str]) -> None
     assert "LoweringLevelError" in run_refused_command(capsys, "check", "d.sched")
 
 
-def test_compare_uses_equal_models(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_compare_uses_equal_models(capsys: pytest.CaptureFixture[str]) -> None:
     names = ["gpipe", "one_f_one_b", "interleaved", "f.sched", "mine.py:in_pairs"]
     argv = ["compare", *names, "--stages-per-rank", "2"]
-    out = run_command(capsys, *argv, "-o", "x.png")
-    assert (folder / "x.png").exists() and out.endswith("wrote x.png\n")
     facts = {fact["program"]: fact for fact in json.loads(run_command(capsys, *argv, "--json"))}
     assert [facts[name]["stages"] for name in ("gpipe", "interleaved")] == [4, 8]
     # Both schedules are for one model: interleaved has the same work and half the bubble.

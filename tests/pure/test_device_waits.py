@@ -103,10 +103,9 @@ def synchronizing_hosts_finish(program: Program) -> bool:
     return all(k == len(instructions) for k, instructions in zip(positions, lists, strict=True))
 
 
-@pytest.mark.parametrize("slots", [False, True])
-def test_check_accepts_programs_that_synchronizing_hosts_finish(slots: bool) -> None:
+def test_check_accepts_programs_that_synchronizing_hosts_finish() -> None:
     verdicts = {True: 0, False: 0}
-    for seed in range(80 if ALL else 40):
+    for seed in range(160 if ALL else 40):
         rng = random.Random(seed)
         program = any_legal(seed)
         if seed % 2:
@@ -115,7 +114,7 @@ def test_check_accepts_programs_that_synchronizing_hosts_finish(slots: bool) -> 
             program = start_gathers_early(
                 post_receives_early(program, "per_edge", rng.choice([0, 1, 3])), 3
             )
-        program = with_slots(program, rng) if slots else program
+        program = with_slots(program, rng) if seed % 4 > 1 else program
         if refusal(program, "per_edge"):
             continue
         try:

@@ -33,6 +33,7 @@ from schedir.predict.timeline import Timeline, build_spans
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
 from schedir.testing import compute_programs
 from schedir.viz import html, save_html
+from tests.cases import few_examples
 from tests.strategies import costs
 
 
@@ -113,6 +114,7 @@ SCRIPT = "</script><script>alert(1)</script>"
 MARKUP = [SCRIPT, "<!--", "<img src=x onerror=a>", "]]>", "&amp;", '"']
 
 
+@few_examples()
 @given(
     st.lists(st.sampled_from(MARKUP) | st.text(max_size=8), min_size=1, max_size=4).map("".join),
     st.booleans(),
@@ -135,6 +137,7 @@ def test_program_name_is_escaped(name: str, twice: bool) -> None:
     assert name in unescape(text)
 
 
+@few_examples()
 @given(compute_programs(), st.data())
 def test_page_data_equals_timeline(draft: Program, data: st.DataObject) -> None:
     t = simulate(lower(draft), data.draw(costs(draft.shape)))

@@ -36,6 +36,7 @@ from schedir.schedule_search.rank_order import (
 )
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs, shapes_for
+from tests.cases import few_examples
 from tests.interleavings import find_shortest_length
 from tests.strategies import costs
 
@@ -102,7 +103,7 @@ def test_built_in_schedules_are_not_below_bound() -> None:
     bound_count, exact_count = 0, 0
     for name in schedules.__all__:
         schedule = getattr(schedules, name)
-        for shape in shapes_for(schedule, ranks=4, microbatches=8, stages_per_rank=2):
+        for shape in shapes_for(schedule, ranks=4, microbatches=5, stages_per_rank=2):
             uneven_costs = Costs(
                 F=tuple(3.0 + s % 3 for s in range(shape.stages)), I=3, W=2, send=0.5
             )
@@ -118,7 +119,7 @@ def test_built_in_schedules_are_not_below_bound() -> None:
     assert bound_count > exact_count > 300
 
 
-@settings(max_examples=150)
+@few_examples(150)
 @given(st.data())
 def test_random_programs_are_not_below_bound(data: st.DataObject) -> None:
     """This holds for any order, full and split backwards, and memory in counts and bytes."""
@@ -148,7 +149,7 @@ def _shuffle_microbatches(draft: Program, rng: random.Random) -> Program:
     return replace(draft, streams=streams)
 
 
-@settings(max_examples=150)
+@few_examples(150)
 @given(st.data())
 def test_random_orders_are_not_below_bound(data: st.DataObject) -> None:
     """This holds for uneven memory, full and split backwards, and every objective."""
@@ -170,7 +171,7 @@ def test_random_orders_are_not_below_bound(data: st.DataObject) -> None:
         assert bound.value * TOLERANCE <= length, bound.explanation
 
 
-@settings(max_examples=200)
+@few_examples(200)
 @given(st.data())
 def test_memory_lags_hold_in_random_orders(data: st.DataObject) -> None:
     """Each lag holds in any order if the capacity is the peak memory of the order."""
@@ -213,7 +214,7 @@ def assert_lags_hold(problem: SchedulingProblem, order: Sequence[Sequence[int]])
             )
 
 
-@settings(max_examples=150)
+@few_examples(150)
 @given(st.data())
 def test_crossing_delays_bound_delays_of_microbatches(data: st.DataObject) -> None:
     """For microbatches in a row on a stage, one of the options is a lower bound of their delays."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir import (
@@ -25,6 +25,7 @@ from schedir import (
 from schedir.errors import CompletenessError, OrderError, SchedirError, ShapeError, UsageError
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import COMPUTE_OPS, Instr, Opcode, find_segment_collectives
+from tests.cases import few_examples
 from tests.commands import run_command
 from tests.mutants import known
 from tests.oracle_threads import verdict
@@ -234,7 +235,7 @@ WITH_SKIPS: dict[Any, tuple[PipelineShape, tuple[tuple[int, int], ...]]] = {
 }
 
 
-@settings(max_examples=25)
+@few_examples(25)
 @given(
     st.sampled_from(sorted(WITH_SKIPS, key=lambda checked: str(checked.__name__))),
     st.integers(2, 3), st.sampled_from([1, 2, "gf"]), st.booleans(), st.booleans(),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import schedir
+from docs.pages import DRAWS, PRINTED
 from schedir.__main__ import main
 from tests.tutorial import READERS, ROOT, read_blocks, read_steps
 
@@ -19,6 +20,23 @@ def commands(page: str) -> list[str]:
     shell = [body for language, body in read_blocks(page) if not language and body[:2] != "# "]
     lines = "".join(shell).replace("\\\n", "").splitlines()
     return [line for line in lines if line.startswith("schedir ")]
+
+
+def list_generator_commands() -> set[tuple[str, ...]]:
+    """Return the commands that `test_generated_page_is_current` runs and that write no other file.
+
+    They print blocks of pages, or draw pictures that a page shows.
+    """
+    found: set[tuple[str, ...]] = set()
+    for template in (ROOT / "docs" / "templates").glob("*.md.in"):
+        text = template.read_text().replace(" \\\n    ", " ")
+        draws = [match[0] for match in DRAWS.finditer(text) if f"images/{match[1]}" in text]
+        prints = [command for command in PRINTED.findall(text) if " -o " not in command]
+        found |= {tuple(shlex.split(command)) for command in (*draws, *prints)}
+    return found
+
+
+GENERATOR_COMMANDS = list_generator_commands()
 
 
 def run_shell_command(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -32,6 +50,10 @@ def run_shell_command(command: str, capsys: pytest.CaptureFixture[str]) -> tuple
             assert main(shlex.split(word[2:-1])[1:]) == 0
             arguments[k] = capsys.readouterr().out.strip()
     return main(arguments), "".join(capsys.readouterr())
+
+
+def is_run_by_generator(command: str) -> bool:
+    return tuple(shlex.split(command, comments=True)) in GENERATOR_COMMANDS
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -55,15 +77,17 @@ def test_page_commands_print_documented_output(
             capsys.readouterr()  # pages describe the output in words
             num_commands += 1
         elif step.kind == "command" and not step.text.startswith("schedir train"):
+            num_commands += 1
+            if is_run_by_generator(step.text):
+                continue
             code, out = run_shell_command(step.text, capsys)
             assert code == (2 if "Error: " in step.prints else 0), step.text
             pattern = ".*".join(map(re.escape, step.prints.split("...\n")))
             assert re.fullmatch(pattern, out, flags=re.S), (step.text, out)
-            num_commands += 1
     for command in commands(page):
         if not command.startswith("schedir train"):  # tests/cpu trains
-            assert run_shell_command(command, capsys)[0] == 0, command
             num_commands += 1
+            assert is_run_by_generator(command) or run_shell_command(command, capsys)[0] == 0
     assert num_commands or name in ("how-to/write-a-schedule", "how-to/train-from-a-configuration")
 
 

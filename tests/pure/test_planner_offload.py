@@ -35,6 +35,8 @@ from schedir.predict.activation_bytes import Recompute
 from tests.commands import run_command, run_refused_command
 
 MODEL = planner.TransformerSpec(layers=8, hidden=2048, heads=16, vocab=8192, sequence=1024)
+SMALL_MODEL = replace(MODEL, layers=4)  # on two GPUs of SMALL_MEMORY, it needs offload
+SMALL_MEMORY = 2.7e9
 NODE = Cluster(nodes=1, gpus_per_node=4, flops=250e12, memory=8e9, hbm_bandwidth=1.7e12,
     nvlink_bandwidth=230e9,
                network_bandwidth=25e9, latency=5e-6, kernel_us=2, host_bandwidth=240e9,
@@ -187,18 +189,18 @@ def test_plan_that_needs_offload_is_found() -> None:
     With offload, no plan with optimizer states on the host has a shorter step than the first.
     """
     node, options = (
-        resize_node(2, memory=4e9),
+        resize_node(2, memory=SMALL_MEMORY),
         {"pp": 1, "schedules": ("one_f_one_b", "interleaved")},
     )
     with pytest.raises(UsageError, match="plans fits into"):
-        planner.plan(MODEL, node, 4, **options)  # type: ignore[arg-type]
-    best, *_ = plans_found = planner.plan(MODEL, node, 4, top=3, offload=True, **options)  # type: ignore[arg-type]
+        planner.plan(SMALL_MODEL, node, 2, **options)  # type: ignore[arg-type]
+    best, *_ = plans_found = planner.plan(SMALL_MODEL, node, 2, top=3, offload=True, **options)  # type: ignore[arg-type]
     assert all(plan.fits and plan.is_simulated and plan.has_offload for plan in plans_found)
     assert [plan.step_time for plan in plans_found] == sorted(
         plan.step_time for plan in plans_found
     )
     assert best.offload_comparison.startswith("no plan fits without offload: the smallest needs ")
-    shortest = min(list_host_optimizer_step_times(node, 4, options))
+    shortest = min(list_host_optimizer_step_times(node, 2, options))
     assert best.step_time <= shortest
 
 
@@ -206,11 +208,13 @@ def list_host_optimizer_step_times(
     node: Cluster, batch: int, options: dict[str, Any]
 ) -> list[float]:
     """Return the step times of all plans that fit with only the optimizer states on the host."""
-    plans = planner.all_plans(MODEL, node, batch, offload=True, **options).plans
+    plans = planner.all_plans(SMALL_MODEL, node, batch, offload=True, **options).plans
     steps = []
     for index in range(len(plans)):
         estimate = planner.simulate_plan(
-            MODEL, node, replace(plans.plan_at(MODEL, index), optimizer_placement="host")
+            SMALL_MODEL,
+            node,
+            replace(plans.plan_at(SMALL_MODEL, index), optimizer_placement="host"),
         )
         steps += [estimate.step_time] * estimate.fits
     return steps
@@ -218,10 +222,10 @@ def list_host_optimizer_step_times(
 
 def test_fitting_plans_are_compared_with_offload() -> None:
     """Plans without offload are unchanged, and the first is compared with the best with offload."""
-    node = resize_node(4, memory=80e9)
+    node = resize_node(2, memory=80e9)
     plain, with_offload = (
         planner.plan(
-            MODEL, node, 8, top=3, schedules=("one_f_one_b", "zb_h1"), offload=uses_offload
+            SMALL_MODEL, node, 4, top=3, schedules=("one_f_one_b", "zb_h1"), offload=uses_offload
         )
         for uses_offload in (False, True)
     )
@@ -317,16 +321,16 @@ def make_offload_text(node: Cluster) -> str:
     return to_text(program)
 
 
-MODEL_OPTIONS = ("--layers=8", "--hidden=2048", "--heads=16", "--vocab=8192", "--sequence=1024")
+MODEL_OPTIONS = ("--layers=4", "--hidden=2048", "--heads=16", "--vocab=8192", "--sequence=1024")
 
 
 def test_plan_command_with_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The output names the data on the host and the gain. The file has the program of the plan."""
     node, out = tmp_path / "node.toml", tmp_path / "best.sched"
-    numbers = vars(resize_node(2, memory=4e9))
+    numbers = vars(resize_node(2, memory=SMALL_MEMORY))
     lines = [f"{name} = {value}" for name, value in numbers.items() if value]
     node.write_text("\n".join(lines), encoding="utf-8")
-    command = ("plan", *MODEL_OPTIONS, f"--cluster={node}", "--batch=8", "--pp=1", "--top=2")
+    command = ("plan", *MODEL_OPTIONS, f"--cluster={node}", "--batch=2", "--pp=1", "--top=2")
     text = run_command(capsys, *command, "--offload", "-o", str(out))
     for phrase in ("host copies", " of 60 GB", "optimizer state on the host",
                   "offload: no plan fits without offload", "bound by "):  # fmt: skip
@@ -339,7 +343,8 @@ def test_plan_command_with_offload(tmp_path: Path, capsys: pytest.CaptureFixture
     costs = costs_line.partition("--costs ")[2]
     step = simulate(program, parse_costs(costs), progress_model="per_edge").span
     # The best plan does not depend on the number of plans that are asked for.
-    best, *_ = planner.plan(MODEL, resize_node(2, memory=4e9), 8, pp=1, top=1, offload=True)
+    small_node = resize_node(2, memory=SMALL_MEMORY)
+    best, *_ = planner.plan(SMALL_MODEL, small_node, 2, pp=1, top=1, offload=True)
     assert step == pytest.approx(best.step_time, rel=1e-3)
     for option in ("--tradeoff", "--optimize-division", "--improve-schedules"):
         picture_options = ("--picture", str(tmp_path / "x.svg")) if option == "--tradeoff" else ()

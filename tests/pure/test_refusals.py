@@ -52,13 +52,16 @@ def odd(rank, ranks, microbatches):
 """
 
 
+@pytest.fixture(scope="module")
+def program_text() -> str:
+    return to_text(compile(one_f_one_b, PipelineShape(4, 8), tp=2, clip_grad_norm=True))
+
+
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program_text: str) -> None:
     """Start every test in its own folder, with good and bad files in it."""
     monkeypatch.chdir(tmp_path)
-    Path("f.sched").write_text(
-        to_text(compile(one_f_one_b, PipelineShape(4, 8), tp=2, clip_grad_norm=True))
-    )
+    Path("f.sched").write_text(program_text)
     Path("mine.py").write_text(SCHEDULES_SOURCE)
     Path("folder.sched").mkdir()
     Path("binary.sched").write_bytes(b"\xff\xfe\x00")

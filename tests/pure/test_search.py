@@ -27,7 +27,13 @@ from schedir import (
     simulate,
     to_text,
 )
-from schedir.analysis.numba_jit import MIN_COMPILE_SECONDS, compile_within
+from schedir.analysis import numba_jit
+from schedir.analysis.numba_jit import (
+    MIN_COMPILE_SECONDS,
+    MIN_LOAD_SECONDS,
+    compile_within,
+    is_installed,
+)
 from schedir.compiler.compile import check_memory
 from schedir.errors import CostsError, MemoryLimitError, SchedirError, UsageError
 from schedir.ir.program import Program
@@ -44,6 +50,7 @@ from schedir.schedule_search.rank_order import (
 )
 from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_expansion import expand_schedule
+from tests.cases import campaign, few_examples
 
 EVEN = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
 
@@ -65,11 +72,11 @@ def test_byte_limit_includes_messages_and_weights() -> None:
     sizes = Sizes(
         activation=2e6, saved=10e6, deferred_wgrad=4e6, saved_and_deferred=12e6, model_states=100e6
     )
-    result = search_schedule(PipelineShape(4, 12), EVEN, sizes, 160e6, max_evaluations=400)
+    result = search_schedule(PipelineShape(4, 8), EVEN, sizes, 160e6, max_evaluations=100)
     assert result.timeline.peak_memory.max() <= 160e6
     assert (
         result.span
-        < search_schedule(PipelineShape(4, 12), EVEN, sizes, 140e6, max_evaluations=400).span
+        < search_schedule(PipelineShape(4, 8), EVEN, sizes, 140e6, max_evaluations=100).span
     )
 
 
@@ -79,6 +86,7 @@ def test_equal_seed_and_evaluations_give_equal_result() -> None:
             PipelineShape(4, 8),
             Costs(F=3, I=(4, 5, 6, 5), W=2),
             max_in_flight=3,
+            time_limit=600,
             max_evaluations=5000,
             seed=7,
         )
@@ -109,7 +117,7 @@ def test_tight_memory_is_enough_without_policy() -> None:
         saved_and_deferred=(3, 6, 4, 3),
         model_states=(6, 9, 2, 5),
     )
-    result = search_schedule(PipelineShape(2, 4, 2), costs, sizes, 21, max_evaluations=3000)
+    result = search_schedule(PipelineShape(2, 4, 2), costs, sizes, 21, max_evaluations=300)
     assert result.timeline.peak_memory.max() <= 21
 
 
@@ -135,12 +143,8 @@ def test_limit_of_four_saved_activations_holds_four(saved: float) -> None:
 @pytest.mark.parametrize("seconds", [float("inf"), 1e308])
 def test_search_without_time_limit_ends_with_proof(seconds: float) -> None:
     uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
-    assert (
-        search_schedule(
-            PipelineShape(4, 8), uneven, max_in_flight=3, time_limit=seconds
-        ).stop_reason
-        == "proved"
-    )
+    result = search_schedule(PipelineShape(4, 5), uneven, max_in_flight=3, time_limit=seconds)
+    assert result.stop_reason == "proved"
 
 
 def test_interrupt_during_compile_keeps_result(
@@ -158,7 +162,9 @@ def test_interrupt_during_compile_keeps_result(
         "schedir.schedule_search.heuristics.program_builder.compile", compile_with_interrupt
     )
     uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
-    result = search_schedule(PipelineShape(4, 8), uneven, max_in_flight=3, max_evaluations=300)
+    result = search_schedule(
+        PipelineShape(4, 8), uneven, max_in_flight=3, time_limit=600, max_evaluations=300
+    )
     assert result.stop_reason == "interrupted" and result.span == result.improvements[-1].span
 
 
@@ -197,9 +203,9 @@ def test_huge_in_flight_limit_is_no_limit() -> None:
 
 
 @pytest.mark.parametrize("shape, costs, in_flight", [
-    (PipelineShape(6, 7, 2, "vee"), Costs(send=2), 12),
-    (PipelineShape(4, 12), Costs(F=(0.7, 1.3, 1, 0.9), send=2), 4),
-    (PipelineShape(4, 8), Costs(send=1000), None),
+    (PipelineShape(4, 5, 2, "vee"), Costs(send=2), 8),
+    (PipelineShape(4, 8), Costs(F=(0.7, 1.3, 1, 0.9), send=2), 4),
+    (PipelineShape(4, 6), Costs(send=1000), None),
 ])  # fmt: skip
 def test_no_initial_schedule_is_shorter(
     shape: PipelineShape, costs: Costs, in_flight: int | None
@@ -304,6 +310,7 @@ policy = st.builds(
 )
 
 
+@few_examples()
 @given(
     policy,
     st.sampled_from(["loop", "vee", (0, 1, 2, 2, 0, 1)]),
@@ -372,7 +379,42 @@ def run_search_process(seconds: float, cache: Path, hide: str = "no") -> tuple[s
     return " ".join(numba), [span, tried]
 
 
-def test_result_reports_numba_use(tmp_path: Path) -> None:
+def test_result_reports_status_of_compiled_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result does not depend on the status."""
+    uneven, spans = Costs(F=3, I=(4, 5, 6, 5), W=2), set()
+    for status in ("no time", "not usable", "used"):
+        monkeypatch.setattr(
+            "schedir.schedule_search.heuristics.heuristic_search.compile_within",
+            lambda loops, seconds, status=status: (loops if status == "used" else None, status),
+        )
+        result = search_schedule(
+            PipelineShape(4, 8), uneven, max_in_flight=3, time_limit=600, max_evaluations=900
+        )
+        assert result.numba == status
+        spans.add((result.span, result.num_evaluated))
+    assert len(spans) == 1
+
+
+def test_loops_are_compiled_only_within_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops that were compiled before need less time. These loops are in no file, so not cached."""
+    if not is_installed():
+        pytest.skip("numba is not here")
+    namespace: dict[str, Any] = {}
+    exec("def add_one(x):\n    return x + 1", namespace)
+    loops = (namespace["add_one"],)
+    assert compile_within(loops, MIN_COMPILE_SECONDS - 0.1) == (None, "no time")
+    compiled, status = compile_within(loops, MIN_COMPILE_SECONDS)
+    assert compiled is not None and status == "used" and compiled[0](2) == 3
+    assert compile_within(loops, MIN_LOAD_SECONDS) == (compiled, "used")
+    assert compile_within(loops, MIN_LOAD_SECONDS - 0.1) == (None, "no time")
+    monkeypatch.setattr(numba_jit, "_compile", lambda loops: None)
+    assert compile_within(loops, 60) == (None, "not usable")
+    monkeypatch.setattr(numba_jit, "find_spec", lambda name: None)
+    assert compile_within(loops, 60) == (None, "not installed")
+
+
+@campaign
+def test_numba_use_depends_on_time_and_cache(tmp_path: Path) -> None:
     missing, without_numba = run_search_process(600, tmp_path, "hide")
     assert missing == "not installed"
     try:

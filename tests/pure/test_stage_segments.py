@@ -37,6 +37,7 @@ from schedir.ir.isa.instructions import COMPUTE_OPS, Opcode, find_segment_collec
 from schedir.ir.pipeline.placement import find_named_placement
 from schedir.passes.splitting.stage_segmentation import count_segments, divide_over_stages
 from tests import commands
+from tests.cases import each_value
 from tests.mutants import known
 from tests.oracle_threads import verdict
 
@@ -188,9 +189,12 @@ def test_compare_divides_segments_over_stages(capsys: pytest.CaptureFixture[str]
         assert [row["peak_activations"] for row in rows] == [2, 2.5, 2, 3]
 
 
-@pytest.mark.parametrize("tp", ["1", "2"])
-@pytest.mark.parametrize("cut", ["9", "9,5", "g.g,1"])
-@pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "dualpipe", "zb_h1"])
+@pytest.mark.parametrize(
+    ("name", "cut", "tp"),
+    each_value(
+        ["one_f_one_b", "interleaved", "dualpipe", "zb_h1"], ["9", "9,5", "g.g,1"], ["1", "2"]
+    ),
+)
 def test_segment_file_compares_like_its_schedule(
     name: str, cut: str, tp: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

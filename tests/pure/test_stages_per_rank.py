@@ -29,11 +29,12 @@ def test_default_stages_per_rank() -> None:
 def test_commands_print_default_stages_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """A schedule with a parameter `v` has two stages per rank by default."""
     two = "2 stages per rank"
+    shape = ("--ranks=2", "--microbatches=2")
     for name in ("simulate", "draw", "check", "explain"):
-        assert two in run_command(capsys, name, "interleaved")
-        single_stage = run_command(capsys, name, "interleaved", "--stages-per-rank=1")
+        assert two in run_command(capsys, name, "interleaved", *shape)
+        single_stage = run_command(capsys, name, "interleaved", *shape, "--stages-per-rank=1")
         assert two not in single_stage.split("\n")[0]
-        assert "3 stages per rank" in run_command(capsys, name, "interleaved(v=3)")
+        assert "3 stages per rank" in run_command(capsys, name, "interleaved(v=3)", *shape)
     assert "stages_per_rank 2" in run_command(capsys, "print", "interleaved")
     assert "stages_per_rank 1" in run_command(capsys, "print", "interleaved", "--placement=0,1,2,3")
     facts = json.loads(

@@ -35,6 +35,7 @@ from schedir.predict.simulate import simulate
 from schedir.schedule_search.bounds.lower_bound import lower_bound
 from schedir.schedules import get_built_in_schedules
 from schedir.verify.check import check
+from tests.cases import few_examples
 
 STUDIO = Studio()
 CODE = """\
@@ -73,7 +74,7 @@ def expand_in_process(state: StudioState) -> str:
 WITH_CODE = Studio(expand_code=expand_in_process)
 
 
-@settings(max_examples=25, deadline=None)
+@few_examples(25)
 @given(
     schedule=st.sampled_from(sorted(get_built_in_schedules())),
     ranks=st.integers(1, 5),
@@ -405,8 +406,8 @@ def test_code_runs_within_limits() -> None:
     try:
         assert "mine" in runner.expand(StudioState(code=CODE, options=DEFAULTS))
         large_code = "def f(r, p, m):\n    return bytearray(2 * 10**9)"
-        assert "MemoryError" in get_code_error(large_code).fact
-        assert get_code_error(large_code).line == 2
+        error = get_code_error(large_code)
+        assert "MemoryError" in error.fact and error.line == 2
         assert "exit status 7" in get_code_error("import os\nos._exit(7)").fact
         assert get_code_error("from schedir import F\ndef f(r, p, m):\n    return 10**6 * F").fact
         runner._max_seconds = 0.2

@@ -31,6 +31,7 @@ from schedir.traces.kineto import read_trace
 from schedir.traces.trace_import import read_run
 from schedir.verify.check import check
 from tests import kineto
+from tests.cases import few_examples
 from tests.commands import run_command, run_refused_command
 
 UNIT = 1e-5  # seconds per unit of cost
@@ -59,7 +60,7 @@ OVERLAPPED = [
 ]
 
 
-@settings(deadline=None, max_examples=40)
+@few_examples(40)
 @given(st.sampled_from(PROGRAMS), st.integers(0, 2**31), st.booleans(), st.integers(1, 2))
 def test_written_trace_reads_as_timeline(
     program: Program, seed: int, packed: bool, replicas: int
@@ -104,7 +105,7 @@ def test_batched_messages_have_one_kernel(program: Program, seed: int, own: bool
     assert (got.spans["end"][sent] >= expected.spans["end"][sent] * UNIT - 2e-9).all()
 
 
-@settings(deadline=None, max_examples=25)
+@few_examples(25)
 @given(
     st.sampled_from(PROGRAMS),
     st.integers(0, 2**31),
@@ -333,7 +334,7 @@ def test_truncated_files_are_refused(seed: int, packed: bool) -> None:
         assert str(path) in str(caught.value) and len(str(caught.value)) < 400
 
 
-@settings(deadline=None, max_examples=60)
+@few_examples(60)
 @given(st.integers(0, 2**31))
 def test_damaged_files_are_read_or_refused(seed: int) -> None:
     """Damaged files are read, or refused with an error message and no traceback."""

@@ -25,7 +25,7 @@ from schedir.predict.calibrate import adjust_for_zero
 from schedir.predict.what_if import SimulatedChange, advise
 from tests.commands import run_command
 
-SHAPE = PipelineShape(2, 6, 3)
+SHAPE = PipelineShape(2, 4, 2)
 COSTS = Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.5, reduce_grads=1, step=2)
 SIZES = Sizes(activation=1e7, saved=1e8, params=1e9, grads=1e9, optimizer=6e9)
 
@@ -43,6 +43,16 @@ memory, by simulation:
    -11.4%  looped_bfs, breadth-first: span 62, bubble 9.7%, 10.8 GB on the fullest device
     +0.0%  reduce_scatter_at="each_backward": span 70, bubble 20.0%, 10.3 GB on the fullest device
 """
+
+
+@pytest.fixture(scope="module")
+def single_unshard_run() -> Timeline:
+    return simulate_zero(3, unsharded_stages=1)
+
+
+@pytest.fixture(scope="module")
+def single_unshard_changes(single_unshard_run: Timeline) -> list[SimulatedChange]:
+    return advise(single_unshard_run, COSTS).memory_changes
 
 
 def get_peak(change: SimulatedChange) -> float:
@@ -76,10 +86,11 @@ def test_changes_are_simulated_and_undominated(zero: int) -> None:
         )
 
 
-def test_advice_stays_within_memory_limit() -> None:
+def test_advice_stays_within_memory_limit(
+    single_unshard_run: Timeline, single_unshard_changes: list[SimulatedChange]
+) -> None:
     """Advice that needs more memory appears only within the limit."""
-    run = simulate_zero(3, unsharded_stages=1)
-    changes = advise(run, COSTS).memory_changes
+    run, changes = single_unshard_run, single_unshard_changes
     high = 1.1 * max(map(get_peak, changes))
     assert [
         change.description for change in advise(run, COSTS, memory_limit=high).memory_changes

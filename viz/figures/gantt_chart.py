@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_left
 from collections.abc import Sequence
 from math import ceil, inf
 from numbers import Real
@@ -310,9 +311,14 @@ def _draw_title(axes: Axes, chart: ChartLayout, width_inches: float) -> None:
     ):
         facts.pop()
         summary = ", ".join(facts)
-    while visible_name and _measure_inches(f"{name}{kind}  {summary}", font_size) > width_inches:
-        visible_name = visible_name[:-1]
-        name = f"{visible_name}…"
+    if _measure_inches(f"{name}{kind}  {summary}", font_size) > width_inches:
+        num_letters = bisect_left(
+            range(1, len(visible_name)), True, key=lambda length: (
+                _measure_inches(f"{visible_name[:length]}…{kind}  {summary}", font_size)
+                > width_inches
+            ),
+        )  # fmt: skip
+        name = f"{visible_name[:num_letters]}…"
     title_style: dict[str, Any] = {
         "fontsize": font_size,
         "pad": 5,
