@@ -24,7 +24,7 @@ settings.load_profile("schedir")
 
 # Without ALL_CASES=1, a property is tried with this share of its examples, but with no fewer than
 # MIN_EXAMPLES. The numeric law takes all, because it replaces tests of single features.
-EXAMPLE_SHARE, MIN_EXAMPLES = 0.4, 12
+EXAMPLE_SHARE, MIN_EXAMPLES = 0.15, 12
 FILES_WITH_ALL_EXAMPLES = {"test_numeric_law"}
 
 

@@ -4,16 +4,13 @@ Lines of statements count.  Docstrings, comments, blank lines and imports do not
 """
 
 import ast
-import io
 import sys
-import tokenize
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
 PRODUCT = ("schedir", "kernels", "viz")
 REST = ("tests", "benchmarks", "examples", "docs")
-SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 IMPORTS = ast.Import | ast.ImportFrom
 
 
@@ -36,17 +33,23 @@ def code_lines(source: str) -> int:
     2
     """
     left_out: set[int] = set()
+    text_lines: set[int] = set()  # they count, also if they are blank or begin with "#"
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.stmt) and (isinstance(node, IMPORTS) or is_text(node)):
-            left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+            left_out.update(lines_of(node))
+        elif isinstance(node, ast.Constant | ast.JoinedStr) and node.lineno != node.end_lineno:
+            text_lines.update(lines_of(node))
     lines = {
-        line
-        for token in tokens
-        if token.type not in SKIPPED and token.string
-        for line in range(token.start[0], token.end[0] + 1)
+        number
+        for number, line in enumerate(source.splitlines(), 1)
+        if (text := line.strip()) and not text.startswith("#")
     }
-    return len(lines - left_out)
+    return len((lines | text_lines) - left_out)
+
+
+def lines_of(node: ast.stmt | ast.expr) -> range:
+    """Return the numbers of the lines of a node."""
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def folder_of(path: Path, root: Path) -> str:

@@ -62,6 +62,7 @@ def known() -> list[schedule_algebra.Schedule]:
 MUTATIONS = edits.MUTATIONS
 
 CORPUS: Final = 0 if ALL else 24  # number of shared legal programs of each kind; 0 is no sharing
+FEW: Final = min(CORPUS, 12)  # the same number for tests that try few mutants
 
 # Mutations whose mutants are always legal, mutations whose mutants are rarely wrong, and mutations
 # that often exchange independent instructions.
@@ -364,9 +365,9 @@ def legal_of_kind(kind: Kind, number: int) -> Program:
     return legal(random.Random(f"{kind} {number}"), **kind._asdict())
 
 
-def any_legal(seed: int, *, turns: bool = False) -> Program:
+def any_legal(seed: int, *, turns: bool = False, corpus: int = CORPUS) -> Program:
     """Return a legal program, one of those that mutations share."""
-    return legal_of_kind(Kind(turns=turns), seed % CORPUS if CORPUS else seed)
+    return legal_of_kind(Kind(turns=turns), seed % corpus if corpus else seed)
 
 
 def trial(

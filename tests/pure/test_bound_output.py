@@ -24,6 +24,7 @@ from schedir.schedule_search.search import search_schedule
 from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_algebra import get_placement_mark, get_weight_delay_mark, has_free_v
 from schedir.viz import compare, gantt
+from tests.cases import cases, each_value
 from tests.commands import run_command
 
 TIMELINE_FILE = Path(__file__).parents[2] / "examples" / "traced.timeline"
@@ -47,7 +48,7 @@ def read_json_output(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
 # ---------------------------------------------------------------- in tables and lines
 
 
-@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "gpipe", "zb_h2"])
+@pytest.mark.parametrize("name", cases(["one_f_one_b", "zb_h1"], ["gpipe", "zb_h2"]))
 def test_simulate_prints_bound_and_gain(capsys: pytest.CaptureFixture[str], name: str) -> None:
     run = simulate_built_in(name, UNEVEN)
     bound = compute_program_bound(run.program, UNEVEN)
@@ -143,8 +144,19 @@ def list_schedules_without_weight_delay() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("costs", [Costs(F=1, B=2), Costs(F=2, I=2, W=1, send=0.3)])
-@pytest.mark.parametrize("name", list_schedules_without_weight_delay())
+SCHEDULES_WITH_ADVICE = ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v", "v_half"]
+
+
+@pytest.mark.parametrize(
+    ("name", "costs"),
+    each_value(
+        cases(
+            SCHEDULES_WITH_ADVICE,
+            sorted({*list_schedules_without_weight_delay()} - {*SCHEDULES_WITH_ADVICE}),
+        ),
+        [Costs(F=1, B=2), Costs(F=2, I=2, W=1, send=0.3)],
+    ),
+)
 def test_advice_saves_no_more_than_bound_allows(name: str, costs: Costs) -> None:
     """The bound limits only advice that changes the order, but not stages, costs or memory."""
     run = simulate_built_in(name, costs)

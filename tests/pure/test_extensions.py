@@ -1,6 +1,6 @@
 """Tests that an extension changes as many files as CONTRIBUTING.md documents.
 
-Each test adds one kind of extension to a copy of the source tree and runs it.
+A test adds the extensions to a copy of the source tree and runs them.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from tests import new_rows
+from tests.cases import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -170,24 +170,23 @@ assert [float(out) for out in outs] == [2.0, 2.0, 2.0]
 }  # fmt: skip
 
 
-def _add_instruction(tree: Path) -> str:
-    new_rows.copy_tree(tree, "stash")
-    return """
+INSTRUCTION = "an instruction"
+USE_OF_INSTRUCTION = """
 import schedir
 program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4), stash=True)
 assert "stash 0.0" in schedir.to_text(program, folded=False)
 """
 
 
-def _apply_extension(tree: Path, name: str) -> str:
-    extension = EXTENSIONS[name]
-    new_rows.copy_folders(tree, *new_rows.PRODUCT)
-    for file, line, new in extension.edits:
+def _apply_extension(tree: Path, name: str) -> int:
+    """Add an extension to a copy of the tree, and return the number of files that it changes."""
+    edits = EXTENSIONS[name].edits
+    for file, line, new in edits:
         path = tree / "schedir" / file
         text = path.read_text() if line else ""
         assert not line or text.count(line) == 1, (file, line)
         path.write_text(text.replace(line, line + new) if line else new)
-    return extension.use
+    return len({file for file, _, _ in edits})
 
 
 def _list_changed_files(tree: Path) -> list[str]:
@@ -201,22 +200,29 @@ def _list_changed_files(tree: Path) -> list[str]:
     return sorted(name for name in new if new[name] != old.get(name))
 
 
-BUILDERS: dict[str, Callable[[Path], str]] = {
-    "an instruction": _add_instruction,
-    **{name: lambda tree, name=name: _apply_extension(tree, name) for name in EXTENSIONS},  # type: ignore[misc]
-}
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_extension_changes_documented_number_of_files(tmp_path: Path, name: str) -> None:
-    code = BUILDERS[name](tmp_path)
-    env = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+@pytest.mark.parametrize(
+    "names",
+    cases([(INSTRUCTION, *EXTENSIONS)], [(name,) for name in (INSTRUCTION, *EXTENSIONS)]),
+    ids=lambda names: "all" if len(names) > 1 else names[0],
+)
+def test_extensions_change_documented_number_of_files(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    num_files, code = dict[str, int](), ""
+    new_rows.copy_tree(tmp_path, *(["stash"] if INSTRUCTION in names else []))
+    for name in names:
+        if name == INSTRUCTION:
+            num_files[name] = len(_list_changed_files(tmp_path))
+            code += USE_OF_INSTRUCTION
+        else:
+            num_files[name] = _apply_extension(tmp_path, name)
+            code += EXTENSIONS[name].use
+    env = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "NUMBA_DISABLE_JIT": "1"}
     command = [sys.executable, "-c", code]
     completed = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert completed.returncode == 0, completed.stderr
     rows = re.findall(r"^\| (an? [^|]+) \| (\d) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
     documented = {kind.strip(): int(files) for kind, files in rows}
-    assert (
-        documented[name] == len(_list_changed_files(tmp_path)) <= 3 + (name == "an instruction")
-    )  # an instruction also needs its number
-    assert set(BUILDERS) == documented.keys()
+    assert documented.keys() == {INSTRUCTION, *EXTENSIONS}
+    for name in names:  # an instruction also needs its number
+        assert documented[name] == num_files[name] <= 3 + (name == INSTRUCTION)

@@ -26,7 +26,7 @@ from schedir.retired_names import (
     RETIRED_HINTS,
 )
 from schedir.training.config.settings_table import list_settings
-from tests.pure.test_layout import MODULES, ROOT
+from tests.pure.test_layout import MODULES, ROOT, read_module
 
 # A folder fits on a screen, with the exceptions and their reasons.
 MAX_MODULES = 15
@@ -117,9 +117,8 @@ def find_classes() -> dict[str, list[str]]:
     """Return the modules that define each top-level class."""
     modules_by_class: dict[str, list[str]] = defaultdict(list)
     for name, path in FILES.items():
-        for node in ast.parse(path.read_bytes()).body:
-            if isinstance(node, ast.ClassDef):
-                modules_by_class[node.name].append(name)
+        for class_name in read_module(path).top_level_classes:
+            modules_by_class[class_name].append(name)
     return modules_by_class
 
 
@@ -154,29 +153,19 @@ def test_class_names_are_nouns() -> None:
     assert not [name for name in find_classes() if name.strip("_").lower() in VAGUE]
 
 
-def list_members(tree: ast.Module) -> set[str]:
-    """Return the names of functions, and of methods and annotated fields of classes."""
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    bodies = [tree.body, *(node.body for node in classes)]
-    functions = {node.name for body in bodies for node in body if isinstance(node, ast.FunctionDef)}
-    fields = [node for owner in classes for node in owner.body if isinstance(node, ast.AnnAssign)]
-    return functions | {node.target.id for node in fields if isinstance(node.target, ast.Name)}
-
-
 def test_function_and_member_names_are_not_vague() -> None:
     vague: dict[str, str] = {}
     for name, path in FILES.items():
-        names = list_members(ast.parse(path.read_bytes()))
-        vague |= {member.strip("_"): name for member in names if member.strip("_") in VAGUE}
+        members = {member.strip("_") for member in read_module(path).members}
+        vague |= dict.fromkeys(members & VAGUE, name)
     assert vague.keys() == GOOD_MEMBERS.keys(), vague
 
 
 def test_few_local_variables_have_vague_names() -> None:
     vague: Counter[str] = Counter()
     for name, path in FILES.items():
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                vague[name] += node.id in VAGUE_LOCALS
+        variables = read_module(path).variables
+        vague[name] += sum(variables[variable] for variable in VAGUE_LOCALS)
     assert vague.total() <= VAGUE_LOCALS_BUDGET, vague.most_common(5)
 
 

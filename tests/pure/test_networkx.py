@@ -24,7 +24,7 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import INSTRUCTIONS
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
-from tests.mutants import CORPUS, mutate
+from tests.mutants import FEW, mutate
 from tests.oracle import Machine
 from tests.strategies import with_slots
 
@@ -105,7 +105,7 @@ def draw_integer_costs(rng: random.Random, stages: int) -> Costs:
 def test_networkx_gives_same_verdict_and_span(
     seed: int, name: str, progress_model: ProgressModel
 ) -> None:
-    _, program = mutate(name, seed, corpus=CORPUS)
+    _, program = mutate(name, seed, corpus=FEW)
     program = with_slots(program, random.Random(seed))
     drawn_costs = draw_integer_costs(random.Random(seed), program.shape.stages)
     try:

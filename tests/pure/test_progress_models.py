@@ -30,7 +30,7 @@ from schedir.verify.check import build_complete_graph, check
 from tests.commands import run_command
 from tests.commands import run_refused_command as refuses
 from tests.edits import written
-from tests.mutants import CORPUS, any_legal, mutate, refusal, reordered
+from tests.mutants import FEW, any_legal, mutate, refusal, reordered
 from tests.oracle import Machine
 from tests.oracle_host import MESSAGES, SENDING
 from tests.oracle_threads import verdict
@@ -144,7 +144,7 @@ def test_graph_times_match_machine_for_groups(
     seed: int, name: str, progress_model: ProgressModel
 ) -> None:
     """The dependency graph and the reference simulator give equal times for any groups."""
-    _, program = mutate(name, seed, corpus=CORPUS)
+    _, program = mutate(name, seed, corpus=FEW)
     assert_equal_times(with_slots(program, random.Random(seed)), progress_model, None, seed)
 
 
@@ -183,7 +183,7 @@ def assert_equal_times(
 def test_graph_times_match_machine_with_eager_messages(
     seed: int, name: str, progress_model: ProgressModel, limit: float
 ) -> None:
-    _, program = mutate(name, seed, corpus=CORPUS)
+    _, program = mutate(name, seed, corpus=FEW)
     eager = EagerMessages(limit, Sizes(activation=2.0, activation_grad=4.0, skip=1.0))
     assert_equal_times(with_slots(program, random.Random(seed)), progress_model, eager, seed)
 
@@ -194,7 +194,7 @@ def test_eager_check_agrees_with_execution(
     seed: int, name: str, progress_model: ProgressModel, limit: int, data: st.DataObject
 ) -> None:
     """With eager messages, the checker accepts exactly the programs that the oracle can run."""
-    _, program = mutate(name, seed, corpus=CORPUS)
+    _, program = mutate(name, seed, corpus=FEW)
     stages = program.shape.stages
     activation_sizes = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
     sizes = Sizes(activation=tuple(map(float, activation_sizes)), skip=3.0)
@@ -215,7 +215,7 @@ def test_suggested_eager_limit_is_minimal(
     seed: int, name: str, progress_model: ProgressModel, data: st.DataObject
 ) -> None:
     """A program finishes with the `eager_limit` of its DeadlockError, and with no smaller limit."""
-    _, program = mutate(name, seed, corpus=CORPUS)
+    _, program = mutate(name, seed, corpus=FEW)
     stages = program.shape.stages
     activation_sizes = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
     sizes = Sizes(activation=tuple(map(float, activation_sizes)), skip=3.0)
@@ -354,7 +354,7 @@ def test_lazy_communicator_check_agrees_with_hosts(
     seed: int, progress_model: ProgressModel
 ) -> None:
     rng = random.Random(seed)
-    program = any_legal(seed)
+    program = any_legal(seed, corpus=FEW)
     if rng.random() < 0.7:
         program = post_receives_early(reordered(program, rng), "per_edge", rng.randint(1, 3))
     if refusal(program, progress_model):
