@@ -5,20 +5,19 @@ There is one kill by default, and five with ALL_CASES=1.
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 
 from tests.cases import ALL
-from tests.cpu.train_command import ROOT, start_process, wait_for_exit
+from tests.cpu.train_command import ROOT, run_launched
 
 
-def test_killed_run_resumes_with_equal_losses() -> None:
+def test_killed_run_resumes_with_equal_losses(tmp_path: Path) -> None:
     """Processes are killed in set-up, in steps, and while they copy or write a checkpoint.
 
     The command fails if a start does not resume, loses too many steps, or has other losses.
     """
     kills = 5 if ALL else 1
     script = str(ROOT / "benchmarks" / "resume.py")
-    command = [sys.executable, script, f"--kills={kills}", "--seed=11"]
-    code, out, err = wait_for_exit(start_process(command))
+    code, out, err = run_launched([script, f"--kills={kills}", "--seed=11"], tmp_path / "kills")
     assert code == 0, out + err
     assert f"kills {kills}, " in out

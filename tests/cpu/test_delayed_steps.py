@@ -33,6 +33,7 @@ from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.testing.tiny_model import make_batch, make_tiny_stages, squared_error
 from schedir.transports.gloo import GlooTransport
+from tests.cases import ALL, cases
 from tests.cpu import tiny_stages as of_gpt
 from tests.cpu.checkpoint_layouts import (
     Layout,
@@ -126,11 +127,13 @@ def _step_late(step: Any, *arguments: Any) -> None:
 
 @pytest.mark.parametrize(
     ("case", "make", "how"),
-    [
-        (1, "bfloat16", {"clip_grad_norm": True, "tied_weights": True}),
-        (1, "AdamW", {"clip_grad_norm": True, "frozen_stages": 1, "checkpoint_snapshots": True}),
-        (4, "Adam, groups", {"clip_grad_norm": True, "recompute": "all"}),
-    ],
+    cases(
+        [(1, "AdamW", {"clip_grad_norm": True, "frozen_stages": 1, "checkpoint_snapshots": True})],
+        [
+            (1, "bfloat16", {"clip_grad_norm": True, "tied_weights": True}),
+            (4, "Adam, groups", {"clip_grad_norm": True, "recompute": "all"}),
+        ],
+    ),
 )
 def test_cpu_steps_equal_device_steps(case: int, make: str, how: Any) -> None:
     """Losses, trained state and gradient norms are equal."""
@@ -144,7 +147,7 @@ def test_cpu_steps_equal_device_steps(case: int, make: str, how: Any) -> None:
         poison_weights(world)
         results.append(
             [
-                *run_steps_in_random_order(world, 0, 1, 2),
+                *run_steps_in_random_order(world, 0, 1),
                 *read_training_state(world),
                 *(r.grad_norm for r in world.executors),
             ]
@@ -215,6 +218,8 @@ def test_frozen_rank_uses_norm_of_each_update(states: str) -> None:
         world.step(*of_gpt.make_batch(shape.microbatches, 0), order_seed=seed)
         assert [rank.finite_updates.tolist() for rank in world.executors] == [[False, True]] * 2
         assert torch.equal(*(rank.grad_norm for rank in world.executors))
+        if tested_orders == 5 and not ALL:
+            break
     assert tested_orders
 
 
@@ -249,7 +254,7 @@ def test_cpu_steps_in_processes_equal_device_steps() -> None:
         assert are_equal(device, host)
 
 
-@pytest.mark.parametrize("case", [0, 1, 4, 5, 6])
+@pytest.mark.parametrize("case", cases([0, 4], [1, 5, 6]))
 def test_memory_of_each_tier_equals_prediction(case: int) -> None:
     """The peak number of weight versions equals the count, too."""
     schedule, shape = CASES[case]
@@ -301,11 +306,11 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path) -> None:
     saved, resumed, uninterrupted = (
         create_in_process_executor(layout(s), model) for s in ("cpu_step", "cpu_step", "device")
     )
-    run_steps(saved, 0, 2)
-    save(saved, tmp_path, step=2, name_map=keep_name)
+    run_steps(saved, 0, 1)
+    save(saved, tmp_path, step=1, name_map=keep_name)
     load(resumed, tmp_path, name_map=keep_name)
-    run_steps(resumed, 2, 4)
-    run_steps(uninterrupted, 0, 4)
+    run_steps(resumed, 1, 2)
+    run_steps(uninterrupted, 0, 2)
     assert are_equal(read_training_state(resumed), read_training_state(uninterrupted))
 
 

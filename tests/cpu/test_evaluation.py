@@ -71,7 +71,8 @@ def test_evaluation_without_validation_data_is_refused(config: str) -> None:
 
 def test_resumed_run_keeps_earlier_evaluations(config: str, tmp_path: Path) -> None:
     """The resumed run drops evaluations that came after its checkpoint."""
-    sets = [*DROPOUT, "data.validation=0.1", "train.evaluate_every=1"]
+    evaluations = ["train.evaluate_every=1", "train.evaluate_batches=1"]
+    sets = [*DROPOUT, "data.validation=0.1", *evaluations]
     saved = [*sets, f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=2"]
     train_in_this_process(config, tmp_path / "out", *saved, "train.steps=3")
     shutil.rmtree(tmp_path / "saved" / "step-00000003")

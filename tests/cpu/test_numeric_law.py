@@ -29,6 +29,7 @@ from schedir.schedules import forward_only, gpipe, one_f_one_b, pipedream_2bw
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compile_options, compute_programs, shapes
 from schedir.verify.check import check
+from tests.cases import ALL
 from tests.cpu.activation_offload_programs import offload_randomly
 from tests.cpu.optimizer_offload_programs import poison_weights
 from tests.cpu.random_models import (
@@ -276,30 +277,28 @@ def assert_random_law(data: st.DataObject, draft: Program) -> None:
 LIMITS = settings(deadline=None, suppress_health_check=[*HealthCheck])
 
 
-@settings(LIMITS, max_examples=150)
+@settings(LIMITS, max_examples=150 if ALL else 45)
 @given(compute_programs(3, 3, 2), st.data())
 def test_any_draft(draft: Program, data: st.DataObject) -> None:
     assert_random_law(data, draft)
 
 
-@settings(LIMITS, max_examples=30)
+@settings(LIMITS, max_examples=30 if ALL else 12)
 @given(compute_programs(3, 2, 2, placements=("loop", "vee"), optimizer_steps=4), st.data())
 def test_drafts_of_several_optimizer_steps(draft: Program, data: st.DataObject) -> None:
     assert_random_law(data, draft)
 
 
-@pytest.mark.parametrize("schedule", [*ZOO.values(), newest_first], ids=lambda s: s.__name__)
-@settings(LIMITS, max_examples=4)
-@given(data=st.data())
+@settings(LIMITS, max_examples=100 if ALL else 32)
+@given(st.sampled_from([*ZOO.values(), newest_first]), st.data())
 def test_schedules(schedule: Any, data: st.DataObject) -> None:
     """The schedules are those of `schedir.schedules`, and one with descending backwards."""
     shape = make_shape(schedule, 2, max(4, find_min_microbatches(schedule, 2)))
     assert_random_law(data, expand_schedule(schedule, shape))
 
 
-@pytest.mark.parametrize("schedule", [one_f_one_b, pipedream_2bw])
-@settings(LIMITS, max_examples=8)
-@given(data=st.data())
+@settings(LIMITS, max_examples=16 if ALL else 12)
+@given(st.sampled_from([one_f_one_b, pipedream_2bw]), st.data())
 def test_schedules_of_several_optimizer_steps(schedule: Any, data: st.DataObject) -> None:
     """The schedules are PipeDream, whose delays differ by stage, and PipeDream-2BW."""
     ranks = data.draw(st.integers(1, 3))
@@ -309,7 +308,7 @@ def test_schedules_of_several_optimizer_steps(schedule: Any, data: st.DataObject
     assert_random_law(data, expand_schedule(schedule, shape))
 
 
-@settings(LIMITS, max_examples=15)
+@settings(LIMITS, max_examples=15 if ALL else 12)
 @given(shapes(3, 3, 2, ("loop", "vee", "given")), st.data())
 def test_forward_only_programs(shape: PipelineShape, data: st.DataObject) -> None:
     draft = expand_schedule(forward_only, shape)

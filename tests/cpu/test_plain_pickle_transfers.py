@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+import re
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -131,8 +132,12 @@ ALLOWED = {
 def test_no_module_unpickles_foreign_data() -> None:
     """Exceptions are messages between a parent and its children, and `weights_only` loads."""
     root, unpickling = Path(json_collectives.__file__).parents[1], dict[str, Any]()
+    may_unpickle = re.compile(rf"\b({'|'.join(UNPICKLES)})\b")
     for path in root.rglob("*.py"):
-        tree = ast.parse(path.read_text())
+        text = path.read_text()
+        if not may_unpickle.search(text):
+            continue
+        tree = ast.parse(text)
         named = {
             n.attr
             for n in ast.walk(tree)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -34,8 +33,7 @@ from tests.cpu.train_command import (
     TORCHRUN,
     Run,
     make_arguments,
-    start_process,
-    wait_for_exit,
+    run_launched,
     wait_until,
 )
 
@@ -134,15 +132,33 @@ def test_other_node_reports_dead_process(config: str, tmp_path: Path) -> None:
     ), other_node
 
 
-FAULTY_SITECUSTOMIZE = """\
+# The launcher and its ranks are forks of a process that has loaded this function.
+FAULTY_LAUNCHER = """\
 import os
+import sys
 import time
+from runpy import run_module
 
-if os.environ.get("RANK") == "1":
-    box = os.environ["BEGUN"]
-    while not os.path.exists(box) or not open(box, "rb").read()[{phase}:{phase} + 1].strip(b"\\0"):
-        time.sleep(0.05)
-    {what}
+from tests.cpu import train_command
+
+main = train_command.main
+
+
+def main_of_rank(arguments):
+    if os.environ["RANK"] == "1":
+        box = {box!r}
+        while not (os.path.exists(box) and any(open(box, "rb").read()[{phase}:{phase} + 8])):
+            time.sleep(0.05)
+        {what}
+    return main(arguments)
+
+
+train_command.main = main_of_rank
+arguments = {arguments!r}
+if arguments[0] == "-m":
+    sys.argv[1:] = arguments[2:]
+    run_module(arguments[1], run_name="__main__", alter_sys=True)
+sys.exit(main(arguments))
 """
 
 
@@ -154,25 +170,26 @@ if os.environ.get("RANK") == "1":
         ("torchrun", "os._exit(3)",
          "process 1 (pipeline rank 1) has not started: it has no black box; "
          "process 0 (pipeline rank 0) received SIGTERM, in set-up"),
-        ("schedir", "import sys; sys.modules['torch.distributed'] = None",
+        ("schedir", "sys.modules['torch.distributed'] = None",
          "process 1 (pipeline rank 1): Traceback"),
     ],
 )  # fmt: skip
 def test_process_that_dies_before_it_joins_is_reported(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, what: str,
-    said: str,
-) -> None:  # fmt: skip
-    (tmp_path / "sitecustomize.py").write_text(
-        FAULTY_SITECUSTOMIZE.format(what=what, phase=BlackBoxField.PHASE * 8)
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("BEGUN", str(tmp_path / "out" / BLACK_BOX_DIRECTORY / "0"))
-    agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"] if launcher == "torchrun" else []
+    config: str, tmp_path: Path, launcher: str, what: str, said: str
+) -> None:
+    agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "schedir"]
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b"]
-    process = start_process(
-        [sys.executable, *agent, "-m", "schedir", *make_arguments(config, tmp_path / "out", *sets)]
+    arguments = make_arguments(config, tmp_path / "out", *sets)
+    script = tmp_path / "launch.py"
+    script.write_text(
+        FAULTY_LAUNCHER.format(
+            what=what,
+            phase=BlackBoxField.PHASE * 8,
+            box=str(tmp_path / "out" / BLACK_BOX_DIRECTORY / "0"),
+            arguments=[*agent, *arguments] if launcher == "torchrun" else arguments,
+        )
     )
-    code, _, err = wait_for_exit(process)
+    code, _, err = run_launched([str(script)], tmp_path / "launched")
     error_lines = [line for line in err.splitlines() if line.startswith("process ")]
     assert code == 1 and error_lines[0].startswith(said), err
     assert "During handling" not in err  # there is no other error

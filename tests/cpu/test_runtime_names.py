@@ -1,12 +1,12 @@
 """Tests of the names that `schedir.runtime` exports, after any earlier imports."""
 
-import subprocess
-import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 import schedir.runtime
+from tests.cpu.train_command import run_script
 
 
 @pytest.mark.parametrize("name", schedir.runtime.__all__)
@@ -16,8 +16,17 @@ def test_exported_name_is_defined_in_its_module(name: str) -> None:
     assert getattr(import_module(exported.__module__), name) is exported
 
 
-def test_submodule_import_does_not_replace_function() -> None:
-    code = """
+def test_submodule_import_does_not_replace_function(tmp_path: Path) -> None:
+    """The process is a fork. It loads schedir again in this order."""
+    script = tmp_path / "imports.py"
+    script.write_text("""
+import sys
+
+folder = sys.modules["schedir"].__path__[0]
+sys.path.append(folder.removesuffix("schedir"))
+for name in [name for name in sys.modules if name.partition(".")[0] == "schedir"]:
+    del sys.modules[name]
+
 import schedir.runtime.sequential_reference
 import schedir.runtime.executor
 from schedir.runtime.sequential_reference import run_sequential as own
@@ -25,8 +34,8 @@ from schedir.runtime import *
 import schedir.runtime as runtime
 assert run_sequential is own is runtime.run_sequential, run_sequential
 assert set(runtime.__all__) <= {*dir(runtime)} & {*globals()}
-"""
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+""")
+    assert run_script(script, 1, tmp_path / "run") == ""
 
 
 def test_missing_name_is_reported() -> None:

@@ -23,6 +23,7 @@ from schedir.predict.timeline import Timeline
 from schedir.schedules import one_f_one_b
 from schedir.traces.trace_import import read_run
 from schedir.transports.gloo import GlooTransport
+from tests.cases import cases
 from tests.commands import run_command
 from tests.cpu import torch_profiler_traces
 from tests.cpu.gloo_processes import run
@@ -128,7 +129,7 @@ def test_imported_trace_matches_torch_and_manual_times(
     assert_ordered_within_ranks(timeline)
 
 
-@pytest.mark.parametrize("name", ["Interleaved1F1B", "DualPipeV"])
+@pytest.mark.parametrize("name", cases(["DualPipeV"], ["Interleaved1F1B"]))
 def test_commands_accept_imported_timeline(
     name: str,
     trace_folder: tuple[Path, list[dict[str, list[str]]]],

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from schedir.training.train import run
+from tests.cases import cases
 from tests.cpu.train_command import (
     ONE_PROCESS,
     ROOT,
@@ -48,7 +49,7 @@ def test_impossible_memory_limit_is_refused(tmp_path: Path, config: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "settings_of_case", [[], ["memory.recompute=all"], ["train.precision=bfloat16"]]
+    "settings_of_case", cases([["memory.recompute=all"]], [[], ["train.precision=bfloat16"]])
 )
 def test_counted_memory_is_near_prediction(
     tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], settings_of_case: list[str]

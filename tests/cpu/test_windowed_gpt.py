@@ -20,6 +20,7 @@ from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
+from tests.cases import cases
 from tests.cpu.tiny_stages import copy_gradients
 from tests.cpu.train_command import CONFIG as TRAINED
 from tests.cpu.train_command import train, train_in_this_process
@@ -68,15 +69,18 @@ def test_windowed_gpt_equals_masked_attention(window: Any, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("schedule", "shape", "options"),
-    [
-        (one_f_one_b, PipelineShape(2, 3), {}),
-        (zb_h1, PipelineShape(4, 4), {"recompute": "all"}),
-        (interleaved, PipelineShape(2, 4, 2), {"offload": "all"}),
-        (zb_h1, PipelineShape(2, 4), {"offload": "all", "recompute": "half"}),
-    ],
+    ("schedule", "shape", "options", "dropout"),
+    cases(
+        [
+            (interleaved, PipelineShape(2, 4, 2), {"offload": "all"}, 0.0),
+            (zb_h1, PipelineShape(2, 4), {"offload": "all", "recompute": "half"}, 0.2),
+        ],
+        [
+            (one_f_one_b, PipelineShape(2, 3), {}, 0.2),
+            (zb_h1, PipelineShape(4, 4), {"recompute": "all"}, 0.0),
+        ],
+    ),
 )
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_pipelines_have_bits_of_one_process(
     schedule: Any, shape: PipelineShape, options: Any, dropout: float
 ) -> None:
