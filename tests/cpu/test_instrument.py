@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +22,10 @@ import schedir
 from schedir import PipelineShape, schedules
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import ExecutionError, UsageError
+from schedir.instrumentation import __main__ as launcher
 from schedir.instrumentation import deepspeed, megatron
 from schedir.testing.tiny_model import WIDTH, make_batch, squared_error
+from tests.cases import campaign
 from tests.cpu.gloo_processes import run
 from tests.cpu.trainer_traces import import_traces, list_computes, profile_step
 
@@ -238,6 +242,31 @@ def test_later_patches_of_others_are_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert theirs.PipelineScheduleSingle.step is patched_step
 
 
+@pytest.fixture
+def _without_trainers() -> Iterator[None]:
+    """Unload Megatron and DeepSpeed, so that a test can replace or hide them."""
+
+    def unload() -> dict[str, Any]:
+        names = [n for n in sys.modules if n.partition(".")[0] in ("megatron", "deepspeed")]
+        return {name: sys.modules.pop(name) for name in names}
+
+    loaded = unload()
+    yield
+    unload()
+    sys.modules.update(loaded)
+
+
+@pytest.mark.usefixtures("_without_trainers")
+def test_instrument_without_name_skips_missing_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("megatron", "deepspeed"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with schedir.instrument() as instrumentation:
+        assert instrumentation.trainers == {"torch": torch.__version__}
+        assert {*instrumentation.skipped} == {"megatron", "deepspeed"}
+        assert str(instrumentation).startswith("instrumented torch ")
+
+
+@campaign
 @pytest.mark.filterwarnings("ignore")  # trainers warn about missing packages at import
 def test_instrument_without_name_covers_installed_trainers() -> None:
     with schedir.instrument() as instrumentation:
@@ -247,7 +276,6 @@ def test_instrument_without_name_covers_installed_trainers() -> None:
             for name, module in (("megatron", "megatron"), ("deepspeed", "deepspeed"))
             if find_spec(module) is None
         }
-        assert str(instrumentation).startswith("instrumented torch ")
 
 
 def test_unknown_trainer_name_changes_nothing() -> None:
@@ -267,62 +295,75 @@ _PACKAGES = {
 }
 
 
-def test_unsuitable_packages_raise_one_error(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_without_trainers")
+def test_unsuitable_packages_raise_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, text in _PACKAGES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    program = """
-import sys, schedir
-for names in (["megatron", "deepspeed"], ["titan"], ["broken"]):
-    if names == ["broken"]:
-        sys.path.insert(0, sys.path[0] + "/broken")
-        names = ["deepspeed"]
-        for module in [m for m in sys.modules if m.startswith("deepspeed")]:
+    errors = []
+    for folder, names in (
+        (tmp_path, ["megatron", "deepspeed"]),
+        (tmp_path, ["titan"]),
+        (tmp_path / "broken", ["deepspeed"]),
+    ):
+        monkeypatch.syspath_prepend(folder)
+        for module in [name for name in sys.modules if name.startswith("deepspeed")]:
             del sys.modules[module]
-    try:
-        schedir.instrument(*names)
-    except schedir.errors.UsageError as error:
-        print(error)
+        with pytest.raises(UsageError) as caught:
+            schedir.instrument(*names)
+        errors.append(f"{caught.value}\n")
+    assert "".join(errors) == (ROOT / "tests" / "golden" / "instrument.txt").read_text()
+
+
+PROGRAM = """\
+import sys, helper
+from torch.distributed.pipelining import schedules
+print(__name__, sys.argv[1:], hasattr(schedules.Schedule1F1B.step, '__wrapped__'))
 """
-    (tmp_path / "ask.py").write_text(program)
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    result = subprocess.run(
-        [sys.executable, str(tmp_path / "ask.py")],
-        env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == (ROOT / "tests" / "golden" / "instrument.txt").read_text()
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """Return a program that imports a module of its folder."""
+    (tmp_path / "helper.py").write_text("")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path / "program.py"
 
 
 @pytest.mark.parametrize("module", [False, True])
-def test_launcher_instruments_program(tmp_path: Path, module: bool) -> None:
-    """`torchrun -m schedir.instrumentation` runs a program with its arguments."""
-    (tmp_path / "helper.py").write_text("")
-    (tmp_path / "program.py").write_text(
-        "import sys, helper\n"
-        "from torch.distributed.pipelining import schedules\n"
-        "print(__name__, sys.argv[1:], hasattr(schedules.Schedule1F1B.step, '__wrapped__'))\n"
-    )
-    program_arguments = ["-m", "program"] if module else [str(tmp_path / "program.py")]
-    command = [
-        sys.executable,
-        "-m",
-        "schedir.instrumentation",
-        *program_arguments,
-        "-m",
-        "--steps=2",
-    ]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path if module else ''}"}
-    result = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.stdout.splitlines()[-1:] == ["__main__ ['-m', '--steps=2'] True"], result.stderr
+def test_launcher_runs_file_or_module(
+    program: Path, module: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program has its arguments, and its folder or the path of the launcher."""
+    monkeypatch.setattr(sys, "path", [str(program.parent) if module else "", *sys.path])
+    words = ["-m", "program"] if module else [str(program)]
+    monkeypatch.setattr(sys, "argv", ["schedir.instrumentation", *words, "-m", "--steps=2"])
+    with ExitStack() as stack, monkeypatch.context() as patch:
+        # The launcher never undoes its marks, and would import all trainers.
+        marks = lambda: stack.enter_context(schedir.instrument("torch"))  # noqa: E731
+        patch.setattr(launcher, "instrument", marks)
+        launcher.main()
+    sys.modules.pop("helper")
+    assert capsys.readouterr().out == "__main__ ['-m', '--steps=2'] True\n"
 
 
-def test_launcher_without_program_prints_usage() -> None:
-    command = [sys.executable, "-m", "schedir.instrumentation"]
+def test_launcher_process_instruments_program(program: Path, tmp_path: Path) -> None:
+    """`torchrun -m schedir.instrumentation` starts this process."""
+    hidden = tmp_path / "hidden"  # importing the installed trainers would take ten seconds
+    for name in ("megatron", "deepspeed"):
+        (hidden / name).mkdir(parents=True)
+        (hidden / name / "__init__.py").write_text("")
     result = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert result.returncode == 1
-    assert result.stderr.startswith("usage: python -m schedir.instrumentation")
+        [sys.executable, "-m", "schedir.instrumentation", str(program), "-m", "--steps=2"],
+        env=os.environ | {"PYTHONPATH": f"{hidden}{os.pathsep}{ROOT}"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.stdout == "__main__ ['-m', '--steps=2'] True\n", result.stderr
+
+
+def test_launcher_without_program_prints_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["schedir.instrumentation"])
+    with pytest.raises(SystemExit, match=r"^usage: python -m schedir.instrumentation"):
+        launcher.main()

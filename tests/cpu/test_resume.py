@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from schedir.training.resume_checks import RUN_FILE
 from schedir.training.run_results import claim_directories
 from schedir.training.step_queue import StepQueue
 from schedir.training.train import run
+from tests.cases import cases
 from tests.cpu import train_command
 from tests.cpu.train_command import ROOT, TORCHRUN, Run, run_forked, run_launched, wait_until
 
@@ -26,13 +28,18 @@ ALONE = [
 ]  # a picture would take as long as the steps
 TWO_RANKS = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "output.record=false"]
 STEPS = 7
+TRAINING = [
+    f"train.steps={STEPS}", "train.log_every=3", "model.dropout=0.1", "model.layers=2",
+    "pipeline.microbatches=2",
+]  # fmt: skip
 
 
 def make_options(folder: Path, *settings: str, every: int = 2) -> list[str]:
     """Return the options of a run that saves checkpoints and reports each third step."""
-    return [f"train.steps={STEPS}", "train.log_every=3", "model.dropout=0.1",
-            f'output.dir="{folder / "out"}"', f'train.checkpoint_dir="{folder / "saved"}"',
-            f"train.checkpoint_every={every}", *settings]  # fmt: skip
+    return [
+        *TRAINING, f'output.dir="{folder / "out"}"', f'train.checkpoint_dir="{folder / "saved"}"',
+        f"train.checkpoint_every={every}", *settings,
+    ]  # fmt: skip
 
 
 def read_losses(folder: Path) -> bytes:
@@ -44,33 +51,48 @@ def list_saved_steps(folder: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def unbroken_losses(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(train_command.write_config(tmp_path_factory.mktemp("config")))
+
+
+@pytest.fixture(scope="module")
+def unbroken_losses(config: str, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("unbroken")
-    config = str(train_command.write_config(folder))
-    assert run(config, [*ALONE, *make_options(folder)[:3], f'output.dir="{folder / "out"}"']) == 0
+    assert run(config, [*ALONE, *TRAINING, f'output.dir="{folder / "out"}"']) == 0
     return read_losses(folder)
 
 
+def run_until(step: int, config: str, folder: Path, *settings: str) -> None:
+    """Start a run that is interrupted within a step."""
+    issue = StepQueue.issue
+
+    def issues(self: StepQueue, *args: object) -> None:
+        if self.last_issued_step + 1 == step:
+            raise KeyboardInterrupt
+        issue(self, *args)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepQueue, "issue", issues)
+        assert run(config, [*ALONE, *make_options(folder, *settings)]) == 130
+
+
+@pytest.fixture(scope="module")
+def interrupted_runs(config: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Return the folders of two runs, by the step in which each was interrupted."""
+    folders = {step: tmp_path_factory.mktemp(f"until-{step}") for step in (4, 6)}
+    for step, folder in folders.items():
+        run_until(step, config, folder)
+    return folders
+
+
 @pytest.fixture
-def interrupt_run(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Path]:
-    """Return a function that starts a run which is interrupted within a step."""
+def copy_run(interrupted_runs: dict[int, Path], tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that copies the folder of a run that was interrupted within a step."""
 
-    def run_until(step: int, *settings: str, folder: Path = tmp_path) -> Path:
-        issue = StepQueue.issue
+    def copy(step: int, folder: Path = tmp_path) -> Path:
+        return shutil.copytree(interrupted_runs[step], folder, dirs_exist_ok=True)
 
-        def issues(self: StepQueue, *args: object) -> None:
-            if self.last_issued_step + 1 == step:
-                raise KeyboardInterrupt
-            issue(self, *args)  # type: ignore[arg-type]
-
-        with monkeypatch.context() as patch:
-            patch.setattr(StepQueue, "issue", issues)
-            assert run(config, [*ALONE, *make_options(folder, *settings)]) == 130
-        return folder
-
-    return run_until
+    return copy
 
 
 # Runs that continue
@@ -79,10 +101,10 @@ def interrupt_run(
 def test_resumed_run_has_losses_of_unbroken_run(
     config: str,
     unbroken_losses: bytes,
-    interrupt_run: Callable[..., Path],
+    copy_run: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = interrupt_run(6)
+    folder = copy_run(6)
     assert read_losses(folder).count(b"\n") == 5 and list_saved_steps(folder) == [2, 4]
     with (folder / "out" / "loss.csv").open("a") as file:  # rows of steps after the saved one
         file.write("5,1.0,0.1,0.1,0\n6,1")
@@ -93,23 +115,25 @@ def test_resumed_run_has_losses_of_unbroken_run(
     assert f"saved step 7 to {folder / 'saved' / 'step-00000007'} in " in output
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("precision", cases(["float16"], ["bfloat16"]))
 def test_checkpoint_has_main_parameters_and_loss_scale(
-    config: str, interrupt_run: Callable[..., Path], tmp_path: Path, precision: str
+    config: str, tmp_path: Path, precision: str
 ) -> None:
     """Checkpoints also contain the float32 copies of weights and the loss scale."""
-    option = f"train.precision={precision}"
+    options = [f"train.precision={precision}", "train.steps=4"]
     unbroken_folder = tmp_path / "whole"
-    assert run(config, [*ALONE, *make_options(unbroken_folder, option)]) == 0
-    assert run(config, [*ALONE, *make_options(interrupt_run(4, option), option)]) == 0
+    assert run(config, [*ALONE, *make_options(unbroken_folder, *options)]) == 0
+    run_until(4, config, tmp_path, *options)
+    assert run(config, [*ALONE, *make_options(tmp_path, *options)]) == 0
     assert read_losses(tmp_path) == read_losses(unbroken_folder)
 
 
 def test_run_without_checkpoint_starts_again(
-    config: str, unbroken_losses: bytes, interrupt_run: Callable[..., Path]
+    config: str, unbroken_losses: bytes, copy_run: Callable[..., Path]
 ) -> None:
     """Old results of the same run are replaced without the option `overwrite`."""
-    folder = interrupt_run(5, "train.log_every=1", "train.checkpoint_every=6")
+    folder = copy_run(4)
+    shutil.rmtree(folder / "saved" / "step-00000002")
     assert read_losses(folder).count(b"\n") > 1 and list_saved_steps(folder) == []
     assert run(config, [*ALONE, *make_options(folder)]) == 0
     assert read_losses(folder) == unbroken_losses
@@ -129,27 +153,21 @@ def test_complete_run_is_reported_and_unchanged(
 
 
 def test_changed_settings_are_reported(
-    config: str, interrupt_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    config: str, copy_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = interrupt_run(4)
-    assert (
-        run(config, [*ALONE, *make_options(folder, "train.lr=0.002", "pipeline.microbatches=2")])
-        == 0
-    )
+    folder = copy_run(4)
+    changed = ["train.lr=0.002", "pipeline.microbatches=1"]
+    assert run(config, [*ALONE, *make_options(folder, *changed)]) == 0
     output = capsys.readouterr().out
-    assert "; changed since: pipeline.microbatches 3 to 2, train.lr 0.001 to 0.002\n" in output
+    assert "; changed since: pipeline.microbatches 2 to 1, train.lr 0.001 to 0.002\n" in output
 
 
 def test_new_output_folder_has_only_resumed_losses(
-    config: str, interrupt_run: Callable[..., Path], unbroken_losses: bytes
+    config: str, copy_run: Callable[..., Path], unbroken_losses: bytes
 ) -> None:
-    folder = interrupt_run(4)
-    other = [
-        *make_options(folder)[:3],
-        f'output.dir="{folder / "new" / "out"}"',
-        *make_options(folder)[4:],
-    ]
-    assert run(config, [*ALONE, *other]) == 0
+    folder = copy_run(4)
+    other = f'output.dir="{folder / "new" / "out"}"'
+    assert run(config, [*ALONE, *make_options(folder, other)]) == 0
     lines = unbroken_losses.splitlines(keepends=True)
     assert read_losses(folder / "new") == b"".join([lines[0], *lines[3:]])
 
@@ -171,10 +189,10 @@ def test_step_with_nonfinite_gradients_is_not_saved(
 
 
 def test_incompatible_resume_is_refused_and_keeps_files(
-    config: str, tmp_path: Path, interrupt_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    config: str, tmp_path: Path, copy_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = interrupt_run(4, folder=Path("run"))
+    folder = copy_run(4, folder=Path("run"))
     contents = {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     Path("other.txt").write_text("another text " * 200)
     Path("file").touch()
@@ -213,9 +231,9 @@ def test_incompatible_resume_is_refused_and_keeps_files(
 
 
 def test_output_folder_of_another_run_is_refused(
-    config: str, tmp_path: Path, interrupt_run: Callable[..., Path]
+    config: str, tmp_path: Path, copy_run: Callable[..., Path]
 ) -> None:
-    folder = interrupt_run(4)
+    folder = copy_run(4)
     other = tmp_path / "other"
     assert run(config, [*ALONE, "train.steps=1", f'output.dir="{other / "out"}"']) == 0
     with pytest.raises(UsageError) as error:
@@ -228,10 +246,10 @@ def test_output_folder_of_another_run_is_refused(
 def test_overwrite_removes_old_checkpoints(
     config: str,
     unbroken_losses: bytes,
-    interrupt_run: Callable[..., Path],
+    copy_run: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = interrupt_run(6)
+    folder = copy_run(6)
     options = ["train.resume=no", "output.overwrite=true"]
     assert run(config, [*ALONE, *make_options(folder, *options)]) == 0
     assert read_losses(folder) == unbroken_losses and "resumed" not in capsys.readouterr().out
@@ -249,10 +267,10 @@ def test_checkpoint_folder_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def test_full_disk_keeps_last_complete_checkpoint(
-    config: str, tmp_path: Path, interrupt_run: Callable[..., Path]
+    config: str, tmp_path: Path, copy_run: Callable[..., Path]
 ) -> None:
     """A limit of the file size stands for a full disk. Only checkpoints exceed this limit."""
-    folder = interrupt_run(4)
+    folder = copy_run(4)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
@@ -264,15 +282,15 @@ def test_full_disk_keeps_last_complete_checkpoint(
     assert run(config, [*ALONE, *make_options(folder)]) == 0
 
 
-@pytest.mark.parametrize("damage", ["tampered", "manifest"])
+@pytest.mark.parametrize("damage", cases(["tampered"], ["manifest"]))
 def test_damaged_checkpoint_is_skipped(
     config: str,
     unbroken_losses: bytes,
-    interrupt_run: Callable[..., Path],
+    copy_run: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
     damage: str,
 ) -> None:
-    folder = interrupt_run(6)
+    folder = copy_run(6)
     newest = folder / "saved" / "step-00000004"
     file = next(newest.glob("*.distcp")) if damage == "tampered" else newest / "manifest.jsonl"
     data = bytearray(file.read_bytes())
@@ -396,7 +414,7 @@ def test_torchrun_restart_resumes_from_checkpoint(config: str, tmp_path: Path) -
     assert code == 0, err
     assert out.count("resumed at step 3 from ") == 1
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN_FILE, "summary.json"}
-    plain_settings = [*TWO_RANKS, "pipeline.schedule=one_f_one_b", *make_options(tmp_path)[:3]]
+    plain_settings = [*TWO_RANKS, "pipeline.schedule=one_f_one_b", *TRAINING]
     code, _, err = run_forked(config, tmp_path / "plain" / "out", *plain_settings)
     assert code == 0, err
     assert read_losses(tmp_path) == read_losses(tmp_path / "plain")
