@@ -39,7 +39,13 @@ class DelayedModules:
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
-        self.modules = [module for chunk in chunks for module in find_delayed_modules(chunk)]
+        # `require_delay_settings` verified that no other chunk has such modules.
+        self.modules = [
+            module
+            for chunk in chunks
+            if _reduces_delayed_gradients(chunk)
+            for module in find_delayed_modules(chunk)
+        ]
         self._pending: WeightGradients = []
 
     @contextmanager
@@ -80,6 +86,11 @@ def find_delayed_modules(chunk: Any) -> list[Any]:
     ]
 
 
+def _reduces_delayed_gradients(chunk: Any) -> bool:
+    """Return whether Megatron's DistributedDataParallel expects delayed weight gradients."""
+    return bool(getattr(getattr(chunk, "ddp_config", None), "delay_wgrad_compute", False))
+
+
 def _delayed_weights(module: Any) -> list[Any]:
     return [
         parameter
@@ -110,13 +121,11 @@ def require_delay_settings(chunks: Sequence[Any]) -> None:
         chunks: The model chunks of this rank.
 
     Raises:
-        UsageError: DistributedDataParallel was not told that the modules delay their gradients. Or
-            the modules do not mark their parameters, as in versions of Transformer Engine before
-            2.8.
+        UsageError: `delay_wgrad_compute` of DistributedDataParallelConfig is False. Or the modules
+            do not mark their parameters, as in versions of Transformer Engine before 2.8.
     """
     for chunk in chunks:
-        ddp_config = getattr(chunk, "ddp_config", None)
-        if find_delayed_modules(chunk) and not getattr(ddp_config, "delay_wgrad_compute", False):
+        if find_delayed_modules(chunk) and not _reduces_delayed_gradients(chunk):
             raise UsageError(
                 "the model delays weight gradients, but delay_wgrad_compute of "
                 "DistributedDataParallelConfig is False, so Megatron would not add them to "

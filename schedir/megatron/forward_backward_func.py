@@ -71,6 +71,8 @@ class ForwardBackward:
         # Each key contains all inputs of the checks in `_prepare`. It refers to the model chunks by
         # weak references.
         self._prepared: dict[Any, _PreparedRun] = {}
+        # The group of each pipeline group that sends shapes. All ranks create it in the same call.
+        self._shape_groups: dict[Any, Any] = {}
 
     def __call__(
         self,
@@ -226,7 +228,10 @@ class ForwardBackward:
         require_layout(prepared_runs[0].program.shape, layouts, prepared_runs[0].program.name)
         if setting.variable_seq_lengths:
             pipelines = sorted({tuple(pipeline) for _, _, pipeline in results})
-            prepared_runs[0].transport.create_shape_group(pipelines)
+            transport = prepared_runs[0].transport
+            transport.shape_group = transport.shape_group or self._shape_groups.get(groups.pp)
+            transport.create_shape_group(pipelines)
+            self._shape_groups[groups.pp] = transport.shape_group
         return prepared_runs[0]
 
 
@@ -337,7 +342,6 @@ class _GradientReduction:
         self.chunks = chunks
         self.force_all_reduce = force_all_reduce
         self.sync_functions = _per_chunk(config.grad_sync_func, chunks)
-
         is_deferred = has_last_stage and config.defer_embedding_wgrad_compute
         self.postponed_chunk = len(chunks) - 1 if is_deferred else None
 

@@ -26,6 +26,12 @@ from schedir.verify.check import check
 # Options of `compile` whose values the run of Megatron decides.
 _MEGATRON_OPTIONS: Final = ("shape", "ranks", "microbatches", "stages_per_rank", "progress_model")
 
+# Receive -> the send of the message, and the distance of the sender's stage.
+_SENDER_OF: Final = {
+    Opcode.RecvAct: (Opcode.SendAct, -1),
+    Opcode.RecvGrad: (Opcode.SendGrad, 1),
+}
+
 
 @dataclass(frozen=True)
 class PipelineSetting:
@@ -270,13 +276,6 @@ def require_shapes_before_receives(program: Program) -> None:
                 "as all built-in ones",
                 fields=["variable_seq_lengths"],
             )
-
-
-# Receive -> the send of the message, and the distance of the sender's stage.
-_SENDER_OF: Final = {
-    Opcode.RecvAct: (Opcode.SendAct, -1),
-    Opcode.RecvGrad: (Opcode.SendGrad, 1),
-}
 
 
 def _find_send(receive: Instr) -> tuple[int, int, int]:

@@ -38,7 +38,8 @@ def model_provider(
     Pass the result to Megatron instead of `build`. For each chunk the result calls `build` once, as
     Megatron does. In a looped placement, `build` gets the arguments that Megatron passes. In a vee,
     `build` gets the `pre_process` and `post_process` of the chunk's stage, and the chunk's layers
-    have the numbers of this stage's layers.
+    have the numbers of this stage's layers. While `build` runs, Megatron's TransformerConfig
+    accepts `delay_wgrad_compute` for all models.
 
     Args:
         build: Megatron's model provider. It takes `pre_process`, `post_process` and, with several

@@ -109,9 +109,9 @@ def megatron_on_cpu(case: Case) -> Iterator[None]:
 
     moe_utils.te_general_gemm = None  # it is undefined without Transformer Engine
     layers._grad_accum_fusion_available = True
-    sys.modules["fused_weight_gradient_mlp_cuda"] = layers.fused_weight_gradient_mlp_cuda = (
-        FusedKernels
-    )
+    kernels: Any = FusedKernels
+    sys.modules["fused_weight_gradient_mlp_cuda"] = kernels
+    layers.fused_weight_gradient_mlp_cuda = kernels
     random.CudaRNGStatesTracker.fork = fork
     random._get_cuda_rng_state = lambda *_, **__: torch.zeros(1, dtype=torch.uint8)
     random._set_cuda_rng_state = lambda *_, **__: None
