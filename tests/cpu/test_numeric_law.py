@@ -289,7 +289,7 @@ def test_drafts_of_several_optimizer_steps(draft: Program, data: st.DataObject) 
     assert_random_law(data, draft)
 
 
-@settings(LIMITS, max_examples=100 if ALL else 32)
+@settings(LIMITS, max_examples=100 if ALL else 24)
 @given(st.sampled_from([*ZOO.values(), newest_first]), st.data())
 def test_schedules(schedule: Any, data: st.DataObject) -> None:
     """The schedules are those of `schedir.schedules`, and one with descending backwards."""
