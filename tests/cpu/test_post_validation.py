@@ -160,7 +160,7 @@ def test_built_in_schedules_have_same_bits(
             st.integers(0, 2**32), st.sampled_from([1.0, 1.0, math.nan, math.inf]), st.booleans()
         ),
         min_size=2,
-        max_size=4,
+        max_size=3,
     ),
 )
 def test_random_schedules_orders_and_norms_have_same_bits(
