@@ -22,7 +22,7 @@ from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import one_f_one_b
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
-from tests.cases import each_value
+from tests.cases import cases, each_value
 from tests.cpu.gloo_processes import run
 from tests.cpu.stage_chains import (
     BOUNDARY,
@@ -146,7 +146,10 @@ class KeepsGradient(Layer):
         return y
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+USUAL = ("1f1b", "zb_h1", "two stages per rank", "recomputed on one rank", "offloaded")
+
+
+@pytest.mark.parametrize("name", cases(USUAL, [name for name in PROGRAMS if name not in USUAL]))
 def test_kept_gradient_of_message_is_refused(name: str) -> None:
     ranks = make_executor(PROGRAMS[name](), make_stages(*[KeepsGradient] * 4))
     if name in ON_ONE_RANK:

@@ -6,17 +6,16 @@ import csv
 import math
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from schedir.errors import UsageError
 from schedir.models import gpt
-from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.runtime.program_runner import ProgramRunner
 from schedir.training.config.train_config import TrainConfig
 from schedir.training.train import run
+from tests.cases import each_value
 from tests.cpu.train_command import run_forked
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -55,7 +54,8 @@ ProgramRunner.begin_step = begin_and_record
 gpt.build_stage = build_stage
 """
 FORWARD, BACKWARD = "y = y * math.nan", "y.register_hook(lambda dy: dy * math.inf)"
-ONE = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.stages_per_rank=4", "train.log_every=2"]
+ONE = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.stages_per_rank=4", "train.log_every=2",
+       "output.record=false"]  # fmt: skip
 
 
 @pytest.fixture
@@ -84,8 +84,10 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return [*csv.DictReader(file)]
 
 
-@pytest.mark.parametrize("more", [[], ["train.precision=bfloat16"], ["train.precision=float16"]])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    each_value([0, 2, 3], [[], ["train.precision=bfloat16"], ["train.precision=float16"]]),
+)
 def test_run_stops_and_names_stage_of_nan_loss(
     config: str,
     tmp_path: Path,
@@ -105,15 +107,17 @@ def test_run_stops_and_names_stage_of_nan_loss(
     assert not (tmp_path / "summary.json").exists()
 
 
-@pytest.mark.parametrize("clip", ["1.0", "0"])
 @pytest.mark.parametrize(
-    ("stage", "sets"),
-    [
-        (1, ONE),
-        (2, [*ONE, "train.precision=bfloat16"]),
-        (1, [*ONE, "pipeline.stages_per_rank=4", "pipeline.placement=[0,0,0,0]",
-             "pipeline.optimizer_steps=3", "pipeline.weight_delay=1"]),
-    ],
+    ("stage", "sets", "clip"),
+    each_value(
+        [
+            (1, ONE),
+            (2, [*ONE, "train.precision=bfloat16"]),
+            (1, [*ONE, "pipeline.stages_per_rank=4", "pipeline.placement=[0,0,0,0]",
+                 "pipeline.optimizer_steps=3", "pipeline.weight_delay=1"]),
+        ],
+        ["1.0", "0"],
+    ),
 )  # fmt: skip
 def test_run_stops_and_names_stage_of_bad_gradient(
     config: str,
@@ -139,7 +143,7 @@ def test_run_stops_and_names_stage_of_bad_gradient(
 def test_origin_search_repeats_random_numbers(
     config: str, tmp_path: Path, poison: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rare_nan = "y = y / (torch.rand(()) > 0.01)"
+    rare_nan = "y = y / (torch.rand(()) > 0.05)"
     sets = [*ONE, "train.steps=400", poison(rare_nan, 1, *range(400)), f'output.dir="{tmp_path}"']
     assert run(config, sets) == 1
     assert capsys.readouterr().err.splitlines()[1].split()[4].startswith("1.")
@@ -156,19 +160,6 @@ def test_skipped_steps_are_counted(
     assert [row["skipped"] for row in rows(tmp_path)] == ["0", "1", "1", "0", "0", "0"]
     finite = [math.isfinite(float(row["loss"])) for row in rows(tmp_path)]
     assert finite == [True, False, False, True, True, True]
-
-
-def test_overflow_from_loss_scale_skips_steps(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The first steps overflow. They are skipped and marked in loss.csv."""
-    folder = f'output.dir="{tmp_path}"'
-    large_batches = ["data.microbatch_size=8", "train.steps=8"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("schedir.training.trainer.LossScale", partial(LossScale, 2.0**22))
-        assert run(config, [*ONE, *large_batches, "train.precision=float16", folder]) == 0
-    skipped = [row["skipped"] for row in rows(tmp_path)]
-    assert skipped[0] == "1" and skipped[-1] == "0" and "skipped" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

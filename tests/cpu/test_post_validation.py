@@ -38,7 +38,7 @@ from schedir.runtime.parameters.optimistic_step import OptimisticStep
 from schedir.testing import random_compute_program, shapes
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport, can_share_memory
-from tests.cases import each_value
+from tests.cases import cases
 from tests.cpu.gloo_processes import run
 from tests.cpu.test_nonfinite_steps import learned, set_stage, spoilt
 from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch
@@ -119,12 +119,18 @@ def find_stage(ranks: InProcessExecutor, s: int) -> nn.Module:
 
 # The norms of the first steps are about 1.2, 0.7 and 0.5. So all steps, only the first step, or no
 # steps are clipped.
-@pytest.mark.parametrize(("schedule", "shape", "max_norm"), each_value(PLANS, [0.1, 1.0, math.inf]))
+@pytest.mark.parametrize(
+    ("schedule", "shape", "max_norm"),
+    cases(
+        [(*PLANS[2], 1.0), (*PLANS[4], 0.1)],
+        [(*PLANS[0], math.inf), (*PLANS[1], 1.0), (*PLANS[3], 0.1)],
+    ),
+)
 def test_built_in_schedules_have_same_bits(
     schedule: Any, shape: PipelineShape, max_norm: float
 ) -> None:
     waiting, validated = make_gpts(schedule, shape, gradients=GradientOptions(max_norm=max_norm))
-    for k in range(6):
+    for k in range(5):
         for ranks in (waiting, validated):
             set_stage(ranks, 1, gradient=math.nan if k == 3 else 1.0)
         data = make_batch(shape.microbatches, k)
@@ -145,7 +151,7 @@ def test_built_in_schedules_have_same_bits(
 
 @settings(max_examples=25, deadline=None)
 @given(
-    shapes(ranks=3, microbatches=4, stages_per_rank=2),
+    shapes(ranks=2, microbatches=3, stages_per_rank=2),
     st.integers(0, 2**32),
     st.booleans(),
     st.sampled_from([0.5, 0.9, 1.3, math.inf]),
@@ -154,7 +160,7 @@ def test_built_in_schedules_have_same_bits(
             st.integers(0, 2**32), st.sampled_from([1.0, 1.0, math.nan, math.inf]), st.booleans()
         ),
         min_size=2,
-        max_size=5,
+        max_size=3,
     ),
 )
 def test_random_schedules_orders_and_norms_have_same_bits(
@@ -219,7 +225,11 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-SEEDS = [*((each, 0) for each in OPTIMIZERS), ("sgd", None)]
+USUAL = ("fused", "rate", "momentum", "adafactor", "main")
+SEEDS = cases(
+    [*((each, 0) for each in USUAL), ("sgd", None)],
+    [(each, 0) for each in OPTIMIZERS if each not in USUAL],
+)
 
 
 @pytest.mark.parametrize(("optimizer", "seed"), SEEDS)
@@ -276,8 +286,8 @@ def test_repeated_step_restores_all_state(optimizer: str, seed: int | None) -> N
 
 
 def test_loss_scale_follows_validated_updates() -> None:
-    """The initial loss scale is too large. It halves until updates are finite."""
-    scale = LossScale(2.0**24, growth_interval=2)
+    """The initial loss scale is too large. It halves until updates are finite, and grows again."""
+    scale = LossScale(2.0**20, growth_interval=2)
 
     def make(validate: str) -> InProcessExecutor:
         stages = [spoilt(stage.to(torch.float16)) for stage in gpt_stages(3, tied=False)]
@@ -293,7 +303,7 @@ def test_loss_scale_follows_validated_updates() -> None:
         )  # fmt: skip
 
     waiting, validated = make_both(make)
-    for k in range(14):
+    for k in range(8):
         data = make_batch(4, k)
         assert torch.equal(waiting.step(*data), validated.step(*data))
     validated.validate_last_update()
@@ -302,7 +312,7 @@ def test_loss_scale_follows_validated_updates() -> None:
         [float(rank.state.options.gradients.loss_scale.value) for rank in w.executors]  # type: ignore[union-attr]
         for w in (waiting, validated)
     ]
-    assert values[0] == values[1] != [2.0**24] * 3
+    assert values[0] == values[1] != [2.0**20] * 3
 
 
 def _train_rank(rank: int, name: str, dp: int, max_norm: float) -> Any:
@@ -354,7 +364,7 @@ def test_post_validation_between_processes_has_same_bits(
     assert len({repeated_steps for _, repeated_steps in results}) == 1 and results[0][1] >= 1
 
 
-@pytest.mark.parametrize("how", [{}, {"recompute": "all"}], ids=str)
+@pytest.mark.parametrize("how", cases([{"recompute": "all"}], [{}]), ids=str)
 def test_split_backward_has_same_bits(how: dict[str, Any]) -> None:
     """W instructions run in any order. In one case, forwards are recomputed."""
 
@@ -368,7 +378,7 @@ def test_split_backward_has_same_bits(how: dict[str, Any]) -> None:
         return InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, optimizer=ADAMW)
 
     waiting, validated = make_both(make)
-    for k in range(5):
+    for k in range(3):
         assert torch.equal(
             waiting.step(*make_batch(5, k)), validated.step(*make_batch(5, k), order_seed=k)
         )

@@ -36,6 +36,7 @@ from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.in_process import mailbox
 from schedir.transports.in_process.mailbox import Mailbox, MailboxHub
 from schedir.transports.transport import Work
+from tests.cases import cases
 from tests.cpu.virtual_gpu import (
     VirtualGPU,
     charge_instructions,
@@ -54,14 +55,15 @@ def make_executor(program: Program) -> InProcessExecutor:
     return InProcessExecutor(program, stages, loss=tiny_model.squared_error, boundary=BOUNDARY)
 
 
-def make_min_shape(schedule: Schedule) -> PipelineShape:
-    return make_shape(schedule, 4, max(5, find_min_microbatches(schedule, 4)))
+def make_min_shape(schedule: Schedule, ranks: int = 2) -> PipelineShape:
+    return make_shape(schedule, ranks, max(ranks + 1, find_min_microbatches(schedule, ranks)))
 
 
-@pytest.mark.parametrize("seed", [None, 1, 2])
-def test_recorded_cpu_timeline_is_legal(seed: int | None) -> None:
+@pytest.mark.parametrize(("seed", "count"), cases([(1, 2)], [(None, 4), (1, 4), (2, 4)]))
+def test_recorded_cpu_timeline_is_legal(seed: int | None, count: int) -> None:
+    """The schedules run on `count` ranks, in the order of `seed`."""
     for name, schedule in ZOO.items():
-        shape = make_min_shape(schedule)
+        shape = make_min_shape(schedule, count)
         program = schedir.compile(
             schedule, shape, progress_model="per_edge", overlap=True, buffer_sharing="minimal"
         )
@@ -147,7 +149,7 @@ def test_gpu_streams_run_no_earlier_than_predicted(case: tuple[Program, Costs]) 
 def test_early_receives_make_streams_run_as_predicted(schedule: Schedule) -> None:
     costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25)
     program = schedir.compile(
-        schedule, make_min_shape(schedule), progress_model="per_edge", costs=costs, overlap=True
+        schedule, make_min_shape(schedule, 4), progress_model="per_edge", costs=costs, overlap=True
     )
     timeline, _, _ = run_on_virtual_gpu(program, costs)
     predicted = schedir.simulate(program, costs, progress_model="per_edge")
