@@ -35,7 +35,10 @@ WORKS = (
     (f"compare one_f_one_b interleaved {SHAPE}", None),
     (f"recommend {SHAPE}", None),
     ("search --ranks 2 --microbatches 4 --time-limit 1", None),
-    ("plan --model gpt-175b --cluster a100 --nodes 16 --batch 256", None),
+    (
+        "plan --model gpt-175b --cluster a100 --nodes 8 --batch 64 --tp 8 --pp 8 --schedules gpipe",
+        None,
+    ),
     (f"export interleaved {SHAPE} --to torch -o x.csv", "x.csv"),
     ("import x.csv -o y.sched", "y.sched"),
     ("import traces -o run.timeline", "run.timeline"),

@@ -156,7 +156,7 @@ def test_fill_keeps_memory_limit() -> None:
     for limit in (460.0, 900.0):
         program = compile(
             schedules.one_f_one_b, shape, tp=2, stage_segments=SEGMENTS, costs=costs,
-            fill_collective_waits="all", sizes=sizes,
+            fill_collective_waits="F", sizes=sizes,
             memory_limit=limit, boundary="sharded",
         )  # fmt: skip
         timeline = simulate(program, costs, sizes=sizes)

@@ -142,7 +142,6 @@ def test_proposed_changes_fit_memory_limit() -> None:
     assert best_change.run.span == advice.baseline.span
     advice = advise_gpipe(COPY_COSTS, limit=5)
     assert not advice.fits_memory and not advice.memory_changes
-    assert advise_gpipe(COPY_COSTS, limit=500).fits_memory
 
 
 def test_offload_advice_needs_copy_costs_and_sizes() -> None:
@@ -154,10 +153,6 @@ def test_offload_advice_needs_copy_costs_and_sizes() -> None:
 
 def test_explain_prints_memory_changes(capsys: pytest.CaptureFixture[str]) -> None:
     head = "explain gpipe --ranks 2 --microbatches 4 --sizes saved=10MB --costs F=1,B=2"
-    assert main(f"{head},offload=4,reload=4 -O offload=0,1".split()) == 0
-    output = capsys.readouterr().out
-    assert "changes that take less time or memory, by simulation:\n" in output
-    assert "all saved activations kept" in output
     assert main(f"{head},offload=1,reload=1 --memory-limit 30MB".split()) == 0
     assert "the program does not fit into 30 MB: span " in capsys.readouterr().out
     assert main(f"{head},offload=1,reload=1 --memory-limit 5MB".split()) == 0
@@ -166,7 +161,7 @@ def test_explain_prints_memory_changes(capsys: pytest.CaptureFixture[str]) -> No
     facts = json.loads(capsys.readouterr().out)
     assert not facts["fits_memory"] and facts["current"]["memory"]["device"] > 30e6
     assert all(change["memory"]["device"] <= 30e6 for change in facts["memory_changes"])
-    assert 'offload="all"' in [change["description"] for change in facts["memory_changes"]]
+    assert 'offload="fit"' in [change["description"] for change in facts["memory_changes"]]
 
 
 def test_simulate_and_check_print_offloaded_activations(capsys: pytest.CaptureFixture[str]) -> None:

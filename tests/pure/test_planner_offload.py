@@ -331,7 +331,7 @@ def test_plan_command_with_offload(tmp_path: Path, capsys: pytest.CaptureFixture
     lines = [f"{name} = {value}" for name, value in numbers.items() if value]
     node.write_text("\n".join(lines), encoding="utf-8")
     command = ("plan", *MODEL_OPTIONS, f"--cluster={node}", "--batch=2", "--pp=1", "--top=2")
-    text = run_command(capsys, *command, "--offload", "-o", str(out))
+    text = " ".join(run_command(capsys, *command, "--offload", "-o", str(out)).split())
     for phrase in ("host copies", " of 60 GB", "optimizer state on the host",
                   "offload: no plan fits without offload", "bound by "):  # fmt: skip
         assert phrase in text, text

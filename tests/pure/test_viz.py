@@ -180,11 +180,10 @@ def test_program_without_time_or_instructions_is_drawn(tmp_path: Path) -> None:
         save(gantt(t), tmp_path / f"{k}.png")
 
 
-def test_picture_size_is_bounded(tmp_path: Path) -> None:
-    figure = gantt(simulate_schedule(ranks=64, m=32))
+def test_picture_size_is_bounded() -> None:
+    figure = gantt(simulate_schedule(ranks=64, m=8))
     assert (figure.get_size_inches() <= 28).all()
     assert len(figure.axes[0].get_yticks()) == 64
-    save(figure, tmp_path / "x.png")
     ticks = gantt(simulate_schedule(ranks=150, m=1)).axes[0].get_yticks()
     assert len(ticks) < 150  # every other rank is named, so that names do not overlap
 

@@ -25,7 +25,7 @@ from schedir.predict.calibrate import adjust_for_zero
 from schedir.predict.what_if import SimulatedChange, advise
 from tests.commands import run_command
 
-SHAPE = PipelineShape(2, 4, 2)
+SHAPE = PipelineShape(2, 6, 3)
 COSTS = Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.5, reduce_grads=1, step=2)
 SIZES = Sizes(activation=1e7, saved=1e8, params=1e9, grads=1e9, optimizer=6e9)
 
@@ -92,9 +92,11 @@ def test_advice_stays_within_memory_limit(
     """Advice that needs more memory appears only within the limit."""
     run, changes = single_unshard_run, single_unshard_changes
     high = 1.1 * max(map(get_peak, changes))
-    assert [
-        change.description for change in advise(run, COSTS, memory_limit=high).memory_changes
-    ] == [change.description for change in changes]
+    advice = advise(run, COSTS, memory_limit=high)
+    assert advice.fits_memory
+    assert [change.description for change in advice.memory_changes] == [
+        change.description for change in changes
+    ]
     fitting_changes = advise(run, COSTS, memory_limit=run.peak_memory.max()).memory_changes
     assert all(get_peak(change) <= run.peak_memory.max() for change in fitting_changes)
     assert len(fitting_changes) < len(changes)
