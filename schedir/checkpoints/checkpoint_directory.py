@@ -52,7 +52,7 @@ _REMOVING_SUFFIX: Final = ".gone"
 _NAME_PATTERN = re.compile(
     rf"{_STEP_PREFIX}(\d{{8,16}})({_UNFINISHED_SUFFIX}|{_REPLACED_SUFFIX}|{_REMOVING_SUFFIX}|)"
 )
-_DIGITS = re.compile(r"\d+")
+_WORD_SEPARATORS = re.compile(r"[\W\d_]+")
 
 # The locks that this process has, by real path of the directory. The operating system releases
 # these locks when the process ends.
@@ -74,6 +74,20 @@ class LatestCheckpoint(NamedTuple):
 
     manifest: Manifest | None
     skip_reasons: tuple[str, ...]
+
+
+def _is_misspelled(name: str, known_name: str) -> bool:
+    """Return whether two names differ slightly in one word of at least four letters."""
+    words, known_words = (_WORD_SEPARATORS.split(text) for text in (name, known_name))
+    if len(words) != len(known_words):
+        return False
+    pairs = [pair for pair in zip(words, known_words, strict=True) if pair[0] != pair[1]]
+    if len(pairs) != 1:
+        return False
+    ((word, known_word),) = pairs
+    return min(len(word), len(known_word)) >= 4 and bool(
+        get_close_matches(word, [known_word], cutoff=0.8)
+    )
 
 
 class CheckpointDirectory:
@@ -117,23 +131,21 @@ class CheckpointDirectory:
     def find_similar_directory(self) -> str:
         """Return a directory of checkpoints with a similar name if this directory does not exist.
 
-        Names that differ only in digits, such as run1 and run2, are not similar: they are often
-        the directories of two runs. The result is "" if there is no such directory.
+        Names are similar if one word of at least four letters is spelled slightly differently. So
+        run1 and run2, or run_a and run_b, are not similar: they are often two runs. The result is
+        "" if there is no such directory.
         """
         if os.path.lexists(self.path):
             return ""
-        name, parent = self.path.name, self.path.parent
         try:
-            names = [path.name for path in parent.iterdir() if path.is_dir()]
+            names = sorted(path.name for path in self.path.parent.iterdir() if path.is_dir())
         except OSError:
             return ""
-        for match in get_close_matches(name, names, cutoff=0.8):
-            differs_in_digits = _DIGITS.sub("", match) == _DIGITS.sub("", name)
-            if differs_in_digits:
-                continue
-            with suppress(CheckpointError):
-                if CheckpointDirectory(parent / match).list_steps():
-                    return str(Path(self.path_text).with_name(match))
+        for name in names:
+            if _is_misspelled(self.path.name, name):
+                with suppress(CheckpointError):
+                    if CheckpointDirectory(self.path.with_name(name)).list_steps():
+                        return str(Path(self.path_text).with_name(name))
         return ""
 
     def locate_step(self, step: int) -> Path:

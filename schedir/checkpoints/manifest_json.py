@@ -256,7 +256,8 @@ class _ManifestReader:
         for corner in (offset, size):
             if type(corner) is not list or len(corner) != dimensions:
                 raise _InvalidManifest(
-                    f"a box of {describe(name)} must have {dimensions} dimensions"
+                    f"the offset and the size of a box of {describe(name)} must be lists of "
+                    f"{dimensions} integers"
                 )
         for low, extent, full_length in zip(offset, size, meta.shape, strict=True):
             _require_integer(low, "offset")

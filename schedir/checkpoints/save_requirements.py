@@ -109,8 +109,8 @@ def require_sliceable_state(optimizer: Any, local_state: LocalState) -> None:
                 weight_name = weights_by_id[id(p)].name
                 if not isinstance(key, str) or "/" in key:
                     raise CheckpointError(
-                        f"{name} has the state {key!r:.60} of {weight_name}; names of "
-                        "states must be text without /"
+                        f"{name} has the state {key!r:.60} of {weight_name}, but the name of "
+                        "an optimizer state must be text without /"
                     )
                 is_sliceable = isinstance(value, Tensor) and (
                     not value.dim() or value.shape == p.shape

@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of the command.
     """
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
+    parser.add_argument(
+        "shell", choices=("bash", "zsh", "fish"), help="the shell: bash, zsh or fish"
+    )
 
 
 def run(args: argparse.Namespace) -> str:

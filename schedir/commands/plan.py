@@ -368,7 +368,8 @@ def format_epilog() -> str:
     """Return the end of the `--help` text: the columns of the table, and names for `--model`."""
     from schedir.planner.transformer.model_presets import MODEL_PRESETS
 
-    rows = "".join(f"  {name:10} {source}\n" for name, (_, source) in MODEL_PRESETS.items())
+    width = max(map(len, MODEL_PRESETS))
+    rows = "".join(f"  {name:{width}} {source}\n" for name, (_, source) in MODEL_PRESETS.items())
     return (
         "\ncolumns of the table: pp, tp, dp, cp and ep are the options of these names; SP is "
         "sequence\nparallelism, v stages per rank, b sequences per microbatch, m microbatches\n"

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-repeat", action="store_true", help="print one line per instruction")
     parser.add_argument(
         "--compute-only", dest="draft", action="store_true",
-        help="print only the compute instructions, as they are before the lowering adds "
+        help="print only the compute instructions, as they are before schedir adds "
         "communication",
     )  # fmt: skip
     parser.add_argument(

@@ -379,7 +379,7 @@ def connect_neighbours(
                     f"rank {min(expected_ranks)} did not connect within the timeout"
                 ) from error
             if len(rank_bytes) < 8:
-                raise PeerLeft("a neighbour has left while it connected")
+                raise PeerLeft("the process of a neighbour ended while it connected")
             rank = struct.unpack("q", rank_bytes)[0]
             connections[rank] = caller
             expected_ranks.remove(rank)

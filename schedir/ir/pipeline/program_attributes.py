@@ -371,8 +371,9 @@ SKIPS: Final = make_field_metadata(
 )
 SEGMENT_BOUNDARIES: Final = make_field_metadata(
     MEETS_KIND,
-    "the collective at each boundary between two segments, a letter each, and - between two "
-    "stages: fgfg-fgfg (-O stage_segments sets it)",
+    "a letter for each boundary between two segments: f and g (begin and end of a "
+    "tensor-parallel part), d and c (dispatch and combine of experts) or . (no collective); and - "
+    "between two stages: fgfg-fgfg (-O stage_segments sets it)",
     in_config=False,  # A configuration has stage_segments instead.
 )
 CHUNKS_PER_MICROBATCH: Final = make_field_metadata(

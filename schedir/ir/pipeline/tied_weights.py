@@ -137,7 +137,7 @@ class ModelTies:
                 if any(p is not matches[0][1] for _, p in matches):
                     raise UsageError(
                         f"{matches[0][0]} and {matches[1][0]} are one weight in the model, but two "
-                        f"in stage {s}"
+                        f"different weights in stage {s}"
                     )
                 locations += [(s, matches[0][0])] if matches else []
             if missing_names:
