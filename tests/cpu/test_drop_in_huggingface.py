@@ -83,7 +83,7 @@ USUAL_SCHEDULES: dict[tuple[str, str], tuple[str, ...]] = {
     ("gpt2", "torch"): ("1F1B", "ZB-V"),
     ("gpt2", "schedir"): ("ZB-V", "one's own, elsewhere"),
 }
-EXAMPLE_RUNTIMES = ("theirs", *get_args(Runtime))
+EXAMPLE_RUNTIMES = ("theirs", *cases(["torch"], ["schedir"]))
 MODELS_AND_RUNTIMES: list[tuple[str, Runtime]] = [
     (kind, how) for kind in KINDS for how in get_args(Runtime)
 ]
