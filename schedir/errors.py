@@ -154,7 +154,8 @@ class SchedirError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The method of Exception passes only `fact` to the class. Some classes need more arguments.
-        _, args, *state = super().__reduce__()
+        reduced: Any = super().__reduce__()
+        _, args, *state = reduced
         return copyreg.__newobj__, (type(self), *args), *state  # type: ignore[attr-defined]
 
     def format_lines(self) -> list[str]:

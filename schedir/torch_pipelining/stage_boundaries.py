@@ -64,7 +64,7 @@ class BoundaryCache:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        # Whether the step trains -> what the boundaries depend on besides the shapes.
+        # True for training steps -> the requirements of each rank, without shapes.
         self._keys: dict[bool, tuple[ExecutorRequirements, ...]] = {}
         # The `id()` of a module in a key is unique only while the module is alive.
         self._modules: dict[bool, list[nn.Module]] = {}
