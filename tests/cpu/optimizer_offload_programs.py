@@ -19,12 +19,6 @@ from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
-from schedir.schedules import (
-    dualpipe,
-    dualpipe_v,
-    interleaved,
-    one_f_one_b,
-)
 from tests.cpu.tiny_stages import BATCH, BOUNDARY, CONTEXT, HIDDEN, gpt_stages, make_batch
 
 torch.set_num_threads(1)
@@ -52,12 +46,6 @@ OPTIMIZER_FACTORIES: dict[str, Make] = {
     "AdamW, fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
     "NAdam": torch.optim.NAdam,
     "bfloat16": make_main_optimizer,
-}
-SHAPES = {
-    "interleaved": (interleaved, PipelineShape(2, 4, 3)),
-    "1F1B": (one_f_one_b, PipelineShape(3, 4)),
-    "in a vee": (dualpipe_v, PipelineShape(2, 4, 2, "vee")),
-    "mirrored": (dualpipe, PipelineShape(2, 4, placement="mirror")),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import schedir
@@ -34,7 +34,6 @@ from schedir.schedules import (
     pipedream_2bw,
 )
 from schedir.schedules.schedule_algebra import B, F
-from schedir.testing import shapes
 from schedir.testing.strategies import random_compute_program
 
 HOST_OPS = (Opcode.OffloadGrads, Opcode.HostOptimizerStep, Opcode.ReloadWeights)
@@ -73,28 +72,6 @@ def test_gradients_are_offloaded_after_their_last_reduction() -> None:
         ]  # fmt: skip
     stream = [str(i) for i in compile_host_steps(tied_weights=True).streams[1]]
     assert stream[-9:-6] == ["reduce_tied 5", "offload_grads 5", "host_step 3"]
-
-
-@given(shapes(), st.integers(0, 2**32 - 1), st.booleans(), st.integers(0, 3), st.integers(1, 2))
-def test_random_drafts_have_one_host_step_per_stage_and_pass(
-    shape: PipelineShape, seed: int, clip: bool, zero: int, dp: int
-) -> None:
-    draft = random_compute_program(shape, random.Random(seed))
-    options: dict[str, Any] = {
-        "clip_grad_norm": clip,
-        "zero": zero,
-        "dp": dp,
-        "tied_weights": shape.stages > 1,
-    }
-    program = compile_host_steps(draft, shape, **options)
-    for model in MODELS:
-        schedir.check(program, model, blocking_hosts=True)
-    assert schedir.from_text(schedir.to_text(program)) == program
-    for op in HOST_OPS:
-        assert np.count_nonzero(program.op == op) == shape.replica_ranks.size
-    plain = schedir.compile(draft, shape, **options)
-    assert (program.words[~np.isin(program.op, HOST_OPS)] == plain.words).all()
-    assert len({program.digest, plain.digest}) == 2
 
 
 def test_frozen_and_forward_only_stages_have_no_host_step() -> None:
@@ -361,6 +338,7 @@ def test_single_update_refuses_gradient_check() -> None:
         schedir.check(schedir.from_text(text.replace("  step\n", "  check_grads_finite\n  step\n")))
 
 
+@settings(max_examples=30)
 @given(
     st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(2, 3), st.integers(0, 2),
     st.integers(0, 2**32 - 1), st.booleans(), st.booleans(),

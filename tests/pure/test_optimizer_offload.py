@@ -1,4 +1,4 @@
-"""Tests of optimizer states on the host, which are loaded, stepped and stored by stage."""
+"""Tests of programs with optimizer states on the host or disk, or with steps on the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import schedir
@@ -23,12 +23,20 @@ from schedir.errors import (
     ShapeError,
     UsageError,
 )
-from schedir.ir.isa.instructions import Opcode
+from schedir.ir.isa.instructions import TIERS, Opcode
 from schedir.schedules import dualpipe, forward_only, gpipe, interleaved, looped_bfs, one_f_one_b
 from schedir.testing import shapes
 from schedir.testing.strategies import random_compute_program
+from tests.cases import each_value, pairs
 
 STATE_OPS = (Opcode.ReloadState, Opcode.StageOptimizerStep, Opcode.OffloadState)
+DISK_OPS = (Opcode.ReadStateFromDisk, Opcode.WriteStateToDisk)
+# Placement -> the instructions of each stage.
+STAGE_OPS = {
+    "host": STATE_OPS,
+    "disk": (*STATE_OPS, *DISK_OPS),
+    "cpu_step": (Opcode.OffloadGrads, Opcode.HostOptimizerStep, Opcode.ReloadWeights),
+}
 
 
 SHAPE = PipelineShape(2, 4, 3)
@@ -38,6 +46,16 @@ def compile_on_host(
     schedule: Any = interleaved, shape: PipelineShape = SHAPE, **options: Any
 ) -> Program:
     return schedir.compile(schedule, shape, optimizer_placement="host", **options)
+
+
+def select_buffers(placement: str, slots: int, rooms: int) -> dict[str, Any]:
+    """Return the options of a placement, with numbers of buffers if it has buffers."""
+    options: dict[str, Any] = {"optimizer_placement": placement}
+    if placement != "cpu_step":
+        options |= {"optimizer_device_buffers": slots}
+    if placement == "disk":
+        options |= {"optimizer_host_buffers": rooms}
+    return options
 
 
 def list_state_instructions(program: Program, rank: int) -> list[str]:
@@ -63,27 +81,39 @@ def test_state_loads_run_ahead_by_slot_count() -> None:
 STATE_OP_NAMES = ("reload_state", "stage_step", "offload_state")
 
 
-@given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.booleans(), st.integers(0, 3))
-def test_random_draft_loads_each_state_once(
-    shape: PipelineShape, seed: int, slots: int, clip: bool, zero: int
-) -> None:
+@pytest.mark.parametrize("placement", STAGE_OPS)
+@settings(max_examples=30)
+@given(
+    shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 4), st.booleans(),
+    st.integers(0, 3), st.integers(1, 2),
+)  # fmt: skip
+def test_random_draft_moves_and_steps_each_state_once(
+    placement: str, shape: PipelineShape, seed: int, slots: int, rooms: int, clip: bool, zero: int,
+    dp: int,
+) -> None:  # fmt: skip
     draft = random_compute_program(shape, random.Random(seed))
     options: dict[str, Any] = {
         "clip_grad_norm": clip,
         "zero": zero,
-        "dp": 2,
+        "dp": dp,
         "tied_weights": shape.stages > 1,
     }
-    program = compile_on_host(draft, shape, optimizer_device_buffers=slots, **options)
+    placed_options = options | select_buffers(placement, slots, rooms)
+    program = schedir.compile(draft, shape, **placed_options)
     for model in MODELS:
         schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
-    for op in STATE_OPS:
+    assert schedir.compile(draft, shape, **placed_options) == program
+    for op in STAGE_OPS[placement]:
         assert np.count_nonzero(program.op == op) == shape.replica_ranks.size
     plain = schedir.compile(draft, shape, **options)
     assert program.digest != plain.digest
-    same = ~np.isin(program.op, STATE_OPS)
-    assert (program.words[same] == plain.words).all()
+    added = np.isin(program.op, STAGE_OPS[placement])
+    assert (program.words[~added] == plain.words).all()
+    if placement == "disk":  # reads and writes change nothing else
+        host = schedir.compile(draft, shape, **options | select_buffers("host", slots, rooms))
+        assert (program.words[~np.isin(program.op, DISK_OPS)] == host.words).all()
+        assert program.digest != host.digest
 
 
 def test_frozen_or_evaluated_stage_loads_no_state() -> None:
@@ -167,8 +197,7 @@ def test_incompatible_options_are_refused() -> None:
 # ---------------------------------------------------------------- bytes
 
 
-@pytest.mark.parametrize("zero", range(4))
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize(("zero", "slots"), each_value(range(4), [1, 2, 3]))
 def test_optimizer_bytes_on_host_and_device(zero: int, slots: int) -> None:
     """The host always holds the whole optimizer state, or a replica's shard.
 
@@ -198,30 +227,39 @@ def test_optimizer_bytes_on_host_and_device(zero: int, slots: int) -> None:
     assert all((curve.total == 0).all() for curve in before.memory_on("host"))
 
 
+@settings(max_examples=50)
 @given(
+    st.sampled_from(sorted(STAGE_OPS)),
+    st.integers(1, 3),
     st.integers(1, 3),
     st.integers(0, 2**32 - 1),
-    st.lists(st.floats(0, 9), min_size=5, max_size=5),
+    st.lists(st.floats(0, 9), min_size=10, max_size=10),
     shapes(),
 )
-def test_worst_case_memory_bounds_any_costs(
-    slots: int, seed: int, times: Sequence[float], shape: PipelineShape
+def test_worst_case_memory_bounds_every_tier(
+    placement: str, slots: int, rooms: int, seed: int, times: Sequence[float], shape: PipelineShape
 ) -> None:
-    program = compile_on_host(
+    program = schedir.compile(
         random_compute_program(shape, random.Random(seed)),
         shape,
-        optimizer_device_buffers=slots,
         dp=2,
+        **select_buffers(placement, slots, rooms),
     )
-    op_names = ("reload_state", "stage_step", "offload_state", "reduce_grads", "send")
+    op_names = (
+        "read_state_from_disk", "reload_state", "stage_step", "offload_state",
+        "write_state_to_disk", "offload_grads", "host_step", "reload_weights", "reduce_grads",
+        "send",
+    )  # fmt: skip
     costs = Costs(F=1, B=2, **dict(zip(op_names, times, strict=True)))
     sizes = Sizes(saved=7, optimizer=tuple(range(1, shape.stages + 1)), params=1, grads=1)
-    limits = [
-        float(footprint.total_bytes.max())
-        for footprint in compute_footprints(program, sizes, worst_case=True)
-    ]
     run = schedir.simulate(program, costs, sizes=sizes)
-    assert (run.peak_memory <= np.array(limits)).all()
+    for tier in TIERS:
+        limits = [
+            float(footprint.total_bytes.max())
+            for footprint in compute_footprints(program, sizes, tier, worst_case=True)
+        ]
+        peaks = [curve.total.max() for curve in run.memory_on(tier)]
+        assert (np.array(peaks) <= np.array(limits) + 1e-9).all()
 
 
 def test_host_optimizer_fits_smaller_device_memory() -> None:
@@ -255,9 +293,10 @@ def compute_pipeline_span(stages: int, slots: int, load: float, step: float, sto
     return stores[-1]
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 6])
-@pytest.mark.parametrize("slots", [1, 2, 3, 6])
-@pytest.mark.parametrize("times", [(1, 1, 1), (3, 1, 2), (1, 4, 1), (0.5, 0.25, 5), (2, 0, 0)])
+@pytest.mark.parametrize(
+    ("stages", "slots", "times"),
+    pairs([1, 2, 3, 6], [1, 2, 3, 6], [[1, 1, 1], [3, 1, 2], [1, 4, 1], [0.5, 0.25, 5], [2, 0, 0]]),
+)
 def test_step_time_equals_three_queue_pipeline(stages: int, slots: int, times: Any) -> None:
     load, step, store = times
     program = compile_on_host(

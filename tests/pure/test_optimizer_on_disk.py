@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import schedir
 from schedir import Cluster, Costs, PipelineShape, Program, Sizes
 from schedir.analysis.memory.footprint import compute_footprints
-from schedir.analysis.progress_models import MODELS
 from schedir.errors import CompletenessError, MemoryLimitError, OrderError, SlotError, UsageError
 from schedir.ir.isa.instructions import Opcode
 from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.schedules import interleaved, looped_bfs
-from schedir.testing import shapes
-from schedir.testing.strategies import random_compute_program
 from schedir.training.config.run_config import MemoryConfig
+from tests.cases import each_value, pairs
 
 DISK_OPS = (Opcode.ReadStateFromDisk, Opcode.WriteStateToDisk)
 STATE_OPS = (*DISK_OPS, Opcode.ReloadState, Opcode.StageOptimizerStep, Opcode.OffloadState)
@@ -109,36 +103,6 @@ def test_chart_names_tiers_of_offloaded_activations_only() -> None:
     assert "host" in head[0][0] and "disk" not in head[0][0]
 
 
-@given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3))
-def test_random_draft_reads_and_writes_each_state_once(
-    shape: PipelineShape, seed: int, slots: int, rooms: int, zero: int
-) -> None:
-    draft = random_compute_program(shape, random.Random(seed))
-    options: dict[str, Any] = {
-        "clip_grad_norm": True,
-        "zero": zero,
-        "dp": 2,
-        "tied_weights": shape.stages > 1,
-    }
-    program = compile_on_disk(
-        draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **options
-    )
-    for model in MODELS:
-        schedir.check(program, model, blocking_hosts=True)
-    assert schedir.from_text(schedir.to_text(program)) == program
-    for op in STATE_OPS:
-        assert np.count_nonzero(program.op == op) == shape.replica_ranks.size
-    host = schedir.compile(
-        draft, shape, optimizer_placement="host", optimizer_device_buffers=slots, **options
-    )
-    assert (program.words[~np.isin(program.op, DISK_OPS)] == host.words).all()
-    assert program.digest != host.digest
-    relowered = compile_on_disk(
-        draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **options
-    )
-    assert relowered == program
-
-
 # ---------------------------------------------------------------- refusals
 
 
@@ -209,8 +173,7 @@ def test_incompatible_options_are_refused() -> None:
 # ---------------------------------------------------------------- bytes and time
 
 
-@pytest.mark.parametrize("zero", [0, 2])
-@pytest.mark.parametrize("rooms", [1, 2, 3])
+@pytest.mark.parametrize(("zero", "rooms"), each_value([0, 2], [1, 2, 3]))
 def test_optimizer_bytes_on_disk_host_and_device(zero: int, rooms: int) -> None:
     """The disk always holds all states. Host and device hold those in transit that fit."""
     bytes_of = (8, 16, 24, 32, 40, 48)
@@ -253,40 +216,6 @@ def test_optimizer_bytes_on_disk_host_and_device(zero: int, rooms: int) -> None:
         )
 
 
-@given(
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(0, 2**32 - 1),
-    st.lists(st.floats(0, 9), min_size=6, max_size=6),
-    shapes(),
-)
-def test_worst_case_memory_bounds_every_tier(
-    slots: int, rooms: int, seed: int, times: Sequence[float], shape: PipelineShape
-) -> None:
-    draft = random_compute_program(shape, random.Random(seed))
-    program = compile_on_disk(
-        draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, dp=2
-    )
-    op_names = (
-        "read_state_from_disk",
-        "reload_state",
-        "stage_step",
-        "offload_state",
-        "write_state_to_disk",
-        "send",
-    )
-    costs = Costs(F=1, B=2, **dict(zip(op_names, times, strict=True)))
-    sizes = Sizes(saved=7, optimizer=tuple(range(1, shape.stages + 1)), params=1, grads=1)
-    run = schedir.simulate(program, costs, sizes=sizes)
-    for tier in ("device", "host", "disk"):
-        limits = [
-            float(footprint.total_bytes.max())
-            for footprint in compute_footprints(program, sizes, tier, worst_case=True)
-        ]
-        peaks = [curve.total.max() for curve in run.memory_on(tier)]
-        assert (np.array(peaks) <= np.array(limits) + 1e-9).all()
-
-
 def compute_pipeline_span(
     order: Sequence[str], slots: int, host_buffers: int, times: dict[str, float]
 ) -> float:
@@ -321,10 +250,13 @@ def compute_pipeline_span(
     return max(done.values())
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3])
-@pytest.mark.parametrize("rooms", [1, 2, 3])
 @pytest.mark.parametrize(
-    "times", [(1, 1, 1, 1, 1), (4, 1, 0.5, 1, 5), (1, 3, 1, 2, 1), (2, 0, 0, 0, 3)]
+    ("slots", "rooms", "times"),
+    pairs(
+        [1, 2, 3],
+        [1, 2, 3],
+        [[1, 1, 1, 1, 1], [4, 1, 0.5, 1, 5], [1, 3, 1, 2, 1], [2, 0, 0, 0, 3]],
+    ),
 )
 def test_step_time_equals_four_lane_pipeline(slots: int, rooms: int, times: Any) -> None:
     program = compile_on_disk(

@@ -309,10 +309,11 @@ class OptimizerPlacement(RankService):
         tensors = [t for t in tensors if not self.is_at_rest(t)]
         self._allocate_resting_memory(tensors)
         copied_tensors = [(t, self.resting_memory[t], t.data) for t in tensors]
-        targets, after_jobs = [memory for _, memory, _ in copied_tensors], []
+        targets = [memory for _, memory, _ in copied_tensors]
+        after_jobs: Sequence[LaneJob] = ()
         if self.tier == "disk":
             buffer = self.resources.service(StateFile).acquire_buffer(tensors)
-            targets, after_jobs = [*buffer.views.values()], [*buffer.jobs]
+            targets, after_jobs = [*buffer.views.values()], buffer.jobs
         pairs = [
             (target, device_memory)
             for target, (_, _, device_memory) in zip(targets, copied_tensors, strict=True)
@@ -589,11 +590,12 @@ class OptimizerPlacement(RankService):
             if not _finish_without_error(state_copy.job) or stage in self.host_buffers:
                 for t, _, memory in state_copy.tensors:
                     t.data = memory
-        for pending in (
-            self.host_step_jobs, self.pending_reloads, self.pending_offloads,
-            self.host_buffers, self.pending_writes, self.reloaded_addresses,
-        ):  # fmt: skip
-            pending.clear()
+        self.host_step_jobs.clear()
+        self.pending_reloads.clear()
+        self.pending_offloads.clear()
+        self.pending_writes.clear()
+        self.host_buffers.clear()
+        self.reloaded_addresses.clear()
 
 
 def _wrap_errors(run: Callable[[], None], wrap_error: ErrorWrapper | None) -> Callable[[], None]:
