@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from schedir import schedules
@@ -98,7 +98,7 @@ def list_cases(
     microbatches: Callable[[int], list[int]],
     v: int = 2,
     when: Callable[[int, int, int], bool] = lambda F, I, W: True,
-    ranks: tuple[int, ...] = (1, 2, 3, 5),
+    ranks: Sequence[int] = cases([1, 2, 3], [5]),
 ) -> Iterator[Case]:
     for P in ranks:
         for m in microbatches(P):

@@ -1,17 +1,16 @@
 """Run commands one after the other in a process with little memory and time, for hostile input.
 
-    python -m tests.limited_process '[["check", "a.sched"], ...]'
-
-prints as JSON the exit code of each command and its standard error. A command that needs more
-processor time than 25 million steps of a loop, or more than 200 MB, ends with an error that is not
-a refusal. The loop makes the limit independent of the machine: it is about two seconds on a
-processor of 2023.
+A command that needs more processor time than 25 million steps of a loop, or more than 200 MB, ends
+with an error that is not a refusal. The loop makes the limit independent of the machine: it is
+about two seconds on a processor of 2023.
 """
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -19,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,35 +40,57 @@ class _TooLong(BaseException):
 
 
 def run_limited(commands: Sequence[Sequence[str]], cwd: Path) -> list[CommandResult]:
-    """Run some commands in a separate process, and return the result of each."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-         "from tests.limited_process import main; main()"],
-        input=json.dumps(commands), capture_output=True, text=True, cwd=cwd, timeout=600,
+    """Run some commands in a process of their own, and return the result of each."""
+    server = _start_server()
+    assert server.stdin is not None and server.stdout is not None
+    print(json.dumps([str(cwd), commands]), file=server.stdin, flush=True)
+    line = server.stdout.readline()
+    assert line.strip(), "the process of the commands ended without results"
+    return [CommandResult(*each) for each in json.loads(line)]
+
+
+@cache
+def _start_server() -> subprocess.Popen[str]:
+    """Start a process that imports schedir once. It ends when this process ends."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+    server = subprocess.Popen(
+        [sys.executable, "-c", f"{code}from tests.limited_process import main; main()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [CommandResult(*each) for each in json.loads(done.stdout)]
+    atexit.register(server.communicate)  # the server ends at the end of its standard input
+    return server
 
 
 def main() -> None:
-    """Run the commands given on standard input."""
-    commands = json.load(sys.stdin)
+    """Run the commands of each line of standard input in a fork of this process."""
     from schedir import __main__ as command
 
     for name in ("check", "import", "where", "train"):  # their imports do not count
         _run(command.main, [name, "no-such-file.toml"])
+    seconds = _loop_seconds() * LOOP_STEPS / MEASURED_STEPS
+    for line in sys.stdin:
+        cwd, commands = json.loads(line)
+        if (child := os.fork()) == 0:
+            os.chdir(cwd)
+            print(json.dumps(_run_all(command.main, commands, seconds)), flush=True)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] != 0:
+            print(flush=True)
+
+
+def _run_all(main: object, commands: list[list[str]], seconds: float) -> list[tuple[int, str]]:
+    """Run commands in this process, each with at most this processor time."""
     resource.setrlimit(resource.RLIMIT_DATA, (_data() + BYTES,) * 2)
     signal.signal(signal.SIGVTALRM, _too_long)
     signal.signal(signal.SIGALRM, _too_long)
-    seconds = _loop_seconds() * LOOP_STEPS / MEASURED_STEPS
     said = []
     for argv in commands:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
         signal.alarm(HANGS)
-        said.append(_run(command.main, argv))
+        said.append(_run(main, argv))
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.alarm(0)
-    print(json.dumps(said))
+    return said
 
 
 def _run(main: object, argv: list[str]) -> tuple[int, str]:

@@ -20,6 +20,7 @@ from schedir.training.config.config_file import read_config
 from schedir.training.config.run_config import Config
 from schedir.training.learning_rate import compute_learning_rate
 from schedir.training.train import build_program
+from tests.cases import each_value
 
 FULL = """\
 # A run on eight processes.
@@ -154,8 +155,12 @@ def test_gpu_programs_share_buffers_by_default(tmp_path: Path) -> None:
         assert build(gpu, f"pipeline.schedule={file}").slots == expected.slots
 
 
-@pytest.mark.parametrize("schedule", sorted({*get_built_in_schedules()} - {"forward_only"}))
-@pytest.mark.parametrize("transport", ["nccl_per_edge", "nccl_grouped"])
+@pytest.mark.parametrize(
+    ("schedule", "transport"),
+    each_value(
+        sorted({*get_built_in_schedules()} - {"forward_only"}), ["nccl_per_edge", "nccl_grouped"]
+    ),
+)
 def test_built_in_schedules_compile_with_gpu_slots(
     tmp_path: Path, schedule: str, transport: str
 ) -> None:

@@ -18,7 +18,7 @@ from tests.fuzz import (
     run_reader,
 )
 
-RANDOM_CHANGES, MANUAL_CHANGES = 2000 if ALL else 800, 200  # for each reader
+RANDOM_CHANGES, MANUAL_CHANGES = 2000 if ALL else 300, 200  # for each reader
 READERS = (
     "program, .sched", "torch's CSV", "configuration, TOML", "cluster, TOML", "costs, @FILE",
     "sizes, @FILE", "run, .timeline", "a run's header", "trace of torch.profiler",

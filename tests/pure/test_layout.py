@@ -134,7 +134,7 @@ def read_module(path: Path) -> ModuleNames:
     name = module_name(path)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-    body = [each for owner in (tree, *classes) for each in owner.body]
+    body = [*tree.body, *(each for owner in classes for each in owner.body)]
     members = {node.name for node in body if isinstance(node, ast.FunctionDef)}
     fields = [each for owner in classes for each in owner.body if isinstance(each, ast.AnnAssign)]
     members |= {node.target.id for node in fields if isinstance(node.target, ast.Name)}

@@ -15,8 +15,9 @@ from schedir.errors import SchedirError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import find_named_placement
 from schedir.ir.program import Program
-from schedir.schedules.schedule_algebra import Schedule, get_schedule_name
+from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import compute_programs
+from tests.cases import each_value
 from tests.edits import written
 from tests.mutants import FEW, MUTATIONS, known, mutate
 from tests.oracle_threads import verdict
@@ -24,8 +25,7 @@ from tests.oracle_threads import verdict
 seeds = st.integers(0, 2**32 - 1)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("schedule", known(), ids=get_schedule_name)
+@pytest.mark.parametrize(("schedule", "overlap"), each_value(known(), [False, True]))
 def test_every_schedule_passes_oracle(schedule: Schedule, overlap: bool) -> None:
     placement, v = getattr(schedule, "placed", ("loop", None))
     takes_v = "v" in inspect.signature(schedule).parameters

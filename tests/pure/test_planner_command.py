@@ -19,6 +19,7 @@ from schedir.planner import GpuMemory, PlanEstimate, StepBreakdown, cluster_pres
 from schedir.planner.bottleneck import attach_bottleneck
 from schedir.planner.hardware.cluster_size import resize_cluster
 from schedir.planner.transformer.model_presets import MODEL_PRESETS, load_model
+from tests.cases import ALL
 from tests.commands import run_command, run_refused_command
 from tests.tutorial import read_blocks
 
@@ -303,7 +304,8 @@ def test_how_to_page_runs(
 ) -> None:
     """Run the Python blocks of the page, and the commands whose output it does not show.
 
-    `test_docs` compares the output and the pictures of the others.
+    `test_docs` compares the output and the pictures of the others. `test_planner_offload` tests
+    plans with offload.
     """
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "plan-a-cluster.md").read_text()
     monkeypatch.chdir(tmp_path)
@@ -313,7 +315,7 @@ def test_how_to_page_runs(
             assert capsys.readouterr().out
         elif kind == "" and body.startswith("schedir ") and "--picture" not in body:
             for line in body.splitlines():
-                if not line.startswith("schedir train"):
+                if not line.startswith("schedir train") and (ALL or "--offload" not in line):
                     run_command(capsys, *shlex.split(line)[1:])
     assert {path.name for path in tmp_path.iterdir()} == {"best.toml", "best.sched", "best.csv"}
 
@@ -343,6 +345,7 @@ def test_gpu_counts_print_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert result["refusals"] == [] and picture.exists()
     table = run_command(capsys, *command, "--gpu-counts=8,2,3")
     assert table.startswith("strong: the same batch\n") and "\nweak: a batch that grows" in table
+    assert table.splitlines()[1].split()[:6] == ["GPUs", "batch", "pp", "tp", "dp", "v"]
     assert table.endswith("no plan for 3 GPUs, weak: 4.50 is not a number of sequences\n")
     error = run_refused_command(capsys, *command[:-1], "--tp=8", "--gpu-counts=2,4")
     assert "8" in error

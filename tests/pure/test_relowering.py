@@ -31,6 +31,7 @@ from schedir.schedules import chimera, dualpipe_v, gpipe, interleaved, one_f_one
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import programs
 from schedir.verify.check import check
+from tests.cases import cases, each_value
 from tests.commands import run_command, run_refused_command
 from tests.strategies import costs as any_costs
 
@@ -82,12 +83,12 @@ def test_explained_commands_give_claimed_span(
     """For programs and progress models, each command of `explain` gives the span it claims."""
     odd = compile(zb_v, PipelineShape(4, 8, 2, "vee"), costs=Costs(F=1, I=3, W=0.1))
     orders = set()
-    cases: list[tuple[Program, ProgressModel]] = [
+    programs_and_models: list[tuple[Program, ProgressModel]] = [
         (import_torch_program(), "per_device"),
         (import_torch_program(), "blocking_serial"),
         (odd, "per_device"),
     ]
-    for program, model in cases:
+    for program, model in programs_and_models:
         Path("theirs.sched").write_text(schedir.to_text(program))
         run = schedir.simulate(program, COSTS, progress_model=model)
         seconds = replace(run, kind="measured", unit="s")
@@ -213,11 +214,10 @@ def test_grouping_advice_only_where_it_helps() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        "",
-        "-O tied_weights -O clip_grad_norm -O dp=2 -O buffer_sharing=latency_preserving",
-        "--placement=vee",
-    ],
+    cases(
+        ["-O tied_weights -O clip_grad_norm -O dp=2 -O buffer_sharing=latency_preserving"],
+        ["", "--placement=vee"],
+    ),
 )
 def test_explain_prints_command_for_schedule(
     tmp_path: Path,
@@ -241,12 +241,14 @@ def test_explain_prints_command_for_schedule(
 
 @pytest.mark.parametrize(
     "argv",
-    [
-        "interleaved --stages-per-rank=1 -O tp=2",  # the default is two stages per rank
-        "mine.sched --relower -O tp=1",  # the file has tp = 2
-        "mine.sched --relower -O buffer_sharing=latency_preserving",
-        "mine.timeline",  # it ran under blocking_serial, and a program file contains no model
-    ],
+    cases(
+        [
+            "interleaved --stages-per-rank=1 -O tp=2",  # the default is two stages per rank
+            "mine.sched --relower -O tp=1",  # the file has tp = 2
+            "mine.timeline",  # it ran under blocking_serial, and a program file contains no model
+        ],
+        ["mine.sched --relower -O buffer_sharing=latency_preserving"],
+    ),
 )
 def test_explained_command_keeps_source_options(
     tmp_path: Path,
@@ -288,15 +290,17 @@ def test_printed_costs_are_rounded_and_parse() -> None:
 # ---------------------------------------------------------------- --relower
 
 
-@pytest.mark.parametrize("buffer_sharing", [None, "minimal", "latency_preserving"])
 @pytest.mark.parametrize(
-    ("schedule", "shape"),
-    [
-        (one_f_one_b, PipelineShape(4, 8)),
-        (zb_v, PipelineShape(2, 5, 2, "vee")),
-        (dualpipe_v, PipelineShape(3, 7, 2, "vee")),
-        (chimera, PipelineShape(4, 4, 2, "mirror")),
-    ],
+    ("schedule", "shape", "buffer_sharing"),
+    each_value(
+        [
+            (one_f_one_b, PipelineShape(4, 8)),
+            (zb_v, PipelineShape(2, 5, 2, "vee")),
+            (dualpipe_v, PipelineShape(3, 7, 2, "vee")),
+            (chimera, PipelineShape(4, 4, 2, "mirror")),
+        ],
+        [None, "minimal", "latency_preserving"],
+    ),
 )
 def test_relowered_program_is_unchanged(
     tmp_path: Path,

@@ -16,16 +16,16 @@ from schedir.ir.isa.instructions import Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.schedules.schedule_algebra import Schedule
+from tests.cases import each_value
 
 MODELS: tuple[ProgressModel, ...] = ("per_edge", "per_pair", "per_device")
 UNIT = Costs(F=1, B=2)
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
-@pytest.mark.parametrize("ranks", range(1, 9))
-@pytest.mark.parametrize("priced", [UNIT, Costs(F=3, B=5), Costs(F=2, B=2)])
-def test_bubble_of_gpipe_and_1f1b(schedule, ranks: int, priced: Costs) -> None:  # type: ignore[no-untyped-def]
-    for m in (1, 2, 3, ranks, 2 * ranks + 1, 32):
+def test_bubble_of_gpipe_and_1f1b(schedule: Schedule) -> None:
+    for ranks, m, priced in each_value((1, 2, 5), (1, 3, 11), (UNIT, Costs(F=3, B=5))):
         program = compile(schedule, PipelineShape(ranks, m), costs=priced)
         for model in MODELS:
             timeline = simulate(program, priced, progress_model=model)
@@ -35,18 +35,6 @@ def test_bubble_of_gpipe_and_1f1b(schedule, ranks: int, priced: Costs) -> None: 
                 for op in (Opcode.Forward, Opcode.Backward)
             )
             assert timeline.span == (m + ranks - 1) * (f + b)
-
-
-@pytest.mark.parametrize("ranks", range(1, 9))
-@pytest.mark.parametrize("v", range(1, 5))
-def test_bubble_of_interleaved(ranks: int, v: int) -> None:
-    for priced in (UNIT, Costs(F=3, B=5)):
-        for groups in (1, 2, 4):
-            m = groups * ranks
-            program = compile(interleaved, PipelineShape(ranks, m, v), costs=priced)
-            for model in MODELS:
-                timeline = simulate(program, priced, progress_model=model)
-                assert timeline.bubble_over_ideal == pytest.approx((ranks - 1) / (v * m), abs=1e-12)
 
 
 @given(st.integers(1, 8), st.integers(1, 24))

@@ -43,6 +43,7 @@ from schedir.schedules.schedule_algebra import Schedule
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
+from tests.cases import each_value
 from tests.commands import run_command
 from tests.laws import ZOO, find_min_microbatches, make_shape
 from tests.oracle import Machine
@@ -178,8 +179,7 @@ def test_latency_preserving_keeps_span(
     assert unshared_span == shared_span
 
 
-@pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("schedule", "overlap"), each_value([*ZOO.values()], [False, True]))
 def test_minimal_slots_finish_under_every_model(schedule: Schedule, overlap: bool) -> None:
     shape = make_shape(schedule, 4, max(8, find_min_microbatches(schedule, 4)))
     for model in MODELS:

@@ -76,8 +76,9 @@ def test_lines_fit_terminal_width(draft: Program, data: st.DataObject, width: in
 
 
 def test_short_boxes_have_full_labels() -> None:
+    run = simulate_schedule()
     for width in range(30, 140):
-        chart = color_lines(text_chart(simulate_schedule(), width))
+        chart = color_lines(text_chart(run, width))
         assert "main instruction" in chart or all(chart.count(f"F{k}") == 4 for k in range(8)), (
             width
         )

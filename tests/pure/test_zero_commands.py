@@ -11,6 +11,7 @@ from schedir import PipelineShape, compile, schedules
 from schedir.__main__ import main
 from schedir.analysis.memory.unshard_counts import count_unshards, describe_sharding
 from schedir.ir.text_format import to_text
+from tests.cases import cases, each_value
 from tests.commands import run_command
 
 ROOT = Path(__file__).parents[2]
@@ -55,8 +56,7 @@ def test_unshard_count_is_printed(command: str, capsys: pytest.CaptureFixture[st
     )
 
 
-@pytest.mark.parametrize("command", ["check", "simulate"])
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("zero", "command"), each_value([1, 2, 3], ["check", "simulate"]))
 def test_zero_with_one_replica_is_reported(
     zero: int, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,7 +76,7 @@ def test_compare_has_unshard_column(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gathers" not in run_command(capsys, *argv)
 
 
-@pytest.mark.parametrize("reduce_at", ["update_end", "each_backward"])
+@pytest.mark.parametrize("reduce_at", cases(["each_backward"], ["update_end"]))
 def test_recommend_ranks_all_schedules(reduce_at: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The ranking includes schedules that only run forward and reduce nothing."""
     out = run_command(
@@ -180,16 +180,18 @@ def test_found_program_is_relowered_with_zero(
     assert (facts["zero"], facts["unshards"]) == (3, [1, 1])
 
 
-@pytest.mark.parametrize("command", ["simulate", "explain", "compare", "draw"])
 @pytest.mark.parametrize(
-    ("zero", "costs", "names"),
-    [
-        (0, "reduce_grads=2", []),
-        (0, "unshard=2,reduce_scatter=1", ["unshard", "reduce_scatter"]),
-        (0, "reduce_grads=2,unshard=0", []),  # a free cost may be absent
-        (3, "reduce_grads=2,unshard=1", ["reduce_grads"]),
-        (3, "unshard=1,reduce_scatter=1", []),
-    ],
+    ("zero", "costs", "names", "command"),
+    each_value(
+        [
+            (0, "unshard=2,reduce_scatter=1", ["unshard", "reduce_scatter"]),
+            (3, "reduce_grads=2,unshard=1", ["reduce_grads"]),
+            (0, "reduce_grads=2", []),
+            (0, "reduce_grads=2,unshard=0", []),  # a free cost may be absent
+            (3, "unshard=1,reduce_scatter=1", []),
+        ],
+        ["simulate", "draw", "explain", "compare"],
+    ),
 )
 def test_unused_costs_are_reported(
     zero: int, costs: str, names: list[str], command: str, capsys: pytest.CaptureFixture[str]

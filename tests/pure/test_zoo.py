@@ -40,7 +40,7 @@ from schedir.schedules import (
 )
 from schedir.schedules.schedule_algebra import RankSchedule, Schedule
 from schedir.schedules.schedule_expansion import expand_schedule
-from tests.cases import pairs
+from tests.cases import each_value
 from tests.laws import (
     TRIPLES,
     TWO_WAY,
@@ -339,7 +339,7 @@ def test_published_bubble_rates(row: Row, schedule: Schedule, published: str) ->
 def test_every_schedule_finishes_everywhere(name: str) -> None:
     """Test all progress models, even and uneven costs, and several numbers of microbatches."""
     schedule = ZOO[name]
-    for P, m, model, is_even in pairs(
+    for P, m, model, is_even in each_value(
         [(1, 2), (2, 4), (3, 2), (3, 7), (4, 8)], MODELS, [True, False]
     ):
         if schedule in TWO_WAY:
