@@ -17,6 +17,7 @@ from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, get_placement_mark
 from schedir.transports.gloo import GlooTransport
+from tests.cases import each_value
 from tests.cpu.gloo_processes import run
 from tests.cpu.tiny_stages import (
     BOUNDARY,
@@ -63,28 +64,29 @@ def _expected_results(program: Program) -> tuple[Tensor, list[dict[str, Tensor]]
     return loss, ordered
 
 
-OVER_GLOO = ("dualpipe_v", "interleaved_zb", "v_half", "wave", "zb_h2", "zb_v")
+OVER_GLOO = each_value(
+    ("dualpipe_v", "interleaved_zb", "v_half", "wave", "zb_h2", "zb_v"), (False, True)
+)
 
 
 def _run_schedules_on_rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
     """Run one schedule after the other in one of two processes."""
     results = []
-    for name in OVER_GLOO:
-        for overlap in (False, True):
-            program = program_of(ZOO[name], overlap)
-            all_stages = gpt_stages(program.shape.stages)
-            stages = {s: all_stages[s] for s in program.shape.stages_on_rank[rank]}
-            executor = Executor(
-                program, rank, stages, GlooTransport(program), loss=gpt.loss, boundary=BOUNDARY
-            )
-            loss = executor.step(*make_batch(M))
-            results.append((loss, {s: copy_gradients([stage])[0] for s, stage in stages.items()}))
+    for name, overlap in OVER_GLOO:
+        program = program_of(ZOO[name], overlap)
+        all_stages = gpt_stages(program.shape.stages)
+        stages = {s: all_stages[s] for s in program.shape.stages_on_rank[rank]}
+        executor = Executor(
+            program, rank, stages, GlooTransport(program), loss=gpt.loss, boundary=BOUNDARY
+        )
+        loss = executor.step(*make_batch(M))
+        results.append((loss, {s: copy_gradients([stage])[0] for s, stage in stages.items()}))
     return results
 
 
 def test_built_in_schedules_over_gloo_equal_reference() -> None:
-    for k, results in enumerate(zip(*run(_run_schedules_on_rank, 2), strict=True)):
-        name = OVER_GLOO[k // 2]
+    by_case = zip(*run(_run_schedules_on_rank, 2), strict=True)
+    for (name, _), results in zip(OVER_GLOO, by_case, strict=True):
         loss, expected_gradients = _expected_results(program_of(ZOO[name]))
         assert [torch.equal(actual, loss) for actual, _ in results if actual is not None] == [
             True

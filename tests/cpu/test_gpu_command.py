@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 
 from benchmarks import figures, gpu_run
 from benchmarks.gpu_run import FIGURES, STATE, Step
+from tests.cases import campaign
 
 ROOT = Path(__file__).parents[2]
 GOOD = Step("good", "", 60, ["-c", "print('one'); print('two')"])
@@ -100,9 +102,10 @@ def test_interrupted_run_continues_with_rest(
 
 
 def test_killed_run_leaves_partial_output(tmp_path: Path) -> None:
+    steps = [tuple(GOOD), tuple(HANGS._replace(limit=600))]
     script = (
-        "from benchmarks import gpu_run; from tests.cpu import test_gpu_command as t\n"
-        "gpu_run.STEPS = (t.GOOD, t.HANGS._replace(limit=600))\n"
+        "from benchmarks import gpu_run\n"
+        f"gpu_run.STEPS = tuple(gpu_run.Step(*fields) for fields in {steps!r})\n"
         f"gpu_run.main(['--folder', {str(tmp_path)!r}])"
     )
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -132,6 +135,8 @@ def test_without_gpu_later_steps_do_not_run(
     assert "torch finds none" in (tmp_path / "machine.txt").read_text()
     assert later_lines == [f"{s.name}: not run, there is no GPU" for s in gpu_run.STEPS[1:]]
     assert list_files(tmp_path) == ["README.md", "machine.txt", STATE]
+    no_gpu = gpu_run.STEPS[0]._replace(command=["-c", "import sys; sys.exit(2)"])
+    monkeypatch.setattr(gpu_run, "STEPS", (no_gpu, *gpu_run.STEPS[1:]))
     assert gpu_run.main(["--folder", str(tmp_path), "--only", "streams"]) == 2
     assert "streams: not run, there is no GPU" in capsys.readouterr().out
 
@@ -144,26 +149,42 @@ def test_run_with_only_skipped_tests_fails(tmp_path: Path) -> None:
             assert gpu_run.main(["--folder", str(tmp_path)]) == code
 
 
-def test_every_step_has_file_or_collects_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script of each step exists, and pytest collects tests in each file of a step."""
+def list_test_arguments() -> list[list[str]]:
+    """Return the arguments of pytest in each step that runs tests."""
+    commands = [s.command for s in gpu_run.STEPS if s.command[:2] == ["-m", "pytest"]]
+    return [[word for word in command[2:] if word != "-x"] for command in commands]
+
+
+def test_every_step_has_files_with_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script of each step exists, and the file of a step has the names after `-k`."""
     monkeypatch.undo()
-    pytest_arguments = []
     for step in gpu_run.STEPS:
-        if step.command[:2] == ["-m", "pytest"]:
-            pytest_arguments.append([word for word in step.command[2:] if word != "-x"])
-        elif step.command[0] != "-m":
+        if step.command[0] != "-m":
             assert (ROOT / step.command[0]).is_file(), step.name
-    tested_files = {word for words in pytest_arguments for word in words}
+    tested_files = set()
+    for words in list_test_arguments():
+        (file,) = (word for word in words if word.endswith(".py"))
+        text = (ROOT / file).read_text()
+        names = re.findall(r"\w+", words[words.index("-k") + 1]) if "-k" in words else []
+        required = ["def test_", *(name for name in names if name not in ("and", "not"))]
+        assert [name for name in required if name not in text] == [], file
+        tested_files.add(file)
     assert {
         str(path.relative_to(ROOT)) for path in ROOT.glob("tests/gpu/test_*.py")
     } <= tested_files
-    names = [gpu_run.name_output_file(step) for step in gpu_run.STEPS]
-    assert len({*names}) == len(names) and len(pytest_arguments) > 8
+    outputs = [gpu_run.name_output_file(step) for step in gpu_run.STEPS]
+    assert len({*outputs}) == len(outputs) and len(list_test_arguments()) > 8
+
+
+@campaign
+def test_pytest_collects_tests_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    arguments = list_test_arguments()
     script = "import pytest\n" + "".join(
-        f"print(int(pytest.main(['--collect-only', *{words!r}])))\n" for words in pytest_arguments
+        f"print(int(pytest.main(['--collect-only', *{words!r}])))\n" for words in arguments
     )
     result = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     codes = [line for line in result.stdout.splitlines() if line.isdecimal()]
-    assert codes == ["0"] * len(pytest_arguments), result.stdout
+    assert codes == ["0"] * len(arguments), result.stdout

@@ -8,10 +8,14 @@ import pytest
 pytest.importorskip("triton")
 
 from schedir.kernels import layer_norm_triton
+from tests.cases import cases
 from tests.kernel_compilation import CASES, Case, Compiled, compile_for
 
+# Rows between the smallest and the largest ones.
+MIDDLE = [case for case in CASES if case.note in ("2048", "4096", "8192", "12288")]
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+
+@pytest.mark.parametrize("case", cases([c for c in CASES if c not in MIDDLE], MIDDLE), ids=str)
 def test_kernel_has_occupancy_without_spills(case: Case) -> None:
     compiled = compile_for(case)
     assert compiled.occupancy >= 0.5

@@ -28,6 +28,7 @@ from schedir.runtime.parameters.mixed_precision import (
 from schedir.schedules import one_f_one_b
 from schedir.training.config.train_config import TrainConfig
 from schedir.transports.gloo import GlooTransport
+from tests.cases import each_value
 from tests.cpu.gloo_processes import run
 from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch, split_1f1b
 
@@ -69,9 +70,10 @@ def test_default_constants_equal_torch() -> None:
     assert loss_scale.growth_interval == grad_scaler.get_growth_interval()
 
 
-def train_plain_loop(stages: list[nn.Module]) -> tuple[list[float], list[Tensor]]:
+@pytest.fixture(scope="module")
+def plain_loop() -> tuple[list[float], list[Tensor]]:
     """Train a plain loop with torch's scaler. Return its scales and the trained weights."""
-    model = nn.Sequential(*stages)
+    model = nn.Sequential(*half_stages(2, tied=False))
     optimizer = sgd(model.parameters(), fused=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=INITIAL_SCALE, growth_interval=3)
     values = []
@@ -92,10 +94,13 @@ def train_plain_loop(stages: list[nn.Module]) -> tuple[list[float], list[Tensor]
     return values, [p.detach() for p in optimizer.main_parameters]
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("schedule", [one_f_one_b, split_1f1b])
-def test_pipeline_trains_like_plain_loop_with_grad_scaler(schedule: Any, fused: bool) -> None:
-    values, expected = train_plain_loop(half_stages(2, tied=False))
+@pytest.mark.parametrize(
+    ("schedule", "fused"), each_value([one_f_one_b, split_1f1b], [True, False])
+)
+def test_pipeline_trains_like_plain_loop_with_grad_scaler(
+    schedule: Any, fused: bool, plain_loop: tuple[list[float], list[Tensor]]
+) -> None:
+    values, expected = plain_loop
     assert {b / a for a, b in pairwise(values)} == {0.5, 1.0, 2.0}  # all possible changes occur
     world = InProcessExecutor(
         compile(schedule, PipelineShape(2, 4), clip_grad_norm=True),

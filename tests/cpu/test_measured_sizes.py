@@ -208,16 +208,18 @@ def _find_group(joined: list[bool], k: int) -> tuple[int, int]:
 own_activation = 4 * torch.Size(BOUNDARY.shape).numel()
 
 
-@pytest.mark.parametrize("slots", ["minimal", None])
 @pytest.mark.parametrize(
-    ("schedule", "shape"),
-    [
-        (gpipe, PipelineShape(2, 4)),
-        (one_f_one_b, PipelineShape(2, 4)),
-        (split_1f1b, PipelineShape(3, 4)),
-        (interleaved, PipelineShape(2, 4, 2)),
-        (interleaved, PipelineShape(1, 3, 2)),  # all stages on one rank
-    ],
+    ("schedule", "shape", "slots"),
+    each_value(
+        [
+            (gpipe, PipelineShape(2, 4)),
+            (one_f_one_b, PipelineShape(2, 4)),
+            (split_1f1b, PipelineShape(3, 4)),
+            (interleaved, PipelineShape(1, 3, 2)),  # all stages on one rank
+            (interleaved, PipelineShape(2, 4, 2)),
+        ],
+        ["minimal", None],
+    ),
 )
 def test_memory_between_computes_equals_prediction(
     schedule: Any, shape: PipelineShape, slots: Any

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,10 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models.huggingface import cut
 from schedir.runtime import Executor, GlooTransport, InProcessExecutor
 from schedir.transports.transport import PeerLeft
-from tests.commands import ENV
 from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule
 from tests.cpu.gloo_processes import run, run_fresh
 from tests.cpu.torch_pipelines import WIDTH, make_model
+from tests.cpu.train_command import Run
 
 PROGRAM = compile("one_f_one_b", PipelineShape(2, 4))
 
@@ -144,12 +142,9 @@ def test_drop_in_errors_explain_losses_and_targets(runtime: str) -> None:
 def train_as_rank(folder: Path, **variables: str) -> str:
     """Return the error of `schedir train` in a process that a launcher started."""
     (folder / "c.toml").write_text("[pipeline]\nranks = 2\n")
-    argv = [sys.executable, "-m", "schedir", "train", "c.toml"]
-    result = subprocess.run(
-        argv, capture_output=True, text=True, timeout=120, env=ENV | variables, cwd=folder
-    )
-    assert result.returncode
-    return result.stderr
+    code, _, error = Run(["train", str(folder / "c.toml")], folder, **variables).finish()
+    assert code
+    return error
 
 
 def test_wrong_number_of_torchrun_processes_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from schedir.runtime.offload.activation_offloader import SavedActivations
 from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob
 from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
-from tests.cases import cases
+from tests.cases import ALL, cases
 from tests.cpu.activation_offload_programs import offload_randomly
 from tests.cpu.race_detector import RaceDetector
 from tests.cpu.test_activation_offload import checked
@@ -92,12 +92,10 @@ def test_offload_has_no_races(
         compile(schedule, shape, progress_model="per_edge"), gpt_stages(shape.stages, tied=False),
         loss=gpt.loss, boundary=BOUNDARY,
     )  # fmt: skip
-    for seed in (None, 0, 1):
-        for executor in (plain, world):
-            gpu.host_may_wait = (
-                executor is plain or seed is None
-            )  # the first use of an event creates it
-            executor.step(*make_batch(shape.microbatches), order_seed=seed)
+    plain.step(*make_batch(shape.microbatches))
+    for seed in (None, 0, 1) if ALL else (None, 0):
+        gpu.host_may_wait = seed is None  # the first use of an event creates it
+        world.step(*make_batch(shape.microbatches), order_seed=seed)
     assert not races.found
     assert have_same_bits(read_gradients(world), read_gradients(plain))
 
@@ -151,7 +149,8 @@ def test_missing_wait_is_found_as_race(
     if what == "arrive":
         monkeypatch.setattr(SavedActivations, "finish_reload", reload_without_wait)
     world = make_ranks(gpipe, PipelineShape(2, 4), "minimal")
-    for _ in range(2):
+    world.step(*make_batch(4))
+    if not races.found:  # the race may need memory of an earlier step
         world.step(*make_batch(4))
     assert races.found
 

@@ -21,6 +21,7 @@ from schedir.training.batches import text_batches
 from schedir.training.batches.text_batches import Corpus
 from schedir.training.config.run_config import Config, DataConfig
 from tests import tokens
+from tests.cases import campaign
 from tests.cpu.train_command import train, train_in_this_process
 
 SIZES = np.random.default_rng(1).integers(1, 30, 60)
@@ -136,6 +137,31 @@ def test_run_tokenizes_its_data_once(
     assert names == [tokenizer]
 
 
+# The files that MEGATRON writes.
+MEGATRON_FILES = {
+    "m.idx": "4d4d4944494458000001000000000000000403000000000000000300000000000000030000000100"
+    "00000300000000000000000000000c00000000000000100000000000000000000000000000000100"
+    "0000000000000300000000000000",
+    "m.bin": "070000000800000050c4000001000000020000007011010004000000",
+}
+
+
+def check_megatron_dataset(path: Path) -> None:
+    read_tokens, ends = read_indexed_dataset(path)
+    assert read_tokens.tolist() == [7, 8, 50256, 1, 2, 70000, 4]
+    assert ends is not None and ends.tolist() == [3, 7]
+    samples = Corpus(make_config(str(path), 70001, packing="best_fit")).batches
+    assert gpt.count_tokens(samples.read_batch(0, 1)[1]) == 5
+    assert torch.equal(samples.read_batch(0, 1)[0][0, :4], torch.tensor([1, 2, 70000, 4]))
+
+
+def test_dataset_of_megatron_is_read(tmp_path: Path) -> None:
+    """A document may have several sequences."""
+    for name, content in MEGATRON_FILES.items():
+        (tmp_path / name).write_bytes(bytes.fromhex(content))
+    check_megatron_dataset(tmp_path / "m.bin")
+
+
 MEGATRON = """
 import sys
 import numpy as np, torch
@@ -151,6 +177,7 @@ print([dataset[k].tolist() for k in range(len(dataset))])
 """
 
 
+@campaign
 def test_megatron_and_schedir_read_each_others_datasets(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", exc_type=ImportError)
     np.array([5, 6, 7, 8, 9], "<u2").tofile(tmp_path / "ours.bin")
@@ -161,9 +188,6 @@ def test_megatron_and_schedir_read_each_others_datasets(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "[[5, 6], [7, 8, 9]]"
-    read_tokens, ends = read_indexed_dataset(tmp_path / "m.bin")
-    assert read_tokens.tolist() == [7, 8, 50256, 1, 2, 70000, 4]
-    assert ends is not None and ends.tolist() == [3, 7]
-    samples = Corpus(make_config(str(tmp_path / "m.bin"), 70001, packing="best_fit")).batches
-    assert gpt.count_tokens(samples.read_batch(0, 1)[1]) == 5
-    assert torch.equal(samples.read_batch(0, 1)[0][0, :4], torch.tensor([1, 2, 70000, 4]))
+    for name, content in MEGATRON_FILES.items():
+        assert (tmp_path / name).read_bytes().hex() == content
+    check_megatron_dataset(tmp_path / "m.bin")

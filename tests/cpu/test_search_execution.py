@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.training.config.config_file import read_config
 from schedir.transports.gloo import GlooTransport
+from tests.cases import cases, each_value
 from tests.cpu.gloo_processes import run
 from tests.cpu.tiny_stages import (
     BOUNDARY,
@@ -47,6 +49,7 @@ def make_costs(shape: PipelineShape) -> Costs:
     return Costs(F=times[0], I=times[1], W=times[2], send=0.05)
 
 
+@cache
 def search_program(shape: PipelineShape, in_flight: int, split: bool = True) -> Program:
     """Return a found schedule. All processes find the same one, since evaluations are limited."""
     return search_schedule(
@@ -67,8 +70,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("shape", "in_flight", "split"), CASES)
+@pytest.mark.parametrize(("shape", "in_flight", "split", "tied"), each_value(CASES, [True, False]))
 def test_searched_schedule_has_reference_bits_in_process(
     shape: PipelineShape, in_flight: int, split: bool, tied: bool
 ) -> None:
@@ -91,10 +93,13 @@ def test_searched_schedule_differs_from_built_in_schedules() -> None:
         assert expand_schedule(get_built_in_schedules()[name], shape).streams != streams
 
 
+PROCESS_CASES = cases(CASES[:1], CASES[1:2])
+
+
 def run_rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
-    """Return the losses and gradients of this process for two programs."""
+    """Return the losses and gradients of this process, by program."""
     results = []
-    for shape, in_flight, split in CASES[:2]:
+    for shape, in_flight, split in PROCESS_CASES:
         program = search_program(shape, in_flight, split)
         executor = gpt_executor(program, GlooTransport(program))
         results.append((executor.step(*make_batch(M)), gradients_by_stage(executor)))
@@ -102,7 +107,7 @@ def run_rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]
 
 
 def test_searched_schedule_has_reference_bits_over_gloo() -> None:
-    for case, results in zip(CASES, zip(*run(run_rank, 4), strict=True), strict=False):
+    for case, results in zip(PROCESS_CASES, zip(*run(run_rank, 4), strict=True), strict=True):
         loss, expected_gradients = run_reference(case[0], tied=False)
         assert [torch.equal(got, loss) for got, _ in results if got is not None] == [True]
         got = {s: grads for _, stages in results for s, grads in stages.items()}

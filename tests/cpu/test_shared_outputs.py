@@ -23,7 +23,7 @@ from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import forward_only, one_f_one_b
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
-from tests.cases import pairs
+from tests.cases import each_value, pairs
 from tests.cpu.gloo_processes import RankError, run
 from tests.cpu.stage_chains import (
     BOUNDARY,
@@ -67,8 +67,9 @@ class NewTensor(nn.Module):
         return x + 1
 
 
-@pytest.mark.parametrize("others", [[], [nn.Identity, nn.Identity]])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    ("name", "others"), each_value([*PROGRAMS], [[], [nn.Identity, nn.Identity]])
+)
 def test_reused_output_buffer_has_same_bits_or_is_refused(name: str, others: list[Any]) -> None:
     """The reference returns new tensors. Several execution orders are tested."""
     program, refused = PROGRAMS[name](), 0
@@ -180,8 +181,7 @@ OVERLAPPING: list[tuple[Any, Boundary]] = [
 ]
 
 
-@pytest.mark.parametrize(("second", "boundary"), OVERLAPPING)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "second", "boundary"), each_value([*PROGRAMS], OVERLAPPING))
 def test_overlapping_outputs_have_gradients_of_plain_loop(
     name: str, second: Any, boundary: Boundary
 ) -> None:
@@ -202,10 +202,10 @@ def test_overlapping_outputs_have_gradients_of_plain_loop(
                 torch.testing.assert_close(gradient, other[parameter_name])
 
 
-@pytest.mark.parametrize("is_declared", [False, True])
-@pytest.mark.parametrize("input_index", [0, 1])
-@pytest.mark.parametrize(("second", "boundary"), OVERLAPPING)
-@pytest.mark.parametrize("name", ["1f1b", "one rank"])
+@pytest.mark.parametrize(
+    ("name", "second", "boundary", "input_index", "is_declared"),
+    pairs(["1f1b", "one rank"], OVERLAPPING, [0, 1], [False, True]),
+)
 def test_in_place_change_of_overlapping_output_is_refused(
     name: str, second: Any, boundary: Boundary, input_index: int, is_declared: bool
 ) -> None:

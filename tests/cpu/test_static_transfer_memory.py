@@ -24,9 +24,9 @@ from schedir.runtime.rank_resources import RankOptions, RankResources
 from schedir.runtime.rank_state import State
 from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.schedules import one_f_one_b
-from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import compute_programs
 from schedir.transports.in_process.mailbox import Mailbox, MailboxHub, list_group_members
+from tests.cases import each_value
 from tests.laws import ZOO, find_min_microbatches, make_shape
 from tests.strategies import with_slots
 
@@ -73,22 +73,20 @@ def assert_matches_prediction(program: Program) -> None:
         }
 
 
-@pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
-@pytest.mark.parametrize("tp", [1, 8])
-def test_static_memory_of_schedules_matches_prediction(schedule: Schedule, tp: int) -> None:
+CHOICES: list[BufferSharing | None] = [None, "latency_preserving", "minimal"]
+
+
+@pytest.mark.parametrize(("name", "tp", "slots"), each_value([*ZOO], [1, 8], CHOICES))
+def test_static_memory_of_schedules_matches_prediction(
+    name: str, tp: int, slots: BufferSharing | None
+) -> None:
+    schedule = ZOO[name]
     shape = make_shape(schedule, 4, max(8, find_min_microbatches(schedule, 4)))
-    choices: list[BufferSharing | None] = [None, "latency_preserving", "minimal"]
-    for slots in choices:
-        assert_matches_prediction(
-            compile(
-                schedule,
-                shape,
-                tp=tp,
-                progress_model="per_edge",
-                overlap=True,
-                buffer_sharing=slots,
-            )
+    assert_matches_prediction(
+        compile(
+            schedule, shape, tp=tp, progress_model="per_edge", overlap=True, buffer_sharing=slots
         )
+    )
 
 
 @settings(max_examples=60)

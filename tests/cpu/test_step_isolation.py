@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer
 from schedir.schedules import interleaved, one_f_one_b, pipedream_2bw
 from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
+from tests.cases import each_value
 
 torch.set_num_threads(1)
 BOUNDARY = Boundary((2, WIDTH), torch.float64)
@@ -30,7 +31,9 @@ SEVERAL_STAGES, ONE_STAGE_PER_RANK = (
     (interleaved, PipelineShape(1, 3, 3)),
     (one_f_one_b, PipelineShape(2, 3)),
 )
-DELAYED_UPDATES = (pipedream_2bw, PipelineShape(2, 6, optimizer_steps=3, weight_delay=1))
+DELAYED_UPDATES = (pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
+# `each_value` joins tuples, so each case is in a tuple.
+CASES = [(SEVERAL_STAGES,), (ONE_STAGE_PER_RANK,), (DELAYED_UPDATES,)]
 
 
 class UserOptimizer(torch.optim.Optimizer):
@@ -210,8 +213,13 @@ def compare_with_device(
     except (ModelError, ExecutionError) as error:
         assert error.hint
         return error
-    assert all(map(torch.equal, weights, train_three_steps(case, make, "device")))
+    assert all(map(torch.equal, weights, train_on_device(case, tuple(how.items()))))
     return None
+
+
+@cache
+def train_on_device(case: Any, how: tuple[tuple[str, str], ...]) -> list[Tensor]:
+    return train_three_steps(case, partial(UserOptimizer, **dict(how)), "device")
 
 
 @pytest.fixture(autouse=True)
@@ -239,14 +247,14 @@ def test_random_optimizer_has_same_bits_or_is_refused(data: Any) -> None:
     event("refused" if refused else "the same bits")
 
 
-@pytest.mark.parametrize("case", [SEVERAL_STAGES, ONE_STAGE_PER_RANK, DELAYED_UPDATES])
-@pytest.mark.parametrize("gradient", VARIANTS["gradient"])
+@pytest.mark.parametrize(("case", "gradient"), each_value(CASES, VARIANTS["gradient"]))
 def test_gradient_replaced_in_cpu_step_has_same_bits(case: Any, gradient: str) -> None:
     assert compare_with_device(case, "cpu_step", {"gradient": gradient}) is None
 
 
-@pytest.mark.parametrize("case", [SEVERAL_STAGES, ONE_STAGE_PER_RANK, DELAYED_UPDATES])
-@pytest.mark.parametrize("weights", ["data", "set_", "data of another shape"])
+@pytest.mark.parametrize(
+    ("case", "weights"), each_value(CASES, ["data", "set_", "data of another shape"])
+)
 def test_cpu_step_that_replaces_weight_memory_is_refused(case: Any, weights: str) -> None:
     refused = compare_with_device(case, "cpu_step", {"weights": weights})
     assert isinstance(refused, ExecutionError) and "weight of stage" in refused.fact
@@ -259,8 +267,10 @@ def test_device_step_that_replaces_weight_memory_has_same_bits(states: str, weig
     assert compare_with_device(SEVERAL_STAGES, states, {"weights": weights}) is None
 
 
-@pytest.mark.parametrize("states", PLACEMENTS)
-@pytest.mark.parametrize("state", ["replaced", "in a new dict", "deleted", "late", "data"])
+@pytest.mark.parametrize(
+    ("states", "state"),
+    each_value(PLACEMENTS, ["replaced", "in a new dict", "deleted", "late", "data"]),
+)
 def test_optimizer_state_may_appear_and_disappear(states: str, state: str) -> None:
     assert compare_with_device(SEVERAL_STAGES, states, {"state": state}) is None
 
@@ -280,15 +290,13 @@ def test_moved_or_sharded_state_view_is_refused(states: str) -> None:
     assert isinstance(refused, ModelError) and "clone()" in refused.hint
 
 
-@pytest.mark.parametrize("states", PLACEMENTS)
-@pytest.mark.parametrize("count", VARIANTS["count"][1:])
+@pytest.mark.parametrize(("states", "count"), each_value(PLACEMENTS, VARIANTS["count"][1:]))
 def test_step_count_of_optimizer_is_refused_for_several_stages(states: str, count: str) -> None:
     assert compare_with_device(SEVERAL_STAGES, states, {"count": count}) is not None
     assert compare_with_device(ONE_STAGE_PER_RANK, states, {"count": count}) is None
 
 
-@pytest.mark.parametrize("states", PLACEMENTS)
-@pytest.mark.parametrize("group", ["added", "swapped"])
+@pytest.mark.parametrize(("states", "group"), each_value(PLACEMENTS, ["added", "swapped"]))
 def test_step_that_changes_parameter_groups_is_refused(states: str, group: str) -> None:
     refused = compare_with_device(ONE_STAGE_PER_RANK, states, {"group": group})
     assert refused is not None and "changes its list of parameters" in refused.fact

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.stage import PipelineStage
 
 from schedir import schedules, search_schedule
-from schedir.analysis.progress_models import MODELS
+from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile, finish_lowering, lower
 from schedir.errors import CsvCellError
 from schedir.io import torch_csv
@@ -27,6 +27,7 @@ from schedir.predict.what_if import advise
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.testing.tiny_model import WIDTH, make_batch, squared_error
 from schedir.verify.check import check, check_draft
+from tests.cases import ALL, each_value
 from tests.cpu.gloo_processes import run
 from tests.cpu.torch_schedules import LOOP, SINGLE, VEE, build_torch_schedule
 
@@ -83,10 +84,9 @@ def check_import(name: str, shape: PipelineShape, path: Path) -> None:
 # The page with the spans of torch 2.13's transfers and of ours, by schedule and model, for 4 ranks,
 # 8 stages and 8 microbatches.
 DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "speed-up-a-run.md"
+DOCUMENTED = ("per_edge", "per_device", "blocking_serial")
 SPANS = {
-    f"Schedule{name}": dict(
-        zip(("per_edge", "per_device", "blocking_serial"), cells.split(" | "), strict=True)
-    )
+    f"Schedule{name}": dict(zip(DOCUMENTED, cells.split(" | "), strict=True))
     for name, cells in re.findall(r"^\| (\w+) \| ([\d., |]+) \|$", DOCS.read_text(), re.MULTILINE)
 }
 
@@ -95,9 +95,9 @@ def test_documentation_lists_all_schedules() -> None:
     assert {*SPANS} == {*VEE, *LOOP}
 
 
-@pytest.mark.parametrize("name", SPANS)
+@pytest.mark.parametrize(("name", "model"), each_value([*SPANS], MODELS if ALL else DOCUMENTED))
 def test_predicted_spans_with_other_transfers_match_documentation(
-    name: str, tmp_path: Path
+    name: str, model: ProgressModel, tmp_path: Path
 ) -> None:
     """The spans that `explain` predicts are right, and torch loads the suggested program."""
     shape = PipelineShape(4, 8, 2, "vee" if name in VEE else "loop")
@@ -107,34 +107,33 @@ def test_predicted_spans_with_other_transfers_match_documentation(
         finish_lowering(torch_csv.from_csv(Path(path).read_text())),
         Costs(F=1, B=2, send=0.1),
     )
-    for model in MODELS:
-        advice = advise(simulate(program, costs, progress_model=model), costs)
-        (change,) = (c for c in advice.changes if c.row.kind == "transfers")
-        spans = advice.baseline.span, advice.baseline.span * (1 - change.saved_share)
-        assert spans[1] <= spans[0] * (1 + 1e-9)
-        if model in SPANS[name] and torch.__version__ >= "2.13":
-            assert ", ".join(f"{span:.1f}" for span in spans) == SPANS[name][model]
-        predicted_spans = [
-            advice.baseline.span * (1 - c.saved_share)
-            for c in advice.changes
-            if c.row.progress_model == "per_edge"
-        ]
-        per_edge_span = simulate(program, costs, progress_model="per_edge").span
-        assert predicted_spans == [pytest.approx(per_edge_span)] * (model != "per_edge")
-        csv = torch_csv.to_csv(change.run.program, "torch-2.13")
-        Path(path).write_text(csv)
-        runtime = theirs._PipelineScheduleRuntime(
-            schedule._stages, n_microbatches=shape.microbatches, loss_fn=squared_error
-        )
-        runtime._load_csv(path, format="compute_comms")
-        assert format_rows(runtime.pipeline_order_with_comms) == csv.rstrip("\n")
-        if "OVERLAP" not in csv:  # torch's own search for deadlocks does not support these
-            order = {
-                rank: [a for a in actions if "REDUCE_GRAD" not in str(a)]
-                for rank, actions in runtime.pipeline_order_with_comms.items()
-            }
-            rank_of = shape.first_rank_per_stage.tolist()
-            theirs._simulate_comms_compute(order, rank_of.__getitem__, shape.stages)
+    advice = advise(simulate(program, costs, progress_model=model), costs)
+    (change,) = (c for c in advice.changes if c.row.kind == "transfers")
+    spans = advice.baseline.span, advice.baseline.span * (1 - change.saved_share)
+    assert spans[1] <= spans[0] * (1 + 1e-9)
+    if model in SPANS[name] and torch.__version__ >= "2.13":
+        assert ", ".join(f"{span:.1f}" for span in spans) == SPANS[name][model]
+    predicted_spans = [
+        advice.baseline.span * (1 - c.saved_share)
+        for c in advice.changes
+        if c.row.progress_model == "per_edge"
+    ]
+    per_edge_span = simulate(program, costs, progress_model="per_edge").span
+    assert predicted_spans == [pytest.approx(per_edge_span)] * (model != "per_edge")
+    csv = torch_csv.to_csv(change.run.program, "torch-2.13")
+    Path(path).write_text(csv)
+    runtime = theirs._PipelineScheduleRuntime(
+        schedule._stages, n_microbatches=shape.microbatches, loss_fn=squared_error
+    )
+    runtime._load_csv(path, format="compute_comms")
+    assert format_rows(runtime.pipeline_order_with_comms) == csv.rstrip("\n")
+    if "OVERLAP" not in csv:  # torch's own search for deadlocks does not support these
+        order = {
+            rank: [a for a in actions if "REDUCE_GRAD" not in str(a)]
+            for rank, actions in runtime.pipeline_order_with_comms.items()
+        }
+        rank_of = shape.first_rank_per_stage.tolist()
+        theirs._simulate_comms_compute(order, rank_of.__getitem__, shape.stages)
 
 
 @pytest.mark.parametrize("shape", [PipelineShape(1, 3), PipelineShape(2, 4), PipelineShape(4, 9)])

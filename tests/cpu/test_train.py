@@ -119,7 +119,7 @@ def test_replicas_with_uneven_stages_and_token_file(config: str, tmp_path: Path)
 def test_pipedream_2bw_losses_are_independent_of_ranks(config: str, tmp_path: Path) -> None:
     """Any number of ranks uses the same weight versions. Without versions, losses differ."""
     settings = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=pipedream_2bw",
-                "pipeline.microbatches=6"]  # fmt: skip
+                "pipeline.microbatches=6", "model.layers=2"]  # fmt: skip
     three_updates = [*settings, "pipeline.optimizer_steps=3"]
     one = train_in_this_process(config, tmp_path / "one", *three_updates)
     assert train(config, tmp_path / "many", *three_updates) == pytest.approx(one, rel=1e-5)
@@ -131,7 +131,7 @@ def test_pipedream_2bw_losses_are_independent_of_ranks(config: str, tmp_path: Pa
 def test_dropout_is_independent_of_layout(config: str, tmp_path: Path) -> None:
     """Two replicas of two stages are compared with one process and one stage."""
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b",
-            "model.dropout=0.2"]  # fmt: skip
+            "model.layers=2", "train.steps=3", "model.dropout=0.2"]  # fmt: skip
     one_losses = train_in_this_process(config, tmp_path / "one", *sets, "pipeline.microbatches=4")
     many_losses = train(
         config, tmp_path / "many", *sets, "pipeline.microbatches=2", "pipeline.dp=2"

@@ -59,21 +59,21 @@ def test_llama_on_processes_trains_and_resumes_like_one(
     assert "is not a GPT of schedir train: it is of kind llama\n" in capsys.readouterr().err
 
 
-MOE_SETTINGS = ["model.kind=moe", "model.layers=4", "model.experts=4", "model.tied=false",
+MOE_SETTINGS = ["model.kind=moe", "model.layers=2", "model.experts=4", "model.tied=false",
                 "pipeline.tp=1", "model.shared_experts=1", "model.balance_rate=0.01",
-                "train.evaluate_every=6", "data.validation=0.1", "train.evaluate_batches=2",
+                "train.evaluate_every=4", "data.validation=0.1", "train.evaluate_batches=2",
                 "train.lr=0.001", "train.min_lr=0.001", "train.warmup=0"]  # fmt: skip
 
 
 def test_expert_parallel_replicas_train_like_one_process(config: str, tmp_path: Path) -> None:
     ep = ["pipeline.dp=2", "pipeline.ep=2", "pipeline.stage_segments=layers",
           "pipeline.schedule=zb_h1", "pipeline.stages_per_rank=1", "pipeline.zero=1",
-          f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=6"]  # fmt: skip
-    one_settings = [*MOE_SETTINGS, "pipeline.microbatches=6", "train.steps=8"]
-    parallel_losses = train(config, tmp_path / "four", *MOE_SETTINGS, *ep)
+          f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=4"]  # fmt: skip
+    one_settings = [*MOE_SETTINGS, "pipeline.microbatches=6", "train.steps=6"]
+    parallel_losses = train(config, tmp_path / "four", *MOE_SETTINGS, *ep, "train.steps=4")
     one_losses = train_in_this_process(config, tmp_path / "one", *one_settings)
     assert (
-        parallel_losses == pytest.approx(one_losses[:6], rel=1e-5)
+        parallel_losses == pytest.approx(one_losses[:4], rel=1e-5)
         and parallel_losses[-1] < parallel_losses[0]
     )
     (_, (_, loss, *_)), (_, (_, expected_loss, *_), *_) = (

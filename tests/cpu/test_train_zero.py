@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from schedir.training.train import run
+from tests.cases import each_value
 from tests.cpu.test_nonfinite_training import BACKWARD, FORWARD, ONE, poison, rows
 from tests.cpu.train_command import ROOT, run_forked, run_launched
 
@@ -44,8 +45,9 @@ def test_zero_levels_have_losses_of_plain_replicas(
     assert run_training(config, tmp_path / "zero", *sets, f"pipeline.zero={zero}") == plain
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize(("what", "op"), [(FORWARD, "F"), (BACKWARD, "B")])
+@pytest.mark.parametrize(
+    ("what", "op", "zero"), each_value([(FORWARD, "F"), (BACKWARD, "B")], [1, 2, 3])
+)
 def test_nonfinite_run_reports_origin_instruction(
     config: str,
     tmp_path: Path,

@@ -30,6 +30,7 @@ from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.in_process.cuda_streams import StreamHub, StreamMailbox, StreamPoint
 from schedir.transports.transport import Work
+from tests.cases import cases, each_value
 from tests.cpu.gloo_processes import run
 from tests.cpu.tiny_stages import (
     BOUNDARY,
@@ -156,7 +157,7 @@ def run_rank(
     return results
 
 
-@pytest.mark.parametrize(("schedule", "shape"), CASES)
+@pytest.mark.parametrize(("schedule", "shape"), cases(CASES[:1] + CASES[3:], CASES[1:3]))
 def test_gathers_in_flight_have_reference_bits(schedule: Any, shape: PipelineShape) -> None:
     results = run(run_rank, 4, schedule, shape)
     assert all(same for checks in results for same, _ in checks)
@@ -197,8 +198,9 @@ class SlicedMailbox(StreamMailbox):
             return StreamPoint(self.gathers)
 
 
-@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, interleaved])
-@pytest.mark.parametrize("buffer_sharing", [None, "minimal"])
+@pytest.mark.parametrize(
+    ("schedule", "buffer_sharing"), each_value([gpipe, one_f_one_b, interleaved], ["minimal", None])
+)
 def test_gathers_overlap_computes_as_predicted(
     schedule: Schedule, buffer_sharing: BufferSharing | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
