@@ -40,7 +40,7 @@ from schedir.models.gpt_config import GPTConfig
 from schedir.predict.calibrate import calibrate, fill_missing_backwards
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.rank_state import Call
+from schedir.runtime.program_state import Call
 from schedir.runtime.recording.measured_timeline import gather_timeline
 from schedir.schedules.schedule_algebra import get_weight_delay_mark
 from schedir.transports.shared_memory import SharedMemoryTransport

@@ -62,7 +62,7 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
-from schedir.runtime.rank_state import Call
+from schedir.runtime.program_state import Call
 from schedir.runtime.services.loss_gradients import LossGradients
 from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.runtime.services.pending_sends import PendingSends

@@ -159,7 +159,7 @@ def train_with_lightning(pipeline: Pipeline, uses_autocast: bool) -> list[float 
     lightning: Any = import_module("lightning")
     losses: list[float | None] = []
 
-    class PipelineModule(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    class PipelineModule(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
@@ -181,7 +181,8 @@ def train_with_lightning(pipeline: Pipeline, uses_autocast: bool) -> list[float 
         enable_progress_bar=False, enable_model_summary=False,
         precision="bf16-mixed" if uses_autocast else "32-true",
     )  # fmt: skip
-    trainer.fit(PipelineModule(), torch.utils.data.DataLoader(make_batches(), batch_size=None))
+    batches: Any = make_batches()
+    trainer.fit(PipelineModule(), torch.utils.data.DataLoader(batches, batch_size=None))
     return losses
 
 

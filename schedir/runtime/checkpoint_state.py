@@ -14,7 +14,7 @@ from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.parameters.buckets import ShardSpec
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.runtime.parameters.tied_parameters import TiedWeight
-from schedir.runtime.rank_state import State
+from schedir.runtime.program_state import ProgramState
 from schedir.transports.process_transport import ProcessTransport
 from schedir.transports.transport import TransportWrapper
 
@@ -134,7 +134,7 @@ class Checkpointable(Protocol):
 
 
 def build_checkpoint_state(
-    states: Sequence[State], validate_last_update: Callable[[], None]
+    states: Sequence[ProgramState], validate_last_update: Callable[[], None]
 ) -> CheckpointState:
     """Return the checkpoint state of the executors of a process.
 
@@ -162,7 +162,7 @@ def build_checkpoint_state(
     return CheckpointState(collect_rank_states, validate_last_update, group, is_single_process)
 
 
-def _collect_rank_state(state: State) -> RankCheckpointState:
+def _collect_rank_state(state: ProgramState) -> RankCheckpointState:
     _require_between_steps(state)
     program, resources = state.program, state.resources
 
@@ -189,7 +189,7 @@ def _collect_rank_state(state: State) -> RankCheckpointState:
     )
 
 
-def _require_between_steps(state: State) -> None:
+def _require_between_steps(state: ProgramState) -> None:
     resources = state.resources
     if resources.is_in_step:
         raise CheckpointError(
@@ -199,7 +199,7 @@ def _require_between_steps(state: State) -> None:
         service.require_savable()
 
 
-def _collect_stage_state(state: State, s: int) -> StageCheckpointState:
+def _collect_stage_state(state: ProgramState, s: int) -> StageCheckpointState:
     stage = state.stages[s]
     shard_ranges: dict[nn.Parameter, ShardRange] = {}
     for bucket in stage.gradients.buckets:

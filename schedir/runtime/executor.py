@@ -21,11 +21,11 @@ from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable, PerM
 from schedir.runtime.checkpoint_state import CheckpointState, build_checkpoint_state
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.extra_programs import ExtraProgram, ProgramOrder, resolve_extra_programs
-from schedir.runtime.model_checks.rank_model import RankModel
+from schedir.runtime.model_checks.model_to_check import ModelToCheck
 from schedir.runtime.parameters.optimizer_inspection import OptimizerLike
 from schedir.runtime.program_runner import ProgramRunner
+from schedir.runtime.program_state import ProgramState
 from schedir.runtime.rank_resources import Loss, RankOptions, RankResources
-from schedir.runtime.rank_state import State
 from schedir.runtime.recording.recorder import Timestamps
 from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.runtime.services.sharded_stages import ShardedStages
@@ -65,7 +65,7 @@ class Executor:
     Post-validation: if the program has `norm_check="after_step"`, an update does not wait for the
     global norm. If the norm turns out to be too large or not finite, the executor corrects the
     update, and runs the following step again. Call `validate_last_update` before you read weights.
-    See `schedir.runtime.parameters.optimistic_step`.
+    See `schedir.runtime.parameters.post_validation`.
 
     Tied weights: each copy has its own gradient. A step adds these gradients in the order of
     stages, and gives the sum to all copies. The global norm counts the weight once. Several local
@@ -215,7 +215,7 @@ class Executor:
             ],
             parameter_copies=self.parameter_copies,
         )
-        weights = RankModel(
+        weights = ModelToCheck(
             [(program, boundaries), *extra_runs], rank, stages, transport, optimizer, options,
             tied_weights,
         ).check()  # fmt: skip
@@ -263,7 +263,7 @@ class Executor:
         return self.resources.random_streams
 
     @property
-    def state(self) -> State:
+    def state(self) -> ProgramState:
         """The state of the first program."""
         return self.runner.state
 

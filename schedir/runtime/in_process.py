@@ -36,12 +36,12 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.extra_programs import ExtraProgram
 from schedir.runtime.in_process_copies import StageReplica, copy_shared_parameters, copy_stage
-from schedir.runtime.model_checks.rank_model import check_virtual_ranks
+from schedir.runtime.model_checks.model_to_check import check_virtual_ranks
 from schedir.runtime.model_checks.tied_weight_requirements import fingerprint_parameters
 from schedir.runtime.parameters.optimizer_inspection import OptimizerLike
 from schedir.runtime.program_runner import ProgramRunner
+from schedir.runtime.program_state import run_all
 from schedir.runtime.rank_resources import Loss
-from schedir.runtime.rank_state import run_all
 from schedir.runtime.recording.recorder import read_step_times
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
 from schedir.transports.in_process.cuda_streams import StreamMailbox
@@ -317,7 +317,7 @@ class InProcessExecutor:
         """Lift the guards of unvalidated updates, before any rank writes to shared memory."""
         for executor in self.executors:
             for service in executor.state.list_services():
-                service.lift_guard()
+                service.allow_weight_access()
 
     def _run_once(
         self, runners: Sequence[ProgramRunner], batch: StepInputs, order_seed: int | None

@@ -26,8 +26,8 @@ from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable
 from schedir.runtime.handlers.handler_registry import link_stream
 from schedir.runtime.model_checks.parameter_guard import ParameterGuard
+from schedir.runtime.program_state import Call, ProgramState
 from schedir.runtime.rank_resources import RankResources
-from schedir.runtime.rank_state import Call, State
 from schedir.runtime.recording.recorder import RecordedTransport, Timestamps, make_timestamps
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
 from schedir.runtime.warm_up import warm_up
@@ -78,7 +78,9 @@ class ProgramRunner:
                 program, resources.rank, transport.progress_model, resources.device
             )
             transport = RecordedTransport(transport, self.timestamps)
-        self.state: State = State(program, resources, transport, boundaries, self.timestamps)
+        self.state: ProgramState = ProgramState(
+            program, resources, transport, boundaries, self.timestamps
+        )
         self.program_number = program_number
         modules = {s: stage.module for s, stage in resources.stages.items()}
         self.parameter_guard: ParameterGuard = ParameterGuard(modules)
@@ -234,7 +236,7 @@ class ProgramRunner:
         state.require_inputs(batch)
         self.is_profiled = self.is_warm and torch.autograd.profiler._is_profiler_enabled
         for service in state.list_services():
-            batch = service.prepare_step(batch)
+            batch = service.prepare_inputs(batch)
         self.progress[POSITION_FIELD] = 0
         state.transport.on_step_begin(self.program_number)
         state.begin_step(batch)
@@ -302,7 +304,7 @@ class ProgramRunner:
         Raises:
             ExecutionError: The end of the step failed, for example because a peer ended before it
                 received a message.
-            ModelError: See `State.finish_step`.
+            ModelError: See `ProgramState.finish_step`.
         """
         self.progress[POSITION_FIELD] = len(self.calls)
         self.progress[POSITION_TIME_FIELD] = monotonic_ns()

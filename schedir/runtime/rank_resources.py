@@ -57,8 +57,8 @@ class RankOptions:
 class RankResources:
     """The stages of a rank with their gradients, its optimizer, random streams and transport.
 
-    All programs of the rank share these objects. The values of a step are in the `State` of the
-    program that runs. State that only one feature needs is in the service of this feature.
+    All programs of the rank share these objects. The values of a step are in the `ProgramState` of
+    the program that runs. State that only one feature needs is in the service of this feature.
 
     Args:
         program: The first program. Its attributes determine sharding, frozen stages and offload.

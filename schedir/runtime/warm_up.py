@@ -17,7 +17,7 @@ from schedir.runtime.model_checks.tensor_fingerprint import get_write_traces, ha
 from schedir.runtime.parameters.optimizer_inspection import has_known_effects, unwrap_optimizer
 from schedir.runtime.parameters.step_skipping import has_gated_step
 from schedir.runtime.parameters.unvalidated_update_guard import list_optimizer_tables
-from schedir.runtime.rank_state import State
+from schedir.runtime.program_state import ProgramState
 from schedir.runtime.step_inputs import Microbatches, MicrobatchView, StepInputs
 
 # The number of warm-up steps. The first step creates the optimizer state, in memory that
@@ -26,7 +26,7 @@ from schedir.runtime.step_inputs import Microbatches, MicrobatchView, StepInputs
 WARM_UP_STEPS: Final = 3
 
 
-def warm_up(state: State, step: Callable[..., object], batch: StepInputs) -> None:
+def warm_up(state: ProgramState, step: Callable[..., object], batch: StepInputs) -> None:
     """Run the warm-up steps, each on a copy of the inputs, and undo them.
 
     Args:
@@ -42,7 +42,7 @@ def warm_up(state: State, step: Callable[..., object], batch: StepInputs) -> Non
 
 
 @contextmanager
-def undo_steps(state: State) -> Iterator[None]:
+def undo_steps(state: ProgramState) -> Iterator[None]:
     """Undo, at the end of this context, all changes that steps made within it.
 
     All tensors keep their memory. The context restores:
@@ -93,11 +93,11 @@ def undo_steps(state: State) -> Iterator[None]:
 
 
 def preserve_step(
-    state: State, batch: StepInputs, unstepped: UnsteppedParameters
+    state: ProgramState, batch: StepInputs, unstepped: UnsteppedParameters
 ) -> tuple[PreservedState, StepInputs]:
     """Preserve the state before a step that may have to run again.
 
-    The preserved state excludes weights and optimizer state, which `OptimisticStep` restores. It
+    The preserved state excludes weights and optimizer state, which `PostValidation` restores. It
     includes:
 
     - buffers, including the buffers of a loss that is a module,
@@ -148,7 +148,7 @@ class UnsteppedParameters:
         state: The state of the program.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ProgramState) -> None:
         optimizer = unwrap_optimizer(state.resources.optimizer)
         stepped_parameters = {
             p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]
@@ -241,7 +241,7 @@ class ProbedMicrobatches(MicrobatchView):
             self.preserved.add_written_values(t)
 
 
-def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:
+def find_unmanaged_parameters(state: ProgramState) -> set[nn.Parameter]:
     """Return the Parameters of the optimizer and of the loss that are in no stage.
 
     An executor does not set the gradients of these Parameters to zero.

@@ -425,7 +425,7 @@ class Schedule(CheckedRuntime):
         """Return the merged outputs, or a list if microbatches of different shapes do not fit."""
         if self._output_merge_spec is None and not can_merge_outputs(output_chunks):
             return [*output_chunks]
-        return super()._merge_outputs(output_chunks)  # type: ignore[no-untyped-call]
+        return super()._merge_outputs(output_chunks)
 
     def _step_microbatches(
         self,

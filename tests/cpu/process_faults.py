@@ -18,7 +18,7 @@ from schedir.ir.isa.instructions import Lane
 from schedir.models import gpt
 from schedir.runtime import program_runner
 from schedir.runtime.offload.copy_lanes import CopyLanes
-from schedir.runtime.rank_state import Call, State
+from schedir.runtime.program_state import Call, ProgramState
 from schedir.training.batches import prefetch
 
 
@@ -89,13 +89,13 @@ def install_instruction_fault(k: int, step: int, when: str, fails: Callable[[], 
     link, start = of.link_stream, lanes.start
     steps, starts = itertools.count(1), [False]
 
-    def linked(state: State) -> list[Call]:
+    def linked(state: ProgramState) -> list[Call]:
         calls: list[Call] = link(state)
         if state.program is state.resources.program:
             calls[k] = Call(None, _failing(calls[k], state))
         return calls
 
-    def _failing(call: Call, state: State) -> Callable[[], None]:
+    def _failing(call: Call, state: ProgramState) -> Callable[[], None]:
         def called() -> None:
             due = not state.is_evaluating and next(steps) == step
             if due and when == "before":

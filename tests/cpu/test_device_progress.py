@@ -21,7 +21,7 @@ from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.rank_state import Call
+from schedir.runtime.program_state import Call
 from schedir.runtime.recording.gpu_progress import GpuProgress, describe_wait
 from schedir.runtime.step_inputs import StepInputs
 from schedir.schedules import dualpipe, gpipe, one_f_one_b

@@ -9,10 +9,10 @@ import pytest
 
 from schedir.ir.isa.instructions import INSTRUCTIONS, Opcode
 from schedir.runtime.handlers.handler_registry import HANDLERS, collect_handlers
-from schedir.runtime.rank_state import State
+from schedir.runtime.program_state import ProgramState
 
 
-def skip(state: State, i: object) -> None:
+def skip(state: ProgramState, i: object) -> None:
     """A handler that is never called."""
 
 

@@ -28,7 +28,7 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.activation_offloader import OffloadMoves
 from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob
 from schedir.runtime.offload.memory_tiers import MemoryTiers
-from schedir.runtime.rank_state import Call
+from schedir.runtime.program_state import Call
 from schedir.runtime.recording.live_memory import LiveMemory
 from schedir.schedules import dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1
 from schedir.verify.check import check

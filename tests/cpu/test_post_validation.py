@@ -34,7 +34,7 @@ from schedir.runtime.parameters.mixed_precision import (
     MainOptimizer,
     use_float32_gradients,
 )
-from schedir.runtime.parameters.optimistic_step import OptimisticStep
+from schedir.runtime.parameters.post_validation import PostValidation
 from schedir.testing import random_compute_program, shapes
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport, can_share_memory
@@ -89,7 +89,7 @@ def make_gpts(
 def count_repeated_steps(ranks: InProcessExecutor) -> int:
     """Return the number of repeated steps. It must be equal on all ranks."""
     (number,) = {
-        rank.state.service(OptimisticStep).repeated_steps
+        rank.state.service(PostValidation).repeated_steps
         for rank in ranks.executors
         if rank.program.norm_check == "after_step"
     }
@@ -346,7 +346,7 @@ def _train_rank(rank: int, name: str, dp: int, max_norm: float) -> Any:
         executor.validate_last_update()
         repeated_steps = 0
         if executor.program.norm_check == "after_step":
-            repeated_steps = executor.state.service(OptimisticStep).repeated_steps
+            repeated_steps = executor.state.service(PostValidation).repeated_steps
         results.append((losses, norm, [p.tolist() for p in ps], repeated_steps))
     (*waiting, _), (*validated, repeated_steps) = results
     return waiting == validated, repeated_steps

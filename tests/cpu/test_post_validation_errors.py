@@ -19,8 +19,8 @@ from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale
-from schedir.runtime.parameters.optimistic_step import OptimisticStep
-from schedir.runtime.rank_state import ProgramService
+from schedir.runtime.parameters.post_validation import PostValidation
+from schedir.runtime.program_state import ProgramService
 from schedir.runtime.warm_up import undo_steps
 from tests.cpu.test_nonfinite_steps import Stranger, hooked, learned
 from tests.cpu.test_post_validation import ADAMW, same, squares
@@ -67,7 +67,7 @@ def test_service_state_is_restored_when_step_is_repeated() -> None:
     counters = [rank.state.service(StepCounter) for rank in ranks.executors]
     for _ in range(3):
         ranks.step(X, X)
-    assert ranks.executors[0].state.service(OptimisticStep).repeated_steps
+    assert ranks.executors[0].state.service(PostValidation).repeated_steps
     assert [counter.count for counter in counters] == [3, 3]
     with undo_steps(ranks.executors[0].state):
         counters[0].begin_step()

@@ -17,8 +17,8 @@ from schedir import PipelineShape
 from schedir.errors import ExecutionError, ModelError
 from schedir.runtime import Boundary, Executor, InProcessExecutor
 from schedir.runtime.autograd.preserved_state import PreservedState
+from schedir.runtime.program_state import Call, ProgramService, ProgramState
 from schedir.runtime.rank_resources import Loss, RankResources, RankService
-from schedir.runtime.rank_state import Call, ProgramService, State
 from schedir.runtime.recording.live_memory import LiveMemory
 from schedir.runtime.services.service import Service
 from schedir.runtime.step_inputs import StepInputs
@@ -27,7 +27,7 @@ from schedir.schedules import one_f_one_b
 from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
 
 # The maximum number of attributes. A feature has its state in a service instead.
-MAX_ATTRIBUTES = {State: 20, RankResources: 12}
+MAX_ATTRIBUTES = {ProgramState: 20, RankResources: 12}
 MAX_EXECUTOR_ARGUMENTS = 12  # Options that belong together are an object.
 # The files that run a step or surround it, with the services that they may name: `Executor` has
 # public members of these.
@@ -51,7 +51,7 @@ class _CallLog(Service):
         self.calls: list[str] = []
         self.memory = torch.zeros(1000, dtype=torch.float64)
 
-    def prepare_step(self, batch: StepInputs) -> StepInputs:
+    def prepare_inputs(self, batch: StepInputs) -> StepInputs:
         self.calls.append("prepare_step")
         return batch._replace(targets=[2 * y for y in batch.targets])
 
@@ -77,7 +77,7 @@ class _CallLog(Service):
         self.calls.append("needs_rerun")
         return self.calls.count("needs_rerun") == 1
 
-    def lift_guard(self) -> None:
+    def allow_weight_access(self) -> None:
         self.calls.append("lift_guard")
 
     def validate(self) -> None:
@@ -108,7 +108,7 @@ class _CallLog(Service):
 
 
 class _ProgramCallLog(ProgramService, _CallLog):
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ProgramState) -> None:
         ProgramService.__init__(self, state)
         _CallLog.__init__(self)
 
@@ -116,7 +116,7 @@ class _ProgramCallLog(ProgramService, _CallLog):
 class _MemoryService(_ProgramCallLog):
     """Creates no tensors itself."""
 
-    def prepare_step(self, batch: StepInputs) -> StepInputs:
+    def prepare_inputs(self, batch: StepInputs) -> StepInputs:
         return batch
 
 
@@ -269,9 +269,9 @@ def test_programs_share_only_rank_services() -> None:
 
 
 @pytest.mark.parametrize("kind", MAX_ATTRIBUTES)
-def test_core_objects_have_few_attributes(kind: type[State | RankResources]) -> None:
+def test_core_objects_have_few_attributes(kind: type[ProgramState | RankResources]) -> None:
     (rank,) = _make_executor().executors
-    core_object = rank.state if kind is State else rank.resources
+    core_object = rank.state if kind is ProgramState else rank.resources
     properties = {name for name, value in vars(kind).items() if isinstance(value, property)}
     assert len(vars(core_object).keys() | properties) <= MAX_ATTRIBUTES[kind]
 

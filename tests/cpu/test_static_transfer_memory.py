@@ -20,8 +20,8 @@ from schedir.passes.pass_types import BufferSharing
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable
 from schedir.runtime.handlers.handler_registry import HANDLERS
+from schedir.runtime.program_state import ProgramState
 from schedir.runtime.rank_resources import RankOptions, RankResources
-from schedir.runtime.rank_state import State
 from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.schedules import one_f_one_b
 from schedir.testing import compute_programs
@@ -49,7 +49,7 @@ def measure_static_memory(program: Program, rank: int) -> dict[str, int]:
     loss = nn.functional.mse_loss
     resources = RankResources(program, rank, stages, transport, None, RankOptions(loss=loss))
     resources.service(MessageBuffers).allocate([(program, boundary_table)])
-    state = State(program, resources, transport, boundary_table)
+    state = ProgramState(program, resources, transport, boundary_table)
     for i in state.stream:
         HANDLERS[i.op](state, i)
     bytes_by_kind = dict.fromkeys(SlotCounts._fields, 0)

@@ -22,7 +22,7 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import TRANSFER_OPS
 from schedir.runtime import in_process, program_runner
-from schedir.runtime.rank_state import Call
+from schedir.runtime.program_state import Call
 from schedir.runtime.recording import gpu_progress, recorder
 from schedir.transports.in_process import mailbox
 from schedir.transports.in_process.cuda_streams import StreamHub, StreamMailbox

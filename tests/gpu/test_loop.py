@@ -17,7 +17,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.rank_state import Call
+from schedir.runtime.program_state import Call
 from schedir.runtime.recording.async_scalars import AsyncScalarBuffer
 from schedir.runtime.recording.gpu_progress import GpuProgress
 from schedir.schedules import one_f_one_b

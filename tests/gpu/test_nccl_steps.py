@@ -23,7 +23,7 @@ from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
-from schedir.runtime.rank_state import Call
+from schedir.runtime.program_state import Call
 from schedir.runtime.recording.allocator_growth import count_allocations
 from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.training.processes.process_exit import RunMember

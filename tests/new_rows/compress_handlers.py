@@ -7,7 +7,7 @@ from torch import Tensor
 
 from schedir.ir.isa.instructions import INSTRUCTIONS, Form, Instr, Opcode
 from schedir.runtime.handlers.transfer_handlers import FORM_LAYOUTS, get_received_value
-from schedir.runtime.rank_state import Call, State
+from schedir.runtime.program_state import Call, ProgramState
 
 
 def _get_first_half(value: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def _get_first_half(value: Tensor) -> Tensor:
 FORM_LAYOUTS[Form.PACKED] = _get_first_half
 
 
-def compress(state: State, i: Instr) -> Call:
+def compress(state: ProgramState, i: Instr) -> Call:
     """Return the call of Compress: replace an activation in its slot by its float32 copy."""
     out = state.find_slot(INSTRUCTIONS[i.op].gives[0], i.stage, i.mb)
 
@@ -33,7 +33,7 @@ def compress(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def decompress(state: State, i: Instr) -> Call:
+def decompress(state: ProgramState, i: Instr) -> Call:
     """Return the call of Decompress: convert a received activation to float64 in place."""
     value = get_received_value(state, i)
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from schedir.ir.isa.instructions import Instr, Opcode
-from schedir.runtime.rank_state import Call, State
+from schedir.runtime.program_state import Call, ProgramState
 from schedir.runtime.services.pending_reductions import PendingReductions
 
 VERDICTS: list[Tensor] = []  # of each rank, for `run_checks.py`
 
 
-def judge(state: State, i: Instr) -> Call:
+def judge(state: ProgramState, i: Instr) -> Call:
     """Return the call of Judge: count the rank's gradients that are not finite, and sum."""
     verdict = torch.ones(1)
     VERDICTS.append(verdict)

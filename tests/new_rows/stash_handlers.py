@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from schedir.ir.isa.instructions import Instr, Opcode, Value
-from schedir.runtime.rank_state import Call, Handler, ProgramService, State
+from schedir.runtime.program_state import Call, Handler, ProgramService, ProgramState
 
 
 class SavedTensor:
@@ -32,13 +32,13 @@ class Stashes(ProgramService):
         slot_values: The value that the slot of a stashed microbatch had, by (stage, microbatch).
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ProgramState) -> None:
         super().__init__(state)
         self.saved: dict[tuple[int, int], list[SavedTensor]] = defaultdict(list)
         self.slot_values: dict[tuple[int, int], Any] = {}
 
 
-def record_forward(handler: Handler, state: State, i: Instr) -> Call:
+def record_forward(handler: Handler, state: ProgramState, i: Instr) -> Call:
     """Make a forward put each tensor that autograd saves into a `SavedTensor`."""
     call = handler(state, i)
     saved = state.service(Stashes).saved
@@ -63,7 +63,7 @@ def record_forward(handler: Handler, state: State, i: Instr) -> Call:
     return Call(call.wait, run)
 
 
-def stash(state: State, i: Instr) -> Call:
+def stash(state: ProgramState, i: Instr) -> Call:
     """Return the call of Stash: copy saved tensors to the disk, and free their slot."""
     slot = state.find_slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
     stashes = state.service(Stashes)
@@ -80,7 +80,7 @@ def stash(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def unstash(state: State, i: Instr) -> Call:
+def unstash(state: ProgramState, i: Instr) -> Call:
     """Return the call of Unstash: copy saved tensors back, and fill their slot."""
     slot = state.find_slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
     stashes = state.service(Stashes)

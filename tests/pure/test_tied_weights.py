@@ -62,7 +62,9 @@ def test_lost_tie_is_refused() -> None:
     ties = schedir.find_tied_weights(MODEL)
     with pytest.raises(UsageError, match="no stage has lm_head"):
         ties.locate_in_stages([Module(wte=Weight()), Module(head=Weight())])
-    with pytest.raises(UsageError, match="one weight in the model, but two different weights in stage 0"):
+    with pytest.raises(
+        UsageError, match="one weight in the model, but two different weights in stage 0"
+    ):
         ties.locate_in_stages([Module(wte=Weight(), lm_head=Weight())])
 
 

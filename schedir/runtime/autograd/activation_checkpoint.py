@@ -31,7 +31,7 @@ from schedir.runtime.model_checks.tensor_fingerprint import (
     get_write_traces,
     has_same_bits,
 )
-from schedir.runtime.rank_state import State
+from schedir.runtime.program_state import ProgramState
 
 _TensorTable = dict[str, Any]  # `_buffers` or `_parameters` of a module
 _ForwardResult = tuple[Sequence[Tensor], Sequence[Tensor]]  # outputs, leaves of the graph
@@ -85,7 +85,7 @@ class Checkpoints:
         i: The Forward or the Recompute of the stage and the microbatch.
     """
 
-    def __init__(self, state: State, i: Instr) -> None:
+    def __init__(self, state: ProgramState, i: Instr) -> None:
         self.state = state
         self.stage = i.stage
         self.mb = i.mb

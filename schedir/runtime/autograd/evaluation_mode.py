@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from schedir.errors import ModelError
 from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.model_checks.tensor_fingerprint import compute_checksums, get_write_traces
-from schedir.runtime.rank_state import ProgramService, State
+from schedir.runtime.program_state import ProgramService, ProgramState
 
 
 @contextmanager
-def evaluation_mode(state: State) -> Iterator[None]:
+def evaluation_mode(state: ProgramState) -> Iterator[None]:
     """Switch the modules of a rank to evaluation mode within a context.
 
     At the end, the context restores the modes and buffers of the modules, and torch's generators.

@@ -19,11 +19,11 @@ from schedir.errors import ModelError
 from schedir.ir.isa.instructions import Instr
 from schedir.runtime.model_checks.memory_overlap import find_shared_buffers
 from schedir.runtime.model_checks.tensor_fingerprint import get_versions, has_same_bits
-from schedir.runtime.rank_state import State
+from schedir.runtime.program_state import ProgramState
 
 
 def add_buffer_checks(
-    state: State, i: Instr, is_forward: bool, run: Callable[[], None]
+    state: ProgramState, i: Instr, is_forward: bool, run: Callable[[], None]
 ) -> Callable[[], None]:
     """Wrap `run` with a check for changes of buffers that would give wrong results.
 
@@ -128,7 +128,7 @@ class _Case(NamedTuple):
         return not is_specific or owner in self.modules or any(b is buffer for b in self.buffers)
 
 
-def _find_cases(state: State, i: Instr, is_forward: bool) -> list[_Case]:
+def _find_cases(state: ProgramState, i: Instr, is_forward: bool) -> list[_Case]:
     """Return the reasons why an instruction must not change a buffer, the most serious first."""
     if not is_forward:
         fact = "in a backward, such as in a recomputed forward: the schedule decides when"

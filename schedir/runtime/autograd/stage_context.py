@@ -19,7 +19,7 @@ from schedir.runtime.model_checks.tensor_fingerprint import (
 )
 from schedir.runtime.parameters.gradient_buffers import GradientBuffers
 from schedir.runtime.parameters.weight_versions import WeightVersions
-from schedir.runtime.rank_state import State
+from schedir.runtime.program_state import ProgramState
 from schedir.runtime.services.stage_weight_versions import find_weight_versions
 
 # ---------------------------------------------------------------- writes to weights
@@ -31,7 +31,7 @@ from schedir.runtime.services.stage_weight_versions import find_weight_versions
 
 
 def add_weight_checks(
-    state: State, i: Instr, is_forward: bool, run: Callable[[], None]
+    state: ProgramState, i: Instr, is_forward: bool, run: Callable[[], None]
 ) -> Callable[[], None]:
     """Wrap `run` with a check that it writes to no trained weight that has copies.
 
@@ -110,7 +110,7 @@ def add_weight_checks(
 
 
 def wrap_stage_run(
-    state: State, i: Instr, purpose: int, run: Callable[[], None]
+    state: ProgramState, i: Instr, purpose: int, run: Callable[[], None]
 ) -> Callable[[], None]:
     """Wrap `run`: set random numbers and weights for the microbatch, and check for writes.
 
@@ -165,7 +165,9 @@ def _run_checking_parameters(
         versions.require_in_place(version)
 
 
-def bind_weight_version(state: State, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
+def bind_weight_version(
+    state: ProgramState, i: Instr, run: Callable[[], None]
+) -> Callable[[], None]:
     """Wrap `run` so that the module first gets the weight version of the microbatch.
 
     If the stage has no weight versions, but shares a Parameter with another stage of the process,

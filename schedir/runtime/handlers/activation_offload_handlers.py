@@ -35,7 +35,7 @@ from schedir.runtime.offload.activation_offloader import (
 )
 from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob
 from schedir.runtime.offload.memory_tiers import MemoryTiers
-from schedir.runtime.rank_state import Call, Handler, State, chain_calls
+from schedir.runtime.program_state import Call, Handler, ProgramState, chain_calls
 
 _SAVED: Final = Value.SAVED
 _SAVED_PRODUCERS: Final = tuple(row.op for row in INSTRUCTIONS if _SAVED in row.gives)
@@ -48,7 +48,7 @@ _SAVED_COMPUTE_OPS: Final = tuple(
 _TO_HOST_OPS: Final = (Opcode.Offload, Opcode.ReloadFromDisk)
 
 
-def offload(state: State, i: Instr) -> Call:
+def offload(state: ProgramState, i: Instr) -> Call:
     """Return the call of Offload: copy the saved activations of a microbatch to the host."""
     k, tiers = state.index_of[i], state.service(MemoryTiers)
     slot = state.find_slot(_SAVED, i.stage, i.mb, k)
@@ -82,7 +82,7 @@ def offload(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def reload(state: State, i: Instr) -> Call:
+def reload(state: ProgramState, i: Instr) -> Call:
     """Return the call of Reload: copy the saved activations of a microbatch to the device."""
     k, tiers = state.index_of[i], state.service(MemoryTiers)
     slot = state.find_slot(_SAVED, i.stage, i.mb, k)
@@ -126,7 +126,7 @@ def _allocate_on_device(occupants: Sequence[SavedActivations], value: SavedActiv
     value.allocate_reload_targets()
 
 
-def offload_to_disk(state: State, i: Instr) -> Call:
+def offload_to_disk(state: ProgramState, i: Instr) -> Call:
     """Return the call of OffloadToDisk: write the saved activations on the host to the disk."""
     k = state.index_of[i]
     tiers = state.service(MemoryTiers)
@@ -160,7 +160,7 @@ def offload_to_disk(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def reload_from_disk(state: State, i: Instr) -> Call:
+def reload_from_disk(state: ProgramState, i: Instr) -> Call:
     """Return the call of ReloadFromDisk: read saved activations from the disk to the host."""
     k = state.index_of[i]
     tiers = state.service(MemoryTiers)
@@ -182,7 +182,7 @@ def reload_from_disk(state: State, i: Instr) -> Call:
 
 
 def _start_copy(
-    state: State,
+    state: ProgramState,
     k: int,
     value: SavedActivations,
     copy: Callable[[], None],
@@ -202,13 +202,13 @@ def _start_copy(
     return lanes.start(lane, run, value.nbytes, prior_jobs, observer)
 
 
-def _get_saved_activations(state: State, i: Instr) -> SavedActivations:
+def _get_saved_activations(state: ProgramState, i: Instr) -> SavedActivations:
     return state.service(OffloadMoves).values.setdefault(
         (i.stage, i.mb), SavedActivations(i.stage, state.device)
     )
 
 
-def _find_offloaded_occupants(state: State, k: int) -> list[SavedActivations]:
+def _find_offloaded_occupants(state: ProgramState, k: int) -> list[SavedActivations]:
     """Return a list with the value that was offloaded from the slot that instruction k fills.
 
     The list is empty if the slot was not freed by an Offload.
@@ -220,27 +220,27 @@ def _find_offloaded_occupants(state: State, k: int) -> list[SavedActivations]:
     return [_get_saved_activations(state, state.stream[free_index])]
 
 
-def _list_saved_changes(state: State, stage: int, mb: int) -> Iterator[tuple[int, Opcode]]:
+def _list_saved_changes(state: ProgramState, stage: int, mb: int) -> Iterator[tuple[int, Opcode]]:
     """Yield (index, opcode) of the instructions that compute or move the saved activations."""
     ops = (Opcode(op) for op in _SAVED_PRODUCERS)
     changes = [(k, op) for op in ops if (k := state.index_of.get((op, stage, mb))) is not None]
     return iter(sorted(changes))
 
 
-def _find_previous_change(state: State, k: int) -> Opcode | None:
+def _find_previous_change(state: ProgramState, k: int) -> Opcode | None:
     """Return the opcode of the last instruction before k that computed or moved the activations."""
     i = state.stream[k]
     ops = [op for index, op in _list_saved_changes(state, i.stage, i.mb) if index < k]
     return ops[-1] if ops else None
 
 
-def _find_next_change(state: State, k: int) -> Opcode | None:
+def _find_next_change(state: ProgramState, k: int) -> Opcode | None:
     """Return the opcode of the first instruction after k that computes or moves the activations."""
     i = state.stream[k]
     return next((op for index, op in _list_saved_changes(state, i.stage, i.mb) if index > k), None)
 
 
-def _count_host_buffers(state: State) -> int | None:
+def _count_host_buffers(state: ProgramState) -> int | None:
     """Return the number of host buffers for activations, or None if the program sets no limit.
 
     The number is at most the number of values that the rank moves to the host.
@@ -250,7 +250,7 @@ def _count_host_buffers(state: State) -> int | None:
     return None if slots == UNSHARED_SLOTS else min(slots, moves_to_host)
 
 
-def _count_max_on_disk(state: State) -> int:
+def _count_max_on_disk(state: ProgramState) -> int:
     """Return the largest number of values that are on the rank's disk at the same time."""
     num_on_disk = max_on_disk = 0
     for op, _, _ in state.stream:
@@ -259,7 +259,7 @@ def _count_max_on_disk(state: State) -> int:
     return max_on_disk
 
 
-def _wrap_compute(handler: Handler, state: State, i: Instr) -> Call:
+def _wrap_compute(handler: Handler, state: ProgramState, i: Instr) -> Call:
     """Extend the handler of a compute instruction, if the program moves activations.
 
     The call then waits for copies, and records the saved tensors of a forward.
@@ -287,7 +287,7 @@ def _wrap_compute(handler: Handler, state: State, i: Instr) -> Call:
 
 
 def _record_saved_tensors(
-    state: State,
+    state: ProgramState,
     value: SavedActivations,
     find_resident: Callable[[], set[int]],
     run: Callable[[], None],
@@ -312,7 +312,7 @@ def _get_slot_tensors(value: object) -> list[Tensor]:
     return [x for x in value[0] if 0 not in x.stride()]  # the leaf of a copied input has no memory
 
 
-def _make_resident_finder(state: State, i: Instr) -> Callable[[], set[int]]:
+def _make_resident_finder(state: ProgramState, i: Instr) -> Callable[[], set[int]]:
     """Return a function that finds the storages that stay on the device: weights and the batch."""
     modules = [*state.stages[i.stage].module.modules()]
     for loss in state.options.loss_modules if i.stage == state.shape.stages - 1 else ():

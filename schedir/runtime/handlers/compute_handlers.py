@@ -43,7 +43,7 @@ from schedir.runtime.model_checks.parameter_guard import (
     require_untrained,
 )
 from schedir.runtime.parameters.overlapped_reduction import BackwardRoot, GradientReduction
-from schedir.runtime.rank_state import Call, State, chain_calls
+from schedir.runtime.program_state import Call, ProgramState, chain_calls
 from schedir.runtime.services.loss_gradients import LossGradients
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.pending_sends import PendingSends
@@ -53,7 +53,7 @@ from schedir.runtime.step_inputs import require_input_tensors
 from schedir.runtime.value_slots import Slot
 
 
-def forward(state: State, i: Instr) -> Call:
+def forward(state: ProgramState, i: Instr) -> Call:
     """Return the call of Forward: run a stage on a microbatch, and in the last stage the loss."""
     stage, mb, is_last_stage = state.stages[i.stage], i.mb, i.stage == state.shape.stages - 1
     input_slots = find_input_slots(state, i)
@@ -116,7 +116,7 @@ class StageRun:
         i: A Forward or Recompute of the stage and the microbatch.
     """
 
-    def __init__(self, state: State, i: Instr) -> None:
+    def __init__(self, state: ProgramState, i: Instr) -> None:
         forward_instr = i._replace(op=Opcode.Forward)
         stage = state.stages[i.stage]
         boundaries = state.boundaries[i.mb]
@@ -234,11 +234,11 @@ def are_inputs_exclusive(input_slots: Sequence[_InputSlot]) -> bool:
     return bool(input_slots) and not any(input_slot.is_local for input_slot in input_slots)
 
 
-def _is_offloaded(state: State, i: Instr) -> bool:
+def _is_offloaded(state: ProgramState, i: Instr) -> bool:
     return Instr(Opcode.Offload, i.stage, i.mb) in state.index_of
 
 
-def _select_boundary_kinds(state: State, i: Instr, kinds: Sequence[Value]) -> list[Value]:
+def _select_boundary_kinds(state: ProgramState, i: Instr, kinds: Sequence[Value]) -> list[Value]:
     """Return the members of `kinds` that pass between the instruction's stage and another one."""
     return [
         kind
@@ -247,7 +247,7 @@ def _select_boundary_kinds(state: State, i: Instr, kinds: Sequence[Value]) -> li
     ]
 
 
-def find_input_slots(state: State, i: Instr) -> list[_InputSlot]:
+def find_input_slots(state: ProgramState, i: Instr) -> list[_InputSlot]:
     """Return the boundary inputs of an instruction.
 
     Either another stage of this rank or a received message fills the slot of an input.
@@ -284,7 +284,7 @@ def _make_input_reader(
     return lambda: [value for input_slot in input_slots for value in read_slot(input_slot)]
 
 
-def _make_output_writer(state: State, i: Instr) -> Callable[[Sequence[Tensor]], None]:
+def _make_output_writer(state: ProgramState, i: Instr) -> Callable[[Sequence[Tensor]], None]:
     """Return a function that fills all output slots of an instruction with its outputs."""
     writers, end = [], 0
     for kind in _select_boundary_kinds(state, i, INSTRUCTIONS[i.op].gives):
@@ -302,7 +302,7 @@ def _make_output_writer(state: State, i: Instr) -> Callable[[Sequence[Tensor]], 
 
 
 def _make_input_wait(
-    state: State, i: Instr, input_slots: Sequence[_InputSlot]
+    state: ProgramState, i: Instr, input_slots: Sequence[_InputSlot]
 ) -> Callable[[], None] | None:
     """Return a function that waits for input messages, and for earlier sends from output slots."""
     waits = [make_message_wait(state, i, input_slot.kind) for input_slot in input_slots]
@@ -322,7 +322,7 @@ def _get_backward_root(y: Tensor) -> BackwardRoot:
     return y if not y.dim() else get_gradient_edge(y)
 
 
-def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
+def backward(state: ProgramState, i: Instr, *, is_split: bool = False) -> Call:
     """Return the call of Backward, or of the autograd part of BackwardInput.
 
     Args:
@@ -424,7 +424,7 @@ def _take_input_gradients(
     return dxs
 
 
-def backward_input(state: State, i: Instr) -> Call:
+def backward_input(state: ProgramState, i: Instr) -> Call:
     """Return the call of BackwardInput: compute input gradients, and defer weight gradients."""
     stage = state.stages[i.stage]
     deferred_slot = state.find_slot(Value.DEFERRED_WGRAD, i.stage, i.mb)
@@ -471,7 +471,7 @@ def _describe_stage(stage: StageState, i: Instr) -> str:
     return f"{type(stage.module).__name__} (stage {i.stage})"
 
 
-def backward_weight(state: State, i: Instr) -> Call:
+def backward_weight(state: ProgramState, i: Instr) -> Call:
     """Return the call of BackwardWeight: compute the deferred weight gradients."""
     deferred_slot = state.find_slot(Value.DEFERRED_WGRAD, i.stage, i.mb)
     find_reduction = _make_reduction_finder(state, i)
@@ -488,7 +488,7 @@ def backward_weight(state: State, i: Instr) -> Call:
     return Call(None, wrap_stage_run(state, i, BACKWARD_WEIGHT, run))
 
 
-def _make_reduction_finder(state: State, i: Instr) -> Callable[[], GradientReduction | None]:
+def _make_reduction_finder(state: ProgramState, i: Instr) -> Callable[[], GradientReduction | None]:
     """Return a function that returns the reduction that overlaps with `i`, or None."""
     reductions = state.service(PendingReductions)
     if (reduction := reductions.overlapped.get(i)) is None:

@@ -30,7 +30,7 @@ from schedir.runtime.handlers.segment_output import (
     find_collective_boundary,
     make_collective_call,
 )
-from schedir.runtime.rank_state import Call, ProgramService, State
+from schedir.runtime.program_state import Call, ProgramService, ProgramState
 from schedir.transports.collectives import AllToAll
 from schedir.transports.transport import Work
 
@@ -57,7 +57,7 @@ class TokenCounts(ProgramService):
         by_dispatch: (Segment before the dispatch, microbatch) -> row counts.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ProgramState) -> None:
         super().__init__(state)
         self.by_dispatch: dict[tuple[int, int], RowCounts] = {}
 
@@ -66,7 +66,7 @@ class TokenCounts(ProgramService):
         self.by_dispatch.clear()
 
 
-def exchange_tokens(state: State, i: Instr) -> Call:
+def exchange_tokens(state: ProgramState, i: Instr) -> Call:
     """Return the call of an all-to-all of a segment's first output tensor, or of its gradient."""
     boundary, letters = find_collective_boundary(state, i), state.program.segment_boundaries
     key = letters.rindex(DISPATCH, 0, boundary + 1), i.mb  # segment before the dispatch, microbatch
@@ -107,7 +107,7 @@ def exchange_tokens(state: State, i: Instr) -> Call:
     return make_collective_call(state, i, start)
 
 
-def _require_count_tensor(state: State, boundary: int, tensors: Sequence[Boundary]) -> None:
+def _require_count_tensor(state: ProgramState, boundary: int, tensors: Sequence[Boundary]) -> None:
     """Check that the boundary has a second tensor, with the number of rows of each expert."""
     counts, ep = tensors[1] if len(tensors) > 1 else None, state.program.ep
     if (
@@ -125,7 +125,7 @@ def _require_count_tensor(state: State, boundary: int, tensors: Sequence[Boundar
         )
 
 
-def _gather_counts(state: State, counts: Tensor) -> Tensor:
+def _gather_counts(state: ProgramState, counts: Tensor) -> Tensor:
     """Return all row counts, of shape (senders, receivers, experts of the receiver)."""
     ep = state.program.ep
     table = counts.new_empty(ep * len(counts))
@@ -133,7 +133,7 @@ def _gather_counts(state: State, counts: Tensor) -> Tensor:
     return table.view(ep, ep, -1)
 
 
-def _require_fit(state: State, i: Instr, table: Tensor, rows: int, capacity: int) -> None:
+def _require_fit(state: ProgramState, i: Instr, table: Tensor, rows: int, capacity: int) -> None:
     """Raise the same error on all members if a member's counts are wrong or over its capacity."""
     ep = state.program.ep
     first_replica = state.transport.dp_rank // ep * ep

@@ -20,13 +20,13 @@ from schedir.runtime.parameters.gradient_buffers import (
     compute_sum_of_squares,
     is_tp_sharded,
 )
-from schedir.runtime.rank_state import Call, State
+from schedir.runtime.program_state import Call, ProgramState
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.update_checks import UpdateChecks
 from schedir.transports.collectives import GroupKey
 
 
-def reduce_norm(state: State, i: Instr) -> Call:
+def reduce_norm(state: ProgramState, i: Instr) -> Call:
     """Return the call of ReduceNorm: sum the squares of gradients over the ranks of the model."""
     start, reductions = state.transport.start_collective, state.service(PendingReductions)
     compute_squares = make_local_squared_norm(state)
@@ -39,7 +39,7 @@ def reduce_norm(state: State, i: Instr) -> Call:
     return Call(reductions.wait, run)
 
 
-def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
+def make_local_squared_norm(state: ProgramState) -> Callable[[], Tensor]:
     """Return a function that computes the sum of squares of the rank's gradients.
 
     At every ZeRO level, the function divides each gradient into one shard per replica. It first

@@ -1,7 +1,7 @@
 """Find the handler of each instruction.
 
-A handler takes the `State` of a rank and an instruction `i`, does all look-ups once, and returns a
-`Call`. So each run of the Call does only the work of the instruction.
+A handler takes the `ProgramState` of a rank and an instruction `i`, does all look-ups once, and
+returns a `Call`. So each run of the Call does only the work of the instruction.
 
 Handlers are in the modules of this folder whose names end with `_handlers`. Each module has a
 dictionary `HANDLERS`: opcode -> handler. A module may also have `WRAPPERS`: opcode -> function that
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from schedir.ir.isa.instructions import INSTRUCTIONS, Lane, Opcode
-from schedir.runtime.rank_state import Call, Handler, State, chain_calls
+from schedir.runtime.program_state import Call, Handler, ProgramState, chain_calls
 
 
 def _import_handler_modules() -> Iterator[ModuleType]:
@@ -56,7 +56,7 @@ def collect_handlers(modules: Sequence[Any]) -> dict[Opcode, Handler]:
 HANDLERS: Final = collect_handlers([*_import_handler_modules()])
 
 
-def link_stream(state: State) -> list[Call]:
+def link_stream(state: ProgramState) -> list[Call]:
     """Return the calls of a rank's stream, in the order of the stream.
 
     If the transport groups transfers, some of the calls also begin or end a group.

@@ -14,10 +14,10 @@ from schedir.ir.isa.instructions import Instr, Opcode, Value
 from schedir.ir.program import UNSHARED_SLOTS
 from schedir.runtime.autograd.random_streams import UPDATE
 from schedir.runtime.offload.state_file import StateFile
-from schedir.runtime.rank_state import Call, State
+from schedir.runtime.program_state import Call, ProgramState
 from schedir.runtime.services.optimizer_placement import ErrorWrapper, OptimizerPlacement
 from schedir.runtime.services.pending_reductions import PendingReductions
-from schedir.runtime.services.update_checks import OptimizerSteps, UpdateChecks
+from schedir.runtime.services.update_checks import RankOptimizer, UpdateChecks
 from schedir.runtime.value_slots import find_freeing_instructions
 
 _PARTIAL_UPDATE_HINT: Final = (
@@ -25,7 +25,7 @@ _PARTIAL_UPDATE_HINT: Final = (
 )
 
 
-def read_state_from_disk(state: State, i: Instr) -> Call:
+def read_state_from_disk(state: ProgramState, i: Instr) -> Call:
     """Return the call of ReadStateFromDisk: read a stage's optimizer state into a host buffer."""
     placement, wrap_error = state.service(OptimizerPlacement), _make_error_wrapper(state, i)
     slots, file = state.program.slots, state.service(StateFile)
@@ -39,7 +39,7 @@ def read_state_from_disk(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def write_state_to_disk(state: State, i: Instr) -> Call:
+def write_state_to_disk(state: ProgramState, i: Instr) -> Call:
     """Return the call of WriteStateToDisk: write the optimizer state of a stage to the disk."""
     placement, wrap_error = state.service(OptimizerPlacement), _make_error_wrapper(state, i)
 
@@ -49,7 +49,7 @@ def write_state_to_disk(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def _make_error_wrapper(state: State, i: Instr) -> ErrorWrapper:
+def _make_error_wrapper(state: ProgramState, i: Instr) -> ErrorWrapper:
     """Return a function that adds the instruction and a hint to an error."""
 
     def wrap_error(error: Exception) -> Exception:
@@ -60,7 +60,7 @@ def _make_error_wrapper(state: State, i: Instr) -> ErrorWrapper:
     return wrap_error
 
 
-def reload_state(state: State, i: Instr) -> Call:
+def reload_state(state: ProgramState, i: Instr) -> Call:
     """Return the call of ReloadState: copy the optimizer state of a stage to the device."""
     placement = state.service(OptimizerPlacement)
     freed_by = find_freeing_instructions(state.program, state.rank, Value.STATE).get(
@@ -75,11 +75,11 @@ def reload_state(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def stage_optimizer_step(state: State, i: Instr) -> Call:
+def stage_optimizer_step(state: ProgramState, i: Instr) -> Call:
     """Return the call of StageOptimizerStep: step the parameters of a stage on the device."""
     placement = state.service(OptimizerPlacement)
     checks = state.service(UpdateChecks)
-    optimizer_steps = state.service(OptimizerSteps)
+    optimizer_steps = state.service(RankOptimizer)
 
     def run() -> None:
         placement.finish_reload(i.stage)
@@ -90,7 +90,7 @@ def stage_optimizer_step(state: State, i: Instr) -> Call:
     return Call(state.service(PendingReductions).wait, run_seeded)
 
 
-def offload_state(state: State, i: Instr) -> Call:
+def offload_state(state: ProgramState, i: Instr) -> Call:
     """Return the call of OffloadState: copy the optimizer state of a stage to the host."""
     placement, wrap_error = state.service(OptimizerPlacement), _make_error_wrapper(state, i)
 
@@ -103,7 +103,7 @@ def offload_state(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def offload_grads(state: State, i: Instr) -> Call:
+def offload_grads(state: ProgramState, i: Instr) -> Call:
     """Return the call of OffloadGrads: copy the reduced gradients of a stage to the host."""
     placement = state.service(OptimizerPlacement)
 
@@ -115,22 +115,22 @@ def offload_grads(state: State, i: Instr) -> Call:
     return Call(state.service(PendingReductions).wait, run)
 
 
-def _wait_for_host_grads(state: State) -> None:
+def _wait_for_host_grads(state: ProgramState) -> None:
     state.service(PendingReductions).wait()
     state.service(OptimizerPlacement).wait_for_gradients()
 
 
-def _decide_update(state: State, update: int) -> None:
+def _decide_update(state: ProgramState, update: int) -> None:
     """Decide whether to make an update, and pass the decision and clip factor to the host steps."""
     checks = state.service(UpdateChecks)
     is_finite = checks.check_once(update)
-    can_step = state.service(OptimizerSteps).can_step
+    can_step = state.service(RankOptimizer).can_step
     can_update = is_finite if can_step else torch.zeros_like(is_finite)
     state.service(OptimizerPlacement).set_grad_check(can_update, checks.clip_factor)
     checks.clip_factor = None
 
 
-def check_grads_finite(state: State, i: Instr) -> Call:
+def check_grads_finite(state: ProgramState, i: Instr) -> Call:
     """Return the call of CheckGradsFinite: check the gradients of an update.
 
     The call also clears the gradients, except after the last update of a step.
@@ -145,7 +145,7 @@ def check_grads_finite(state: State, i: Instr) -> Call:
     return Call(partial(_wait_for_host_grads, state), run)
 
 
-def host_optimizer_step(state: State, i: Instr) -> Call:
+def host_optimizer_step(state: ProgramState, i: Instr) -> Call:
     """Return the call of HostOptimizerStep: step the parameters of a stage on the host."""
     placement, make_error = (
         state.service(OptimizerPlacement),
@@ -160,7 +160,7 @@ def host_optimizer_step(state: State, i: Instr) -> Call:
     return Call(partial(_wait_for_host_grads, state), run)
 
 
-def reload_weights(state: State, i: Instr) -> Call:
+def reload_weights(state: ProgramState, i: Instr) -> Call:
     """Return the call of ReloadWeights: copy the stepped weights of a stage back to the device."""
     placement = state.service(OptimizerPlacement)
     is_last_update = i.mb == state.shape.optimizer_steps - 1

@@ -18,10 +18,10 @@ from schedir.runtime.handlers.compute_handlers import (
     are_inputs_exclusive,
     find_input_slots,
 )
-from schedir.runtime.rank_state import Call, State
+from schedir.runtime.program_state import Call, ProgramState
 
 
-def recompute(state: State, i: Instr) -> Call:
+def recompute(state: ProgramState, i: Instr) -> Call:
     """Return the call of Recompute: run the forward of a microbatch again for its backward."""
     stage_run = StageRun(state, i)
     checkpoints = Checkpoints(state, i)

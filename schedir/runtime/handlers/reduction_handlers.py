@@ -19,16 +19,16 @@ from schedir.runtime.parameters.buckets import ShardSpec, is_summed_over_tp
 from schedir.runtime.parameters.gradient_buffers import poison_if_nan, scale_buffer
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.runtime.parameters.tied_parameters import TiedWeight, make_tie_reducer, sum_into_copies
-from schedir.runtime.rank_state import Call, State
+from schedir.runtime.program_state import Call, ProgramState
 from schedir.runtime.services.loss_gradients import LossGradients
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.stage_weight_versions import StageWeightVersions, find_weight_versions
-from schedir.runtime.services.update_checks import OptimizerSteps, UpdateChecks
+from schedir.runtime.services.update_checks import RankOptimizer, UpdateChecks
 from schedir.transports.transport import ChainedWork, Work
 
 
-def reduce_grads(state: State, i: Instr) -> Call:
+def reduce_grads(state: ProgramState, i: Instr) -> Call:
     """Return the call of ReduceGrads: sum the gradients of a stage over the data-parallel replicas.
 
     Gradients of experts are summed over the replicas that have the same experts.
@@ -49,7 +49,7 @@ def reduce_grads(state: State, i: Instr) -> Call:
     return Call(None, lambda: reductions.works.extend(reduction.end()))
 
 
-def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int], Tensor]:
+def make_scaler(state: ProgramState, stage: int, update: int | None) -> Callable[[int], Tensor]:
     """Return a function that scales a gradient buffer of a stage before its reduction.
 
     For the last stage the function also writes NaN to the first buffer if a loss of the update is
@@ -84,7 +84,7 @@ def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int],
     return scale_flat
 
 
-def reduce_replicated_stages(state: State, i: Instr) -> Call:
+def reduce_replicated_stages(state: ProgramState, i: Instr) -> Call:
     """Return the call of ReduceReplicatedStages: sum a stage's gradients over stage replicas."""
     gradients = state.stages[i.stage].gradients
     replica_ranks = find_sharing_ranks([i.stage], state.shape)
@@ -98,7 +98,7 @@ def reduce_replicated_stages(state: State, i: Instr) -> Call:
     return Call(reductions.wait if state.resources.shard_spec != ShardSpec() else None, run)
 
 
-def reduce_tied(state: State, i: Instr) -> Call:
+def reduce_tied(state: ProgramState, i: Instr) -> Call:
     """Return the call of ReduceTied: sum the gradients of tied weights over their copies."""
     reductions = state.service(PendingReductions)
     tie_reducers = [
@@ -125,7 +125,7 @@ def reduce_tied(state: State, i: Instr) -> Call:
     return Call(reductions.wait, run)
 
 
-def _get_tied_gradient(state: State, weight: TiedWeight, stage: int) -> Tensor:
+def _get_tied_gradient(state: ProgramState, weight: TiedWeight, stage: int) -> Tensor:
     """Return the gradient of a stage's copy of a tied weight, or with ZeRO the replica's shard."""
     gradients, copy = state.stages[stage].gradients, weight.local_copies[stage]
     if state.program.zero:
@@ -139,7 +139,7 @@ def _get_tied_gradient(state: State, weight: TiedWeight, stage: int) -> Tensor:
     return copy.grad
 
 
-def reduce_sequence_parallel_grads(state: State, i: Instr) -> Call:
+def reduce_sequence_parallel_grads(state: ProgramState, i: Instr) -> Call:
     """Return the call of ReduceSequenceParallelGrads: sum gradients over the tensor-parallel ranks.
 
     All these ranks have the full weight, but each rank computes the gradient from its part of the
@@ -166,11 +166,11 @@ def reduce_sequence_parallel_grads(state: State, i: Instr) -> Call:
     return Call(reductions.wait, run)
 
 
-def optimizer_step(state: State, i: Instr) -> Call:
+def optimizer_step(state: ProgramState, i: Instr) -> Call:
     """Return the call of OptimizerStep: wait for reductions, run the optimizer, end the update."""
     reductions = state.service(PendingReductions)
     checks = state.service(UpdateChecks)
-    optimizer_steps = state.service(OptimizerSteps)
+    optimizer_steps = state.service(RankOptimizer)
     placement = (
         None if state.program.optimizer_placement == "device" else state.service(OptimizerPlacement)
     )

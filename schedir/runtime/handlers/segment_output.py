@@ -20,7 +20,7 @@ from schedir.ir.isa.instructions import (
     Instr,
     Value,
 )
-from schedir.runtime.rank_state import Call, State
+from schedir.runtime.program_state import Call, ProgramState
 from schedir.runtime.value_slots import OutputSlot
 from schedir.transports.transport import ChainedWork, Transport, Work
 
@@ -47,7 +47,7 @@ class SegmentOutput(NamedTuple):
         self.slot.fill((first, *rest))
 
 
-def find_collective_boundary(state: State, i: Instr) -> int:
+def find_collective_boundary(state: ProgramState, i: Instr) -> int:
     """Return the segment before the boundary at which a collective runs.
 
     Args:
@@ -57,7 +57,9 @@ def find_collective_boundary(state: State, i: Instr) -> int:
     return min(i.stage, state.program.peer_stage(INSTRUCTIONS[i.op].gives[0], i.stage))
 
 
-def make_collective_call(state: State, i: Instr, start: Callable[[SegmentOutput], Work]) -> Call:
+def make_collective_call(
+    state: ProgramState, i: Instr, start: Callable[[SegmentOutput], Work]
+) -> Call:
     """Return the call that starts a collective on the first output tensor of a segment.
 
     Args:

@@ -10,15 +10,15 @@ from typing import Final
 
 from schedir.ir.isa.instructions import Instr, Opcode, Value, find_consumers
 from schedir.runtime.offload.snapshot_copies import SnapshotCopies
-from schedir.runtime.rank_state import Call, Handler, State, chain_calls
+from schedir.runtime.program_state import Call, Handler, ProgramState, chain_calls
 
 
-def snapshot(state: State, i: Instr) -> Call:
+def snapshot(state: ProgramState, i: Instr) -> Call:
     """Return the call of Snapshot: start the requested copies of a stage for a checkpoint."""
     return Call(None, partial(state.service(SnapshotCopies).begin_stage, i.stage))
 
 
-def _wait_for_snapshot(handler: Handler, state: State, i: Instr) -> Call:
+def _wait_for_snapshot(handler: Handler, state: ProgramState, i: Instr) -> Call:
     """Let an instruction that changes state wait for the requested copies of the state.
 
     If the program has no Snapshot instructions, the instruction cancels the requested copies.

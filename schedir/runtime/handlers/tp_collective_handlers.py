@@ -23,18 +23,18 @@ from schedir.runtime.handlers.segment_output import SegmentOutput, make_collecti
 from schedir.runtime.handlers.transfer_handlers import gather_message as gather_received
 from schedir.runtime.model_checks.memory_overlap import has_same_storage
 from schedir.runtime.parameters.sequence_layout import join_sequence, split_by_rank
-from schedir.runtime.rank_state import Call, State
+from schedir.runtime.program_state import Call, ProgramState
 from schedir.transports.transport import ChainedWork, Work
 
 
-def tp_reduce(state: State, i: Instr) -> Call:
+def tp_reduce(state: ProgramState, i: Instr) -> Call:
     """Return the call of an all-reduce, or of a reduce-scatter with sequence parallelism."""
     return make_collective_call(
         state, i, _reduce_scatter_tokens if state.program.sequence_parallel else _reduce_in_place
     )
 
 
-def tp_gather(state: State, i: Instr) -> Call:
+def tp_gather(state: ProgramState, i: Instr) -> Call:
     """Return the call of a gather. It gathers tokens between segments, or shards of a message."""
     if i.op in find_segment_collectives(state.program.sequence_parallel):
         return make_collective_call(state, i, _gather_tokens)

@@ -27,7 +27,7 @@ from schedir.ir.isa.instructions import (
     find_form_changes,
 )
 from schedir.runtime.model_checks.tensor_fingerprint import get_versions
-from schedir.runtime.rank_state import Call, State
+from schedir.runtime.program_state import Call, ProgramState
 from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.runtime.services.pending_sends import PendingSends
 from schedir.runtime.value_slots import OutputSlot
@@ -40,7 +40,7 @@ _RECEIVE_OF_KIND = {INSTRUCTIONS[op].gives[0]: op for op in RECV_OPS}
 FORM_LAYOUTS: Final[dict[Form, Callable[[Tensor], Tensor]]] = {}
 
 
-def send(state: State, i: Instr) -> Call:
+def send(state: ProgramState, i: Instr) -> Call:
     """Return the call of a send: start to send the value of a slot to the peer rank."""
     mb, row, k = i.mb, INSTRUCTIONS[i.op], state.index_of[i]
     kind = row.needs[0]
@@ -65,7 +65,9 @@ def send(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence[Tensor]], None]:
+def make_value_writer(
+    state: ProgramState, i: Instr, kind: Value
+) -> Callable[[Sequence[Tensor]], None]:
     """Return a function that fills the output slot of a value, in the layout for its receiver.
 
     If the receiver is on this rank, the tensors get the layout of a received message. Otherwise the
@@ -109,7 +111,7 @@ def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence
     return partial(fill, buffer)
 
 
-def recv(state: State, i: Instr) -> Call:
+def recv(state: ProgramState, i: Instr) -> Call:
     """Return the call of a receive: start to receive a message into the slot of a value."""
     mb, row = i.mb, INSTRUCTIONS[i.op]
     kind = row.gives[0]
@@ -127,7 +129,9 @@ def recv(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def _get_receive_memory(state: State, i: Instr, kind: Value) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _get_receive_memory(
+    state: ProgramState, i: Instr, kind: Value
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the receive buffer of a full value, and the tensors in it."""
     number = state.find_slot(kind, i.stage, i.mb).number
     return (
@@ -137,12 +141,12 @@ def _get_receive_memory(state: State, i: Instr, kind: Value) -> tuple[Tensor, tu
     )
 
 
-def _list_form_changes(state: State, i: Instr, kind: Value) -> tuple[Opcode, ...]:
+def _list_form_changes(state: ProgramState, i: Instr, kind: Value) -> tuple[Opcode, ...]:
     """Return, in order, the opcodes that change the form of a stage's value for a microbatch."""
     return tuple(op for op in find_form_changes(kind) if (op, i.stage, i.mb) in state.index_of)
 
 
-def _view_in_form(state: State, memory: Tensor, form_opcodes: Sequence[Opcode]) -> Tensor:
+def _view_in_form(state: ProgramState, memory: Tensor, form_opcodes: Sequence[Opcode]) -> Tensor:
     """Return the part of a value's memory that a message with these forms uses."""
     for op in reversed(form_opcodes):  # the order in which the sender applied them
         form = INSTRUCTIONS[op].form
@@ -166,7 +170,7 @@ class ReceivedValue(NamedTuple):
     wait: Callable[[], None]
 
 
-def make_early_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]:
+def make_early_wait(state: ProgramState, i: Instr, kind: Value) -> Callable[[], None]:
     """Return a function that waits for a message.
 
     An instruction between the receive and the compute instruction calls this function.
@@ -186,7 +190,7 @@ def make_early_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]:
     return wait
 
 
-def get_received_value(state: State, i: Instr) -> ReceivedValue:
+def get_received_value(state: ProgramState, i: Instr) -> ReceivedValue:
     """Return the memory of a received value, for an instruction that removes a form from it.
 
     Args:
@@ -202,7 +206,7 @@ def get_received_value(state: State, i: Instr) -> ReceivedValue:
     return ReceivedValue(encoded, decoded, make_early_wait(state, i, kind))
 
 
-def make_message_wait(state: State, i: Instr, kind: Value) -> Callable[[], None] | None:
+def make_message_wait(state: ProgramState, i: Instr, kind: Value) -> Callable[[], None] | None:
     """Return a function that waits for an input from a message or a collective.
 
     The arrival of a message may prove that earlier sends have arrived. The function also completes
@@ -234,7 +238,7 @@ def make_message_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]
     return wait
 
 
-def tp_scatter(state: State, i: Instr) -> Call:
+def tp_scatter(state: ProgramState, i: Instr) -> Call:
     """Return the call of a scatter: replace a value by this tensor-parallel rank's shard of it."""
     kind = INSTRUCTIONS[i.op].gives[0]
     slot = state.find_slot(kind, i.stage, i.mb)
@@ -255,13 +259,13 @@ def tp_scatter(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def _copy_local_shard(state: State, tensor: Tensor, buffer: Tensor | None) -> Tensor:
+def _copy_local_shard(state: ProgramState, tensor: Tensor, buffer: Tensor | None) -> Tensor:
     """Return a copy of this rank's shard, because a view would keep the full tensor alive."""
     shard = view_tp_shard(state.transport, tensor.contiguous())
     return shard.clone() if buffer is None else buffer.copy_(shard)
 
 
-def gather_message(state: State, i: Instr) -> Call:
+def gather_message(state: ProgramState, i: Instr) -> Call:
     """Return the call of a gather: gather the shards of a value from tensor-parallel ranks."""
     kind = INSTRUCTIONS[i.op].gives[0]
     full_value, _ = _get_receive_memory(state, i, kind)

@@ -28,7 +28,7 @@ from schedir.ir.isa.instructions import (
 from schedir.runtime.handlers.reduction_handlers import make_scaler
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.runtime.parameters.sharded_parameters import ShardedParameters
-from schedir.runtime.rank_state import Call, Handler, State, chain_calls
+from schedir.runtime.program_state import Call, Handler, ProgramState, chain_calls
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.sharded_stages import ShardedStages
 from schedir.runtime.stage_state import StageState
@@ -40,18 +40,18 @@ _WEIGHT_READERS: Final = tuple(
 )
 
 
-def unshard(state: State, i: Instr) -> Call:
+def unshard(state: ProgramState, i: Instr) -> Call:
     """Return the call of Unshard: start to gather the weights of a stage."""
     weights = state.stages[i.stage].sharded_parameters
     return Call(None, partial(weights.start_unshard, state.transport.start_collective))
 
 
-def reshard(state: State, i: Instr) -> Call:
+def reshard(state: ProgramState, i: Instr) -> Call:
     """Return the call of Reshard: release the full weights of a stage."""
     return Call(None, state.stages[i.stage].sharded_parameters.reshard)
 
 
-def reduce_scatter(state: State, i: Instr) -> Call:
+def reduce_scatter(state: ProgramState, i: Instr) -> Call:
     """Return the call of ReduceScatter: reduce a stage's gradients to the replicas' shards.
 
     From ZeRO level 2 on, each ReduceScatter of a stage adds its result to the shard of the
@@ -87,7 +87,7 @@ def reduce_scatter(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def _wrap_weight_reader(handler: Handler, state: State, i: Instr) -> Call:
+def _wrap_weight_reader(handler: Handler, state: ProgramState, i: Instr) -> Call:
     """Add waits and checks to an instruction that reads full weights or adds to a full gradient."""
     call, stage = handler(state, i), state.stages[i.stage]
     waits = [call.wait]

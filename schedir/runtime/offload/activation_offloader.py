@@ -22,7 +22,7 @@ from schedir.ir.isa.instructions import Value
 from schedir.ir.program import UNSHARED_SLOTS
 from schedir.runtime.offload.arena import ArenaBlock
 from schedir.runtime.offload.copy_lanes import LaneJob
-from schedir.runtime.rank_state import ProgramService, State
+from schedir.runtime.program_state import ProgramService, ProgramState
 from schedir.runtime.step_inputs import Microbatches, MicrobatchView
 from schedir.runtime.value_slots import find_freeing_instructions
 
@@ -388,7 +388,7 @@ class OffloadMoves(ProgramService):
         state: The state of the program.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ProgramState) -> None:
         super().__init__(state)
         # `has_fixed_slots` is True if the program fixes the number of slots for saved activations.
         # Then an instruction that fills a slot first releases the memory of the slot's earlier

@@ -26,7 +26,7 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
-from schedir.runtime.rank_state import Call, State
+from schedir.runtime.program_state import Call, ProgramState
 from schedir.runtime.recording.stream_events import make_event
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.pending_sends import PendingSends
@@ -160,7 +160,7 @@ class _StepEvents:
         )
 
 
-def _find_started_work(state: State, k: int, i: Instr) -> Callable[[], Sequence[Any]]:
+def _find_started_work(state: ProgramState, k: int, i: Instr) -> Callable[[], Sequence[Any]]:
     """Return a function that lists the transfers that an instruction has just started."""
     if i.op in SEND_OPS:
         return lambda: state.service(PendingSends).works[k][:1]

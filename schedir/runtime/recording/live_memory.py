@@ -20,7 +20,7 @@ from schedir.ir.isa.table_schema import TIERS
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer
 from schedir.runtime.parameters.optimizer_inspection import unwrap_optimizer
-from schedir.runtime.rank_state import Call
+from schedir.runtime.program_state import Call
 
 
 class LiveMemory(TorchDispatchMode):

@@ -29,7 +29,7 @@ from schedir.ir.program import Program
 from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.step_skipping import are_finite
-from schedir.runtime.rank_state import Call
+from schedir.runtime.program_state import Call
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.step_inputs import Keywords, Microbatches
 from schedir.transports.json_collectives import gather

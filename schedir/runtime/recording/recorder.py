@@ -27,7 +27,7 @@ from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import RECV_OPS, SEND_OPS, Lane
 from schedir.ir.program import Program
-from schedir.runtime.rank_state import WorkObserver
+from schedir.runtime.program_state import WorkObserver
 from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.transport import CompletedWork, Transport, TransportWrapper, Work
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from schedir.runtime.rank_state import ProgramService, State
+from schedir.runtime.program_state import ProgramService, ProgramState
 
 
 class LossGradients(ProgramService):
@@ -19,7 +19,7 @@ class LossGradients(ProgramService):
         initial_gradient: The gradient with which a backward begins. None means 1.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ProgramState) -> None:
         super().__init__(state)
         self.grad_scale: float | Tensor = 1.0
         self.initial_gradient: Tensor | None = None

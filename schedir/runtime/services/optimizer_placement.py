@@ -158,7 +158,7 @@ class OptimizerPlacement(RankService):
             memory is not None and memory.data_ptr() == t.data_ptr() and memory.device == t.device
         )
 
-    def prepare_step(self, batch: StepInputs) -> StepInputs:
+    def prepare_inputs(self, batch: StepInputs) -> StepInputs:
         """Move all states to the tier in which they stay between steps.
 
         States may be on the device after the load of a checkpoint, or after the creation of the

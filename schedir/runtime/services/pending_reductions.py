@@ -9,7 +9,7 @@ from schedir.runtime.parameters.overlapped_reduction import (
     GradientReduction,
     find_last_accumulations,
 )
-from schedir.runtime.rank_state import ProgramService, State
+from schedir.runtime.program_state import ProgramService, ProgramState
 from schedir.runtime.value_slots import find_freeing_instructions
 from schedir.transports.transport import Work
 
@@ -29,7 +29,7 @@ class PendingReductions(ProgramService):
         starts_after_backward: True to start all reductions after their backward.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ProgramState) -> None:
         super().__init__(state)
         self.works: list[Work] = []
         self.reduce_scatters: deque[tuple[int, list[Work]]] = deque()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from schedir.ir.isa.instructions import INSTRUCTIONS, LOCAL_HANDOVER, SEND_OPS, PeerRule
 from schedir.ir.program import Program
-from schedir.runtime.rank_state import ProgramService, State
+from schedir.runtime.program_state import ProgramService, ProgramState
 from schedir.runtime.value_slots import iterate_slot_reuses
 from schedir.transports.transport import Work
 
@@ -34,7 +34,7 @@ class PendingSends(ProgramService):
             end before this instruction.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ProgramState) -> None:
         super().__init__(state)
         self.works: dict[int, tuple[Work, Tensor]] = {}
         self.implied_acks = _find_implied_acks(state.program, state.rank)

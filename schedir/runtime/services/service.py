@@ -5,7 +5,7 @@ Before the first step, the handler of each instruction creates a call. The handl
 that does not need the feature has no such service. Two base classes define the owner and the
 lifetime of a service:
 
-- `ProgramService`: one for each program on a rank (`rank_state.py`).
+- `ProgramService`: one for each program on a rank (`program_state.py`).
 - `RankService`: one for each rank, which all its programs share (`rank_resources.py`).
 
 The step loop, warm-up steps, evaluations, checkpoints and the count of live memory call the methods
@@ -31,7 +31,7 @@ class Service:
     """The state of one feature. By default its methods do nothing.
 
     Args:
-        owner: The `State` of the program, or the `RankResources` of the rank.
+        owner: The `ProgramState` of the program, or the `RankResources` of the rank.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -42,7 +42,7 @@ class Service:
         """Create the service.
 
         Args:
-            owner: The `State` of the program, or the `RankResources` of the rank.
+            owner: The `ProgramState` of the program, or the `RankResources` of the rank.
         """
         return cls(owner)
 
@@ -52,7 +52,7 @@ class Service:
         The executor calls this method only for the services of the first program and of the rank.
         """
 
-    def prepare_step(self, batch: StepInputs) -> StepInputs:
+    def prepare_inputs(self, batch: StepInputs) -> StepInputs:
         """Prepare a step or an evaluation, before the executor changes any other state.
 
         Args:
@@ -89,7 +89,7 @@ class Service:
         """Return whether the step that has just ended must run again."""
         return False
 
-    def lift_guard(self) -> None:
+    def allow_weight_access(self) -> None:
         """Allow access to weights. A rank is about to write to weights that other ranks share."""
 
     def validate(self) -> None:

@@ -14,7 +14,7 @@ from schedir.runtime.parameters.sharded_parameters import (
     require_sharded_state,
     shard_optimizer_state,
 )
-from schedir.runtime.rank_state import ProgramService, State
+from schedir.runtime.program_state import ProgramService, ProgramState
 
 
 class ShardedStages(ProgramService):
@@ -24,7 +24,7 @@ class ShardedStages(ProgramService):
         state: The state of the program.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ProgramState) -> None:
         super().__init__(state)
         self.sharded = [stage.sharded_parameters for stage in state.stages.values()]
         state.first_step_checks.weights = self.sharded
@@ -111,7 +111,7 @@ class ShardedStages(ProgramService):
                 weights.write_back()
 
 
-def _checksum_parameters(state: State) -> dict[str, str]:
+def _checksum_parameters(state: ProgramState) -> dict[str, str]:
     """Return a dict for `check_agreement`: description of a parameter -> checksum."""
     modules = {s: stage.module for s, stage in state.stages.items()}
     tp_rank = state.transport.tp_rank

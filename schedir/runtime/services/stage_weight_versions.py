@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from schedir.ir.isa.instructions import Instr
 from schedir.runtime.parameters.weight_versions import WeightVersions
-from schedir.runtime.rank_state import ProgramService, State
+from schedir.runtime.program_state import ProgramService, ProgramState
 
 
 class StageWeightVersions(ProgramService):
@@ -17,7 +17,7 @@ class StageWeightVersions(ProgramService):
         by_stage: Trained stage -> its weight versions.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ProgramState) -> None:
         super().__init__(state)
         self.by_stage: dict[int, WeightVersions] = {}
         for s, stage in state.stages.items():
@@ -56,7 +56,7 @@ class StageWeightVersions(ProgramService):
             versions.restore()
 
 
-def find_weight_versions(state: State, stage: int) -> WeightVersions | None:
+def find_weight_versions(state: ProgramState, stage: int) -> WeightVersions | None:
     """Return the weight versions of a stage, or None if the stage needs none.
 
     Args:

@@ -13,8 +13,8 @@ from schedir.ir.pipeline.program_attributes import OPTIMIZER_TIERS
 from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.parameters.sharded_parameters import guard_shard_step
 from schedir.runtime.parameters.step_skipping import are_finite, step_if_finite
+from schedir.runtime.program_state import ProgramService, ProgramState
 from schedir.runtime.rank_resources import RankResources, RankService
-from schedir.runtime.rank_state import ProgramService, State
 
 _TIED_RANDOM_WARNING: Final = (
     "an optimizer draws other random numbers for each copy of a tied weight: the copies will differ"
@@ -23,7 +23,7 @@ _TIED_RANDOM_WARNING: Final = (
 NormVerdict = tuple[Tensor, Tensor]
 
 
-class OptimizerSteps(RankService):
+class RankOptimizer(RankService):
     """Runs the optimizer of a rank.
 
     Args:
@@ -95,7 +95,7 @@ class UpdateChecks(ProgramService):
         read_result: Returns `Executor.grad_norm` and `Executor.finite_updates` of the last step.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ProgramState) -> None:
         super().__init__(state)
         self.grad_norm = torch.zeros((), dtype=torch.float64, device=state.device)
         self.finite_updates = torch.ones(
@@ -116,11 +116,11 @@ class UpdateChecks(ProgramService):
     def finish_step(self) -> None:
         """Keep the result of this step as the last result of the rank."""
         if not self.state.is_evaluating:
-            self.state.service(OptimizerSteps).read_last_result = self.read_result
+            self.state.service(RankOptimizer).read_last_result = self.read_result
 
     def read_last_result(self) -> tuple[Tensor, Tensor]:
         """Return `grad_norm` and `finite_updates` of the rank's last training step."""
-        return (self.state.service(OptimizerSteps).read_last_result or self.read_result)()
+        return (self.state.service(RankOptimizer).read_last_result or self.read_result)()
 
     def check_once(self, update: int) -> Tensor:
         """Return whether an update is finite. The first call checks and clips the gradients.

@@ -1,4 +1,4 @@
-"""State: the values, messages and step inputs of one program on one rank."""
+"""`ProgramState`: the values, messages and step inputs of one program on one rank."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Call(NamedTuple):
     run: Callable[[], None]
 
 
-Handler = Callable[["State", Instr], Call]  # returns the call of an instruction
+Handler = Callable[["ProgramState", Instr], Call]  # returns the call of an instruction
 
 
 Callback = Callable[[], None]
@@ -119,7 +119,7 @@ class WorkObserver:
         return None
 
 
-class State:
+class ProgramState:
     """The state of one program on a rank: its slots, pending messages and step inputs.
 
     Handlers read this state when they create the calls of instructions. `resources` has the state
@@ -406,5 +406,5 @@ class ProgramService(Service):
         state: The state of the program.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ProgramState) -> None:
         self.state = state

@@ -32,7 +32,7 @@ from schedir.runtime.parameters.unvalidated_update_guard import (
     UnvalidatedUpdateGuard,
     list_optimizer_tables,
 )
-from schedir.runtime.rank_state import ProgramService, State
+from schedir.runtime.program_state import ProgramService, ProgramState
 from schedir.runtime.recording.async_scalars import AsyncScalarBuffer, AsyncScalars
 from schedir.runtime.services.update_checks import NormVerdict, UpdateChecks, compute_clip_factor
 from schedir.runtime.step_inputs import StepInputs
@@ -40,7 +40,7 @@ from schedir.runtime.warm_up import UnsteppedParameters, preserve_step
 from schedir.transports.transport import Work
 
 
-class OptimisticStep(ProgramService):
+class PostValidation(ProgramService):
     """Makes the updates of a rank before their norms are known, and validates them later.
 
     All updates before the last update are validated.
@@ -64,7 +64,7 @@ class OptimisticStep(ProgramService):
         repeated_steps: The number of steps that were run again.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ProgramState) -> None:
         super().__init__(state)
         resources = state.resources
         self.gradients = [stage.gradients for stage in state.stages.values()]
@@ -135,7 +135,7 @@ class OptimisticStep(ProgramService):
 
     # ------------------------------------------------------------ between steps
 
-    def prepare_step(self, batch: StepInputs) -> StepInputs:
+    def prepare_inputs(self, batch: StepInputs) -> StepInputs:
         """Save the state before a step that may have to run again.
 
         A step may have to run again if the last update is not validated yet.
@@ -151,7 +151,7 @@ class OptimisticStep(ProgramService):
                 optimizer's step may change other state.
         """
         require_known_optimizer(self.optimizer)
-        self.lift_guard()
+        self.allow_weight_access()
         if self.pending_update is None:
             return batch
         preserved, batch = preserve_step(self.state, batch, self.unstepped_parameters)
@@ -230,7 +230,7 @@ class OptimisticStep(ProgramService):
         )
         # The guard stays if the norm does not arrive, because the update is not validated then.
         is_valid = self.pending_update is None or self.is_update_valid()
-        self.lift_guard()
+        self.allow_weight_access()
         if is_valid:
             self.pending_update = None
         else:
@@ -256,7 +256,7 @@ class OptimisticStep(ProgramService):
             norm = self.norm.sum_of_squares.sqrt()
         return norm, norm.isfinite().view(1)
 
-    def lift_guard(self) -> None:
+    def allow_weight_access(self) -> None:
         """Allow access to weights and optimizer again.
 
         Raises:

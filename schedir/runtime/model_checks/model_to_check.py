@@ -44,7 +44,7 @@ from schedir.verify.check import check
 
 
 @dataclass(frozen=True)
-class RankModel:
+class ModelToCheck:
     """The stages of a rank, with the programs, the transport and the options of the executor.
 
     Args:
