@@ -10,7 +10,7 @@ from schedir.analysis.memory.buffer_slots import find_host_values as on_host_of
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import TIERS, Opcode, Value
 from schedir.ir.program import STAGE_SHIFT, Program, SlotCounts
-from schedir.passes.memory.optimizer_placement import insert_host_steps, insert_state_offload
+from schedir.passes.memory.optimizer_states import insert_host_steps, insert_state_offload
 from tests.edits import (
     MUTATIONS,
     Edit,

@@ -27,8 +27,8 @@ from schedir.torch_pipelining.hook_detection import (
     has_parameter_hooks,
     hook_count,
 )
-from schedir.torch_pipelining.output_checks import PendingOutputs
 from schedir.torch_pipelining.stages import require_declared_output
+from schedir.torch_pipelining.step_checks import PendingOutputs
 
 # ---------------------------------------------------------------- losses by microbatch
 

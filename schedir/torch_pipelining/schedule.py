@@ -22,17 +22,11 @@ from schedir.ir.program import Program
 from schedir.runtime.checkpoint_state import CheckpointState
 from schedir.schedules.schedule_algebra import Schedule as Words
 from schedir.torch_pipelining import actions, gradients, program_selection
-from schedir.torch_pipelining.argument_checks import (
-    find_indivisible_tensor,
-    find_microbatch_error,
-    find_missing_input,
-)
 from schedir.torch_pipelining.checkpoint_adapter import TorchCheckpointState
 from schedir.torch_pipelining.executor_runtime import ExecutorRuntime
 from schedir.torch_pipelining.forward_checks import CheckedRuntime
 from schedir.torch_pipelining.fsdp_stages import insert_unshards, require_unsharded
 from schedir.torch_pipelining.hook_detection import install_hook_counters
-from schedir.torch_pipelining.output_checks import can_merge_outputs
 from schedir.torch_pipelining.stages import (
     SharedWeights,
     require_frozen_stages,
@@ -40,6 +34,12 @@ from schedir.torch_pipelining.stages import (
     require_reducible,
     require_runnable,
     require_stages,
+)
+from schedir.torch_pipelining.step_checks import (
+    can_merge_outputs,
+    find_indivisible_tensor,
+    find_microbatch_error,
+    find_missing_input,
 )
 from schedir.transports.rank_agreement import gather_or_raise, require_same
 from schedir.verify.check import check

@@ -25,8 +25,8 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.torch_pipelining import Schedule
-from schedir.torch_pipelining.argument_checks import find_microbatch_error
 from schedir.torch_pipelining.program_selection import get_progress_model
+from schedir.torch_pipelining.step_checks import find_microbatch_error
 from schedir.verify.check import check
 from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule
 from tests.cpu.gloo_processes import run

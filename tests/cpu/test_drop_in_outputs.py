@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from schedir.errors import ModelError
-from schedir.torch_pipelining.output_checks import PendingOutputs
+from schedir.torch_pipelining.step_checks import PendingOutputs
 from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule, run_step
 from tests.cpu.gloo_processes import RankError
 from tests.cpu.gloo_processes import run as spawn

@@ -7,7 +7,6 @@ Megatron's schedule.
 from __future__ import annotations
 
 import runpy
-import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache, partial
@@ -15,7 +14,6 @@ from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -549,120 +547,3 @@ PROBES: tuple[Any, ...] = (
 
 def test_distributed_checkpoint_of_vee_has_layer_names() -> None:
     assert run_forks(2)[find_wrong_checkpoint_keys.__name__] == [[set(), set()]] * 2
-
-
-def test_module_imported_during_build_keeps_original_functions() -> None:
-    from megatron.core import utils
-
-    from schedir.megatron.vee_model import as_pipeline_rank
-
-    original, module = utils.get_pg_rank, ModuleType("megatron.imported_by_this_test")
-    try:
-        with as_pipeline_rank(3, group="pipeline"):
-            assert utils.get_pg_rank("pipeline") == 3
-            module.get_pg_rank = utils.get_pg_rank  # type: ignore[attr-defined]
-            sys.modules[module.__name__] = module
-        assert module.get_pg_rank is utils.get_pg_rank is original
-        with as_pipeline_rank(3, group="pipeline"):
-            assert module.get_pg_rank("pipeline") == 3
-    finally:
-        del sys.modules[module.__name__]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("context_parallel_size", 2),
-        ("hybrid_context_parallel", True),
-        ("expert_model_parallel_size", 2),
-        ("overlap_moe_expert_parallel_comm", True),
-        ("mtp_num_layers", 1),
-        ("enable_autocast", True),
-        ("num_microbatches_with_partial_activation_checkpoints", 1),
-        ("fine_grained_activation_offloading", True),
-        ("enable_cuda_graph", True),
-        ("external_cuda_graph", True),
-        ("cuda_graph_impl", "local"),
-    ],
-)
-def test_unsupported_settings_are_refused_by_name(name: str, value: object) -> None:
-    from schedir.megatron.run_requirements import require_supported_settings
-
-    with pytest.raises(UsageError, match=f"{name}={value!r} is not supported") as caught:
-        require_supported_settings([], SimpleNamespace(**{name: value}))
-    assert caught.value.fields == (name,)
-
-
-def test_megatron_fsdp_is_refused() -> None:
-    from schedir.megatron.run_requirements import require_supported_settings
-
-    chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
-    with pytest.raises(UsageError, match="use_megatron_fsdp=True is not supported"):
-        require_supported_settings([chunk], SimpleNamespace())
-
-
-def test_overlapped_reduction_with_optimizer_instances_is_refused() -> None:
-    from schedir.megatron.run_requirements import require_supported_settings
-
-    ddp = SimpleNamespace(overlap_grad_reduce=True, num_distributed_optimizer_instances=2)
-    with pytest.raises(UsageError, match="num_distributed_optimizer_instances=2"):
-        require_supported_settings([SimpleNamespace(ddp_config=ddp)], SimpleNamespace())
-
-
-def test_looped_ranks_of_vee() -> None:
-    from schedir.megatron.vee_model import find_looped_rank
-
-    shape = compile("zb_v", ranks=4, microbatches=8).shape
-    assert [find_looped_rank(shape, rank, 0) for rank in range(4)] == [0, 1, 2, 3]
-    assert [find_looped_rank(shape, rank, 1) for rank in range(4)] == [3, 2, 1, 0]
-
-
-def test_reduction_of_deferred_output_layer_is_postponed() -> None:
-    from schedir.megatron.forward_backward_func import _GradientReduction
-
-    started: list[int] = []
-    chunks = [SimpleNamespace(parameters=partial(int, number)) for number in range(2)]
-    config = SimpleNamespace(grad_sync_func=started.append, defer_embedding_wgrad_compute=True)
-    reduction = _GradientReduction(config, chunks, False, has_last_stage=True)
-    reduction(0)
-    reduction(1)
-    assert started == [0]
-    reduction.start_postponed()
-    assert started == [0, 1]
-
-
-def test_delayed_gradients_without_setting_of_ddp_are_refused() -> None:
-    from schedir.megatron.delayed_modules import require_delay_settings
-    from tests.cpu.megatron_delayed_linears import DelayedLinear
-
-    config = SimpleNamespace(delay_wgrad_compute=True, gradient_accumulation_fusion=False)
-    chunk: Any = DelayedLinear(2, 2, config=config, bias=False, skip_bias_add=False)
-    with pytest.raises(UsageError, match="DistributedDataParallelConfig is False"):
-        require_delay_settings([chunk])
-    chunk.ddp_config = SimpleNamespace(delay_wgrad_compute=True)
-    require_delay_settings([chunk])
-    chunk.wgrad_store = SimpleNamespace(delay_wgrad_compute=lambda: True)
-    chunk.weight0.skip_backward_post_hook = False  # as before Transformer Engine 2.8
-    with pytest.raises(UsageError, match="DelayedLinear delays weight gradients, but does not"):
-        require_delay_settings([chunk])
-
-
-def test_unknown_schedule_name_is_refused() -> None:
-    import schedir.megatron
-
-    with pytest.raises(UsageError, match="zb_h9"):
-        schedir.megatron.forward_backward("zb_h9")
-
-
-def test_unknown_options_are_refused_before_first_step() -> None:
-    import schedir.megatron
-
-    with pytest.raises(UsageError, match="compile has no option 'cost'") as caught:
-        schedir.megatron.forward_backward("zb_h1", cost=3)
-    assert "costs" in caught.value.hint
-    for name in ("ranks", "microbatches", "stages_per_rank", "progress_model", "shape"):
-        with pytest.raises(UsageError, match=f"{name} cannot be given: it is that of Megatron"):
-            schedir.megatron.forward_backward("zb_h1", **{name: 4})
-    with pytest.raises(UsageError, match="Megatron gives it at each step") as refused:
-        schedir.megatron.forward_backward("zb_h1", num_microbatches=4)
-    assert refused.value.hint == "leave out num_microbatches"

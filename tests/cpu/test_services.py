@@ -32,7 +32,7 @@ MAX_EXECUTOR_ARGUMENTS = 12  # Options that belong together are an object.
 # The files that run a step or surround it, with the services that they may name: `Executor` has
 # public members of these.
 CORE_FILES = {
-    "rank_state": set[str](),
+    "program_state": set[str](),
     "rank_resources": set[str](),
     "program_runner": set[str](),
     "executor": {"MessageBuffers", "ShardedStages", "UpdateChecks"},
@@ -52,7 +52,7 @@ class _CallLog(Service):
         self.memory = torch.zeros(1000, dtype=torch.float64)
 
     def prepare_inputs(self, batch: StepInputs) -> StepInputs:
-        self.calls.append("prepare_step")
+        self.calls.append("prepare_inputs")
         return batch._replace(targets=[2 * y for y in batch.targets])
 
     def begin_update(self) -> None:
@@ -143,7 +143,7 @@ def test_each_phase_of_step_calls_services(kind: type[_ProgramCallLog | _RankCal
     world, plain = _make_executor(), _make_executor()
     (rank,) = world.executors
     log: _CallLog = rank.state.service(kind)
-    step_calls = ["prepare_step", "begin_update", "begin_step", "begin_optimizer_step",
+    step_calls = ["prepare_inputs", "begin_update", "begin_step", "begin_optimizer_step",
                   "finish_step", "restore", "needs_rerun"]  # fmt: skip
     inputs, targets = make_batch(2, 0)
     total = world.step(inputs, targets)
@@ -187,7 +187,7 @@ def _dropout_error(y: Tensor, target: Tensor) -> Tensor:
     return squared_error(nn.functional.dropout(y, 0.5), target)
 
 
-@pytest.mark.parametrize("method", ["prepare_step", "begin_update", "begin_step"])
+@pytest.mark.parametrize("method", ["prepare_inputs", "begin_update", "begin_step"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_error_before_first_instruction_changes_no_later_step(rank: int, method: str) -> None:
     worlds = [_make_executor(ranks=2, loss=_dropout_error) for _ in range(2)]
@@ -303,7 +303,7 @@ def test_unused_features_have_no_service() -> None:
     (rank,) = _make_executor().executors
     names = {kind.__name__ for kind in (*rank.resources.services, *rank.state.services)}
     assert names == {
-        "LossGradients", "MessageBuffers", "OptimizerSteps", "PendingReductions", "PendingSends",
+        "LossGradients", "MessageBuffers", "PendingReductions", "PendingSends", "RankOptimizer",
         "SnapshotCopies", "UpdateChecks",
     }  # fmt: skip
     assert isinstance(rank.stages[0].module, nn.Module)
