@@ -23,9 +23,9 @@ settings.load_profile("schedir")
 
 
 # Without ALL_CASES=1, a property is tried with this share of its examples, but with no fewer than
-# MIN_EXAMPLES. The numeric law takes all, because it replaces tests of single features.
+# MIN_EXAMPLES. The numeric law states its own numbers, because it replaces tests of single features.
 EXAMPLE_SHARE, MIN_EXAMPLES = 0.15, 12
-FILES_WITH_ALL_EXAMPLES = {"test_numeric_law"}
+FILES_WITH_OWN_NUMBERS = {"test_numeric_law"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items
         if isinstance(item, pytest.Function)
         and hasattr(item.obj, "hypothesis")
-        and item.path.stem not in FILES_WITH_ALL_EXAMPLES
+        and item.path.stem not in FILES_WITH_OWN_NUMBERS
     }
     for test in tests:
         own = test._hypothesis_internal_use_settings

@@ -71,18 +71,18 @@ def compile_within(
     compiled = _compile(loops)
     if compiled is None:
         return None, "not installed" if find_spec("numba") is None else "not usable"
-    dispatchers: tuple[Any, ...] = compiled  # numba adds attributes that `Loop` does not have
-    is_ready = all(loop.signatures or _is_cached(loop) for loop in dispatchers)
+    is_ready = all(loop.dispatcher.signatures or _is_cached(loop.dispatcher) for loop in compiled)
     if seconds < (MIN_LOAD_SECONDS if is_ready else MIN_COMPILE_SECONDS):
         return None, "no time"
     return compiled, "used"
 
 
-def _is_cached(loop: Any) -> bool:
+def _is_cached(dispatcher: Any) -> bool:
     """Return whether a compiled loop seems to be in numba's cache on disk."""
     try:
-        folder = Path(loop.stats.cache_path)
-        prefix = f"{Path(loop.py_func.__code__.co_filename).stem}.{loop.py_func.__name__}-"
+        folder = Path(dispatcher.stats.cache_path)
+        loop = dispatcher.py_func
+        prefix = f"{Path(loop.__code__.co_filename).stem}.{loop.__name__}-"
         return any(file.name.startswith(prefix) for file in folder.iterdir())
     except (OSError, TypeError):  # numba has no cache folder
         return False
@@ -114,8 +114,26 @@ def _import_numba() -> Any:
     return None if numba.config.DISABLE_JIT else numba
 
 
+class CompiledLoop:
+    """A loop that numba compiles at its first call, and then stores in its cache on disk.
+
+    Args:
+        dispatcher: The function that numba makes of the loop.
+    """
+
+    def __init__(self, dispatcher: Any) -> None:
+        self.dispatcher = dispatcher
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the loop."""
+        try:
+            return self.dispatcher(*args)
+        except OSError:  # The disk is full. The loop is compiled, but it is not in the cache.
+            return self.dispatcher(*args)
+
+
 @cache
-def _compile(loops: tuple[Loop, ...]) -> tuple[Loop, ...] | None:
+def _compile(loops: tuple[Loop, ...]) -> tuple[CompiledLoop, ...] | None:
     if (numba := _import_numba()) is None:
         return None
     for loop in loops:
@@ -126,6 +144,7 @@ def _compile(loops: tuple[Loop, ...]) -> tuple[Loop, ...] | None:
             if isinstance(called, FunctionType):
                 numba.extending.register_jitable(called)
     try:
-        return tuple(map(numba.njit(cache=True), loops))
+        dispatchers = [*map(numba.njit(cache=True), loops)]
     except RuntimeError:  # numba found no writable cache folder
-        return tuple(map(numba.njit, loops))
+        dispatchers = [*map(numba.njit, loops)]
+    return tuple(map(CompiledLoop, dispatchers))

@@ -1,10 +1,12 @@
 """Tests that found schedules fit and run, and that no built-in schedule is shorter."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -393,6 +395,25 @@ def test_result_reports_status_of_compiled_loops(monkeypatch: pytest.MonkeyPatch
         assert result.numba == status
         spans.add((result.span, result.num_evaluated))
     assert len(spans) == 1
+
+
+def test_compiled_loop_runs_if_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_installed():
+        pytest.skip("numba is not here")
+    tmp_path.joinpath("loop_of_test.py").write_text("def add_one(x):\n    return x + 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    loops = (import_module("loop_of_test").add_one,)
+    compiled, _ = compile_within(loops, 60)
+    assert compiled is not None
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no byte can be written to a file
+    try:
+        result = compiled[0](2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result == 3
 
 
 def test_loops_are_compiled_only_within_time(monkeypatch: pytest.MonkeyPatch) -> None:
