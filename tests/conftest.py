@@ -23,7 +23,7 @@ settings.load_profile("schedir")
 
 
 # Without ALL_CASES=1, a property is tried with this share of its examples, but with no fewer than
-# MIN_EXAMPLES. The numeric law states its own numbers, because it replaces tests of single features.
+# MIN_EXAMPLES. The numeric law sets its own numbers, because it replaces tests of single features.
 EXAMPLE_SHARE, MIN_EXAMPLES = 0.15, 12
 FILES_WITH_OWN_NUMBERS = {"test_numeric_law"}
 
