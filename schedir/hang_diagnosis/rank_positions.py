@@ -317,7 +317,9 @@ class PositionedRanks:
             elif position not in seen:
                 blockers += next_blockers
             seen.add(position)
-        raise AssertionError("an instruction that has not ended waits for nothing")
+        raise AssertionError(
+            "found no transfer or collective that prevents the end of an instruction"
+        )
 
     # ------------------------------------------------------------ waits
 

@@ -357,12 +357,12 @@ def _require_valid_plan(model: TransformerSpec, cluster: Cluster, plan: Parallel
         and plan.microbatches % plan.pp
     ):
         requirement = (
-            f"a multiple of pp {plan.pp}"
+            f"a number of microbatches that is a multiple of pp {plan.pp}"
             if formulas.needs_multiple_of_ranks
-            else f"at least {min_microbatches}"
+            else f"at least {min_microbatches} microbatches"
         )
         raise UsageError(
-            f"schedule {plan.schedule} needs {requirement} microbatches, not {plan.microbatches}",
+            f"schedule {plan.schedule} needs {requirement}, not {plan.microbatches}",
             fields=["microbatches", "schedule"],
         )
     get_layers_per_stage(model, plan)

@@ -142,8 +142,8 @@ def run_sequential(
         for name, p in stage.named_parameters():
             if (expert_slice := get_expert_slice(p)) is not None and expert_slice[1] > 1:
                 raise ModelError(
-                    f"{name} of stage {s} belongs to slice {expert_slice[0]} of "
-                    f"{expert_slice[1]} of the experts, and the other experts are missing",
+                    f"{name} of stage {s} has only expert slice {expert_slice[0]} of "
+                    f"{expert_slice[1]}: the other experts are missing",
                     hint="build_stage(..., ep=1)",
                 )
     microbatches = count_microbatches(inputs, "inputs")

@@ -133,9 +133,9 @@ def interleaved_zb(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run interleaved 1F1B with split backwards: ZB-H1 on v stages per rank.
 
     The order is the same as in PyTorch's InterleavedZeroBubble, for all shapes that PyTorch can
-    run. The microbatches are divided into groups as in `interleaved`. If P divides m, each rank has
-    the idle time of `zb_h1` with the costs of one of the v stages. So the idle time is 1/v of the
-    idle time of `zb_h1` for the same model. There are v P stage activations in flight on each rank.
+    run. The microbatches are divided into groups as in `interleaved`. If P divides m, the idle time
+    of each rank is 1/v of its idle time in `zb_h1` for the same model, because a stage has only 1/v
+    of the layers of a rank. There are v P stage activations in flight on each rank.
 
     Args:
         r: Rank, 0 to P - 1.

@@ -77,7 +77,7 @@ def test_hinted_batches_are_nearest_valid() -> None:
         ),
         (
             ParallelPlan(pp=4, dp=2, stages_per_rank=3, microbatches=6, schedule="interleaved"),
-            "interleaved needs a multiple of pp 4 microbatches",
+            "interleaved needs a number of microbatches that is a multiple of pp 4, not 6",
         ),
         (
             ParallelPlan(pp=4, dp=2, microbatches=6, schedule="zb_h2"),

@@ -102,7 +102,8 @@ class StudioState:
         options = data.get("options", {})
         if not all(isinstance(text, str) for pair in options.items() for text in pair):
             raise UsageError(
-                "options of a state must have strings as names and as values", fields=["options"]
+                "in the state of the studio, the names and values of options must be strings",
+                fields=["options"],
             )
         given_options = {name: text for name, text in options.items() if text.strip()}
         return cls(**data | {"options": given_options})

@@ -625,7 +625,7 @@ class _CostFiller:
             raise UsageError(
                 "the cluster has no dram_bandwidth, the host memory bandwidth for each GPU in "
                 "bytes per second",
-                hint=f'dram_bandwidth = "100GB/s", or the cost {cost}',
+                hint=f'dram_bandwidth = "100GB/s", or give the cost {cost}',
                 fields=["dram_bandwidth"],
             )
         return self.cluster.dram_bandwidth
@@ -693,8 +693,8 @@ def _make_missing_size_error(cost: str, sizes: str) -> UsageError:
     return UsageError(
         f"a cluster computes the cost {cost} from sizes that are missing: {', '.join(names)}",
         hint=CommandHint(
-            f"Sizes({', '.join(f'{name}=...' for name in names)}), or the cost {cost}",
-            f"--sizes {sizes}, or the cost {cost}",
+            f"Sizes({', '.join(f'{name}=...' for name in names)}), or give the cost {cost}",
+            f"--sizes {sizes}, or give the cost {cost}",
         ),
         fields=names,
     )

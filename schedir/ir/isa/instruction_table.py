@@ -489,9 +489,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.GRAD,),
         gives=(_V.GRAD,),
         doc=(
-            "Sums the gradients of weights of norms, and of biases that are added after a "
-            "reduction, over the tensor-parallel group. Each rank has these weights complete, "
-            "and applies them to its own tokens."
+            "Sums gradients over the tensor-parallel group: those of the weights of normalization "
+            "layers, and of biases that are added after a reduction. Each rank has a full copy of "
+            "these parameters, and applies it to its own tokens."
         ),
         cost="reduce_sequence_parallel_grads", idle_cause="reduction", is_implicit_in_torch=True,
     ),

@@ -155,7 +155,7 @@ def _require_repeatable_step(
     if zero:
         _refuse(
             f"norm_check='after_step' needs zero=0, not {zero}: to repeat a step, a rank "
-            "needs full gradients, but ZeRO has freed them",
+            "needs full weights and gradients, but with ZeRO it has only its shards between steps",
             "norm_check='before_step'",
             "zero",
             "norm_check",

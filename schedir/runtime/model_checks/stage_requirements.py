@@ -78,9 +78,9 @@ def require_matching_experts(
             expert_slice = get_expert_slice(p)
             if expert_slice is not None and expert_slice != expected:
                 raise ModelError(
-                    f"{name} of stage {s} belongs to slice {expert_slice[0]} of "
-                    f"{expert_slice[1]} of the experts, but replica {transport.dp_rank} of a "
-                    f"program with ep={program.ep} has slice {expected[0]} of {expected[1]}",
+                    f"{name} of stage {s} belongs to expert slice {expert_slice[0]} of "
+                    f"{expert_slice[1]}, but replica {transport.dp_rank} of a program with "
+                    f"ep={program.ep} has slice {expected[0]} of {expected[1]}",
                     hint=f"build_stage(..., ep={expected[1]}, ep_rank={expected[0]})",
                 )
 
