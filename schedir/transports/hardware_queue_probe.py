@@ -103,7 +103,8 @@ def require_safe_queues(
                 f"streams share a hardware queue of a GPU ({'; '.join(map(str, shared_pairs))}), "
                 f"so the program would deadlock: {deadlock.fact}",
                 program=program.name,
-                hint='transport = "nccl_grouped", or a program with fewer edges per rank',
+                hint='transport = "nccl_grouped", or a program in which each rank exchanges '
+                "messages with fewer ranks",
             ) from deadlock
     return shared_pairs
 
