@@ -1,4 +1,4 @@
-"""The command `recognize`: say which built-in schedule a program follows."""
+"""The command `recognize`: name the built-in schedule that a program follows."""
 
 from __future__ import annotations
 

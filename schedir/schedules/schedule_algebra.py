@@ -338,7 +338,7 @@ def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S],
 
 
 def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
-    """Return a decorator that restricts a schedule to a weight delay.
+    """Return a decorator for a schedule that needs a given weight delay.
 
     The decorator sets the attribute `weight_delay` of the function. `expand_schedule` reads it
     for shapes with several optimizer steps. If a shape has another weight delay,

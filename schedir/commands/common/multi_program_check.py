@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument(
         "--rank-programs", action="append", metavar="RANK:STEPS", default=[],
-        help="with several programs, one per step: the programs that rank RANK runs instead, such "
-        "as 1:train.sched+train.sched",
+        help="the programs that rank RANK runs, one per step and joined by +, such as "
+        "1:train.sched+train.sched; by default, a rank runs all given programs in order",
     )  # fmt: skip
     parser.add_argument(
         "--replicas", action="store_true",

@@ -63,7 +63,8 @@ def require_shardable(program: Program, stages: Mapping[int, nn.Module], optimiz
         if p in fused_parameters and not p.is_contiguous():
             raise refuse(
                 f"{name} of stage {s} is not contiguous (its strides are {list(p.stride())}): a "
-                "fused optimizer needs the layout of its summed gradient, which is contiguous",
+                "fused optimizer needs a parameter with the strides of its gradient, and the "
+                "summed gradient is contiguous",
                 "p.data = p.data.contiguous() before the executor is created, or fused=False",
             )
     if not program.zero:

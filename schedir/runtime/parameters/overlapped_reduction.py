@@ -207,7 +207,8 @@ class GradientReduction:
                     f"the gradient of {weight_names} was written to after autograd had computed "
                     "it, while replicas summed it",
                     hint="do not write to a gradient in a tensor hook, and do not use a weight "
-                    "both inside and outside of a Function that runs its own backward",
+                    "both inside and outside of an autograd.Function whose backward calls "
+                    "backward()",
                 )
 
 

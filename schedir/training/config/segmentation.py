@@ -197,8 +197,8 @@ def _require_complete_frozen_stages(segmentation: StageSegmentation, frozen_stag
     """Raise UsageError if only some segments of a stage are frozen."""
     if frozen_stages not in segmentation.first_segments:
         raise UsageError(
-            f"frozen_stages is {frozen_stages}, but the first {frozen_stages} segments of the "
-            "program are not complete stages",
+            f"frozen_stages is {frozen_stages} and counts segments, but the first {frozen_stages} "
+            "segments are not complete stages",
             hint=f"frozen_stages = {' or '.join(map(str, segmentation.first_segments[1:-1])) or 0}",
             fields=["frozen_stages", "schedule"],
         )
