@@ -123,7 +123,9 @@ def require_unsharded(actions: Sequence[Any], unsharded_stages: int) -> None:
         added.update(_stages_of_action(action, BACKWARDS))
         reduced.update(_stages_of_action(action, (REDUCE_GRAD,)))
     if unsharded:
-        raise CompletenessError(f"stages {sorted(unsharded)} are unsharded at the end")
+        raise CompletenessError(
+            f"stages {sorted(unsharded)} are still unsharded after the last action"
+        )
     if added != reduced:
         raise CompletenessError(f"stages {sorted(added ^ reduced)} lack a backward or a reduction")
 

@@ -110,9 +110,9 @@ class StageInputAdapter:
         for k, n in view_pairs:
             if new_versions[k] != old_versions[k] or new_versions[n] != old_versions[n]:
                 raise ModelError(
-                    f"a stage changes input {k} or {n} in place, and one contains the "
-                    "values of the other: without a pipeline both inputs may share memory, so "
-                    "that the change reaches both",
+                    f"a stage changes input {k} or {n} in place, and one of them contains the "
+                    "values of the other: without a pipeline, both may be views of one tensor, and "
+                    "the change would affect both",
                     hint="begin the forward with x = x.clone()",
                 )
         if keyword_versions and [*map(_get_version, keyword_tensors)] != keyword_versions:

@@ -206,8 +206,8 @@ class GradientReduction:
                 raise ModelError(
                     f"the gradient of {weight_names} was written to after autograd had computed "
                     "it, while replicas summed it",
-                    hint="do not write to a gradient in a tensor hook, and do not use a weight "
-                    "both inside and outside of a Function that runs its own backward",
+                    hint="do not write to a gradient in a tensor hook; if an autograd.Function "
+                    "runs another backward in its backward, use its weights only in this Function",
                 )
 
 
