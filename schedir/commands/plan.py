@@ -261,8 +261,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--improve-schedules", action="store_true",
                         help="for the best three plans, search for a shorter schedule")  # fmt: skip
     parser.add_argument("--time-limit", type=parse_seconds, default=DEFAULT_TIME_LIMIT, metavar="S",
-                        help="with --improve-schedules: the seconds per plan "
-                        f"({DEFAULT_TIME_LIMIT:g})")  # fmt: skip
+                        help="with --improve-schedules: the longest time of the search per plan, "
+                        f"in seconds ({DEFAULT_TIME_LIMIT:g})")  # fmt: skip
     parser.add_argument("--gpu-counts", type=_parse_counts, metavar="GPUS",
                         help="plan for each of these numbers of GPUs, such as 256,512,1024: first "
                         "with the same batch (strong scaling), then with a batch that grows with "

@@ -151,12 +151,12 @@ class ProgramRunner:
             See `Executor.step`.
 
         Raises:
-            ModelError: The transport does not use CUDA streams.
+            ModelError: The transport does not use NCCL.
             ExecutionError: See `Executor.step`.
         """
         if self.serialized_transport is None:
             raise ModelError(
-                "step_serialized needs a transport with a CUDA stream for each edge",
+                "step_serialized needs an NCCL transport",
                 program=self.program.name,
             )
         with self.serialized_transport.serialize():

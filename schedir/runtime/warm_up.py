@@ -197,7 +197,8 @@ class UnsteppedParameters:
                 elif get_write_traces([p]) != [trace]:
                     raise ModelError(
                         f"a forward writes to parameter {self.names[p]}, which no optimizer "
-                        "updates, but norm_check='after_step' must run the step again",
+                        "updates, so schedir cannot run the step again, as norm_check='after_step' "
+                        "requires",
                         hint="make it a buffer, or compile(..., norm_check='before_step')",
                     )
 

@@ -264,7 +264,9 @@ def _require_valid_groups(inspector: Inspector) -> None:
     if len(joined_starts):
         site = inspector.make_site(int(joined_starts[0]))
         inspector.refuse(
-            "it is joined, but no instruction precedes it", site, error_type=GroupError
+            "it belongs to the group of the previous instruction, but no instruction precedes it",
+            site,
+            error_type=GroupError,
         )
     begins = np.flatnonzero(~ix.joined)
     sizes = np.diff([*begins.tolist(), len(ix.op)])

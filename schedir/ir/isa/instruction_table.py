@@ -313,7 +313,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         frees=(_V.GRAD, _V.NORM),
         doc=(
             "Updates the parameters of the rank's stages. If each stage has its own step, this "
-            "step ends the update, when all states are written or all weights are back."
+            "instruction ends the update, after all optimizer states are written or all weights "
+            "are reloaded."
         ),
         cost="step", is_implicit_in_torch=True,
     ),

@@ -234,8 +234,8 @@ class Checkpoints:
             self._set_generator_states(states)
         if get_write_traces(buffers) != traces:
             raise ModelError(
-                f"stage {self.stage} writes to a buffer through another reference than its "
-                "module's, and recomputation would write to it twice",
+                f"stage {self.stage} writes to a buffer through another reference than "
+                "self.name, so recomputation would write to it twice",
                 hint="write to the buffer as self.name, and keep no buffers in lists",
             )
 

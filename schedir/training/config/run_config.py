@@ -311,7 +311,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """The files that a run writes, and the measurements for these files.
+    """The files that a run writes, and the measurements that they contain.
 
     - `dir`: the directory for results, which is created. If the directory has results of an earlier
       run, `overwrite` must be true.
