@@ -69,7 +69,7 @@ microbatch_size = 2
 steps = {steps}
 warmup = 2
 log_every = 1
-timeout = 60
+timeout = 30
 
 [output]
 record = false

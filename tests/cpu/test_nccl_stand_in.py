@@ -72,7 +72,6 @@ class Case(NamedTuple):
 CASES = dict(
     cases(
         [
-            ("1f1b", Case(one_f_one_b, PipelineShape(2, 4), tp=2)),
             (
                 "1f1b, slots shared",
                 Case(one_f_one_b, PipelineShape(2, 4), tp=2, buffer_sharing="minimal"),
@@ -84,10 +83,6 @@ CASES = dict(
             (
                 "interleaved, slots shared",
                 Case(interleaved, PipelineShape(2, 4, 2), tp=2, buffer_sharing="minimal"),
-            ),
-            (
-                "gpipe, slots enough",
-                Case(gpipe, PipelineShape(2, 4), tp=2, buffer_sharing="latency_preserving"),
             ),
             (
                 "replicas, split",
@@ -114,6 +109,11 @@ CASES = dict(
             ),
         ],
         [
+            ("1f1b", Case(one_f_one_b, PipelineShape(2, 4), tp=2)),
+            (
+                "gpipe, slots enough",
+                Case(gpipe, PipelineShape(2, 4), tp=2, buffer_sharing="latency_preserving"),
+            ),
             (
                 "1f1b, slots shared, recorded",
                 Case(one_f_one_b, PipelineShape(2, 4), tp=2, buffer_sharing="minimal", record=True),
