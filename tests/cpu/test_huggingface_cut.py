@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from schedir import find_tied_weights
 from schedir.errors import UsageError
 from schedir.models.huggingface import cut
 from schedir.runtime import InProcessExecutor
-from tests.cpu.train_command import ROOT
+from tests.cpu.train_command import ROOT, run_script
 
 transformers = pytest.importorskip("transformers")
 
@@ -139,11 +140,21 @@ def test_unsupported_models_and_divisions_are_refused() -> None:
         cut(model, 3, (0, 3, 2))
 
 
-def test_snippet_of_documentation_page_runs() -> None:
+def test_scripts_of_documentation_page_print_same_loss(tmp_path: Path) -> None:
+    """The second script runs in torch's pipeline, and begins like the first one."""
     page = (ROOT / "docs/how-to/cut-a-hugging-face-model.md").read_text()
-    names: dict[str, Any] = {}
-    exec(compile(page.split("```python\n")[1].split("```")[0], "page", "exec"), names)
+    first, second = (block.split("```")[0] for block in page.split("```python\n")[1:3])
+    names: dict[str, Any] = {"print": lambda loss: losses.append(float(loss))}
+    losses: list[float] = []
+    exec(compile(first, "page", "exec"), names)
     assert all(p.grad is not None for p in names["model"].parameters())
+    beginning = first[: first.index("program = ")]
+    script = tmp_path / "torch_pipeline.py"
+    script.write_text(beginning + second)
+    printed = run_script(script, 2, tmp_path)
+    losses += map(float, printed.split())
+    assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert f"prints about {losses[0]:.1f}" in page
 
 
 def test_executor_passes_keywords_to_all_stages() -> None:
