@@ -73,6 +73,7 @@ def forward(state: ProgramState, i: Instr) -> Call:
     )
     letter = state.program.segment_boundaries[i.stage : i.stage + 1]
     is_summed = letter == EXIT_COLLECTIVE and not state.program.sequence_parallel
+    frees_weights = not stage.sharded_parameters.keeps_full_weights
 
     def run() -> None:
         xs = read_inputs() if input_slots else require_input_tensors(state.batch.inputs[mb], mb)
@@ -88,7 +89,9 @@ def forward(state: ProgramState, i: Instr) -> Call:
             values = [*map(Tensor.detach, ys)]
             if is_summed and any(has_same_storage(values[0], x) for x in xs):
                 values[0] = values[0].clone()  # the all-reduce is in place
-            write_outputs(stage.sharded_parameters.clone_if_in_weights(values))
+            if frees_weights:
+                values = [*stage.sharded_parameters.clone_if_in_weights(values)]
+            write_outputs(values)
         if saved_slot is not None:
             if not stage.has_checked_parameters:
                 stage.has_checked_parameters = True

@@ -198,13 +198,12 @@ class ShardedParameters:
         """Return values that stay valid after `reshard`.
 
         Args:
-            values: Tensors. Some may be views of full weights, whose memory `reshard` frees.
+            values: Tensors. Some may be views of full weights, whose memory `reshard` frees, if
+                `keeps_full_weights` is False.
 
         Returns:
             The values, with a copy in place of each such view.
         """
-        if self.keeps_full_weights:
-            return values
         weight_addresses = {flat.untyped_storage().data_ptr() for flat in self.flat}
         return [
             v.clone() if v.untyped_storage().data_ptr() in weight_addresses else v for v in values
