@@ -99,7 +99,7 @@ def test_program_file_gives_segments(path: str) -> None:
         with pytest.raises(ConfigError, match=word) as error:
             read_config(path, [write_segment_program(path, None), *sets])
         assert hint in error.value.hint
-    with pytest.raises(ConfigError, match="the first 3 segments of the program are not"):
+    with pytest.raises(ConfigError, match="the first 3 segments are not"):
         read_config(path, [write_segment_program(path, 3), "model.tied=false"])
 
 
