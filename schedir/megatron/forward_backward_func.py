@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from schedir.ir.program import Program
-from schedir.megatron.delayed_modules import (
+from schedir.megatron.delayed_weight_gradients import (
     DelayedModules,
     find_delayed_modules,
     require_delay_settings,

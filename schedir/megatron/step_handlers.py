@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from schedir.io.profiler_range_names import format_range_name
 from schedir.ir.isa.instructions import INSTRUCTIONS, Instr, Lane, Opcode
 from schedir.ir.program import Program
-from schedir.megatron.delayed_modules import DelayedModules
+from schedir.megatron.delayed_weight_gradients import DelayedModules
 from schedir.megatron.pipeline_transport import Message, PipelineGroupTransport
 from schedir.megatron.weight_gradients import WeightGradients, defer_weight_gradients
 

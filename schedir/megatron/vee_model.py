@@ -20,7 +20,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from schedir.errors import UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.megatron.delayed_modules import delay_setting_accepted
+from schedir.megatron.delayed_weight_gradients import delay_setting_accepted
 from schedir.megatron.run_requirements import require_untied_embeddings
 from schedir.megatron.schedule_compilation import load_schedule
 from schedir.schedules.schedule_algebra import (

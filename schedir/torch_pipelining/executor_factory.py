@@ -23,12 +23,12 @@ from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.pending_sends import PendingSends
 from schedir.torch_pipelining.actions import find_split_stages
-from schedir.torch_pipelining.fsdp_stages import has_dtensor_weight, list_parameter_groups
-from schedir.torch_pipelining.stage_boundaries import (
+from schedir.torch_pipelining.boundary_inference import (
     BoundaryCache,
     ExecutorRequirements,
     InputShapes,
 )
+from schedir.torch_pipelining.fsdp_stages import has_dtensor_weight, list_parameter_groups
 from schedir.torch_pipelining.stages import require_outermost_wrapper, require_reducible
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.nccl import nccl_transport

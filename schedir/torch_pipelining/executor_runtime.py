@@ -16,6 +16,7 @@ from schedir.errors import UsageError
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.torch_pipelining import gradients
+from schedir.torch_pipelining.boundary_inference import BoundaryCache, ExecutorRequirements
 from schedir.torch_pipelining.executor_factory import (
     CachedExecutor,
     collect_requirements,
@@ -24,7 +25,6 @@ from schedir.torch_pipelining.executor_factory import (
 )
 from schedir.torch_pipelining.forward_checks import compute_loss
 from schedir.torch_pipelining.fsdp_stages import unshard_stages
-from schedir.torch_pipelining.stage_boundaries import BoundaryCache, ExecutorRequirements
 from schedir.torch_pipelining.step_checks import PendingOutputs, find_microbatch_error
 from schedir.transports.rank_agreement import gather_or_raise, require_same
 

@@ -102,7 +102,7 @@ def test_reduction_of_deferred_output_layer_is_postponed() -> None:
 
 
 def test_delayed_gradients_without_setting_of_ddp_are_refused() -> None:
-    from schedir.megatron.delayed_modules import require_delay_settings
+    from schedir.megatron.delayed_weight_gradients import require_delay_settings
     from tests.cpu.megatron_delayed_linears import DelayedLinear
 
     config = SimpleNamespace(delay_wgrad_compute=True, gradient_accumulation_fusion=False)

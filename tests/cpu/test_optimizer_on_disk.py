@@ -23,7 +23,7 @@ from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.offload.memory_tiers import MemoryTiers
-from schedir.runtime.offload.state_file import StateFile
+from schedir.runtime.offload.optimizer_state_file import StateFile
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.schedules import looped_bfs
 from tests.cpu.optimizer_offload_programs import (

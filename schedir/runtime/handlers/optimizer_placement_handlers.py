@@ -13,7 +13,7 @@ import torch
 from schedir.ir.isa.instructions import Instr, Opcode, Value
 from schedir.ir.program import UNSHARED_SLOTS
 from schedir.runtime.autograd.random_streams import UPDATE
-from schedir.runtime.offload.state_file import StateFile
+from schedir.runtime.offload.optimizer_state_file import StateFile
 from schedir.runtime.program_state import Call, ProgramState
 from schedir.runtime.services.optimizer_placement import ErrorWrapper, OptimizerPlacement
 from schedir.runtime.services.pending_reductions import PendingReductions

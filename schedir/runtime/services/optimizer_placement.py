@@ -22,9 +22,9 @@ from schedir.runtime.offload.host_parameters import (
     allocate_like,
     has_same_shape_and_dtype,
 )
+from schedir.runtime.offload.optimizer_state_file import HostBuffer, StateFile
 from schedir.runtime.offload.snapshot_copies import copy_pairs
 from schedir.runtime.offload.stagewise_optimizer import StagewiseOptimizer
-from schedir.runtime.offload.state_file import HostBuffer, StateFile
 from schedir.runtime.parameters.gradient_buffers import scale_buffer
 from schedir.runtime.rank_resources import RankResources, RankService
 from schedir.runtime.step_inputs import StepInputs
