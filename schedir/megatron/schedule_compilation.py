@@ -152,7 +152,8 @@ def _lower(
                 f"{error.fact}",
                 program=error.program,
                 hint="change Megatron's virtual pipeline size, which is the number of model "
-                "chunks, or choose another schedule",
+                "chunks, or choose another schedule; a schedule for a vee also needs "
+                "schedir.megatron.model_provider",
                 fields=["schedule"],
             ) from error
     if schedule.is_draft:
