@@ -228,8 +228,8 @@ RULES = [
     ),
     Rule(
         ("full", "none", "more than 0", "m >= 2P"),
-        "`looped_bfs` with four stages per rank is the best: messages lengthen the step only by the "
-        "time of 2P-2 messages",
+        "`looped_bfs` with four stages per rank is the best: messages lengthen the step only by "
+        "the time of 2P-2 messages",
         lambda w: w.full_backward and w.send > 0 and w.m >= 2 * w.P and w.limit is None,
         lambda w: w.is_within(0, ("looped_bfs", 4)),
     ),
