@@ -210,7 +210,7 @@ RULES = [
     ),
     Rule(
         ("split", "1.5 P or more", "short", "any"),
-        "the best schedule needs no more than P",
+        "the best schedule needs at most P activations",
         lambda w: not w.full_backward and w.send <= 0.05 and is_limit_at_least(w.limit, 1.5),
         lambda w: w.best == w._replace(limit=1).best,
     ),
@@ -228,7 +228,8 @@ RULES = [
     ),
     Rule(
         ("full", "none", "more than 0", "m >= 2P"),
-        "`looped_bfs` with four stages per rank is the best: no rank waits for a message",
+        "`looped_bfs` with four stages per rank is the best: messages lengthen the step only by "
+        "the time of 2P-2 messages",
         lambda w: w.full_backward and w.send > 0 and w.m >= 2 * w.P and w.limit is None,
         lambda w: w.is_within(0, ("looped_bfs", 4)),
     ),
@@ -240,7 +241,7 @@ RULES = [
     ),
     Rule(
         ("any", "any", "any", "m < P"),
-        "at least 29 % of the time is idle. With full backwards, at least half is idle",
+        "the bubble is at least 29 %, and with full backwards at least 50 %",
         lambda w: w.m < w.P and w.best is not None,
         lambda w: w.best is not None and w.best.bubble >= (0.5 if w.full_backward else 0.29),
     ),

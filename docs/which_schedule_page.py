@@ -54,7 +54,8 @@ def format_odd_table(send: float) -> str:
         cell_by_name = {(cell.name, cell.v): cell for cell in read_cells()[P, m, send]}
         names = [("one_f_one_b", 1), ("interleaved", 2), ("zb_h1", 1), ("interleaved_zb", 2)]
         rows.append([*row, *(f"{cell_by_name[name_and_v].bubble:.1%}" for name_and_v in names)])
-    heads = ["best in 1F1B's memory", "best of these with full backwards", "`one_f_one_b`",
+    memory = "in the memory of 1F1B"
+    heads = [f"shortest {memory}", f"shortest with full backwards {memory}", "`one_f_one_b`",
              "`interleaved` x 2",
              "`zb_h1`", "`interleaved_zb` x 2"]  # fmt: skip
     return format_table(["m", *heads], rows)
