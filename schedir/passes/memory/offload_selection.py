@@ -82,9 +82,9 @@ def insert_offloads(program: Program, options: Options) -> Program:
 
     A value is not offloaded if no compute runs between its forward and its use. A selection by a
     keyword or a function also skips a value if both moves together take longer than the time until
-    its use. "half" is every other microbatch of each stage. Let k be the time of a microbatch's
-    moves divided by the time of its compute. According to the paper, all moves overlap with compute
-    if k <= 1. With "half", all moves overlap if k <= 2.
+    its use. "half" is every other microbatch of each stage. Let k be the time of a copy divided by
+    the time of a forward and a backward. Each direction has its own lane, so all copies can overlap
+    with compute if k <= 1, and those of "half" if k <= 2.
 
     "fit" applies to the ranks that exceed the limit. As in the paper, it selects the values with
     the longest time until their use. If several values have the same time, it selects some of them
