@@ -14,7 +14,7 @@ import schedir.__main__
 from docs.pages import ROOT, define_page, format_table, run_command
 from schedir.commands import COMMANDS, import_command
 
-MORE = re.compile(r"^The page (?:docs/)?(\S+\.md) has more\.$", re.MULTILINE)
+MORE = re.compile(r"^The page (?:docs/)?(\S+\.md) has .*\.$", re.MULTILINE)
 
 
 class Option(NamedTuple):
@@ -57,9 +57,13 @@ def read_option(parser: argparse.ArgumentParser, action: argparse.Action) -> Opt
 def list_groups(
     parser: argparse.ArgumentParser,
 ) -> Iterator[tuple[str, list[tuple[argparse.Action, Option]]]]:
-    """Yield the title of each group of options, and its options."""
+    """Yield the title of each group of options, and its options without those that help hides."""
     for group in parser._action_groups:
-        options = [(action, read_option(parser, action)) for action in group._group_actions]
+        options = [
+            (action, read_option(parser, action))
+            for action in group._group_actions
+            if action.help != argparse.SUPPRESS
+        ]
         if options:
             yield str(group.title), options
 

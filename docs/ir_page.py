@@ -102,7 +102,9 @@ def build_blocks() -> dict[str, object]:
             ["producer", "instruction"],
             [[f"`{rule.name.lower()}`", rule.value] for rule in ProducerRule],
         ),
-        "lanes": format_table(["lane", "contents", "a blocking host"], lanes),
+        "lanes": format_table(
+            ["lane", "contents", "action of a [blocking host](#progress-models)"], lanes
+        ),
         "models": format_table(["model", "transfers", "used by"], models),
     }
 

@@ -72,8 +72,8 @@ _DEVICES: Final[tuple[DeviceRow, ...]] = (
 _TRANSPORTS: Final[tuple[TransportRow, ...]] = (
     TransportRow(
         "shared_memory", "cpu", "per_edge", True, "shared_memory:SharedMemoryTransport",
-        "through memory that the processes of one machine share (a Linux on x86-64), for programs "
-        "that share no slots",
+        "through memory that the processes of one machine share (Linux on x86-64), for programs "
+        "without shared slots (`pipeline.buffer_sharing`)",
     ),
     TransportRow(
         "gloo", "cpu", "per_edge", True, "gloo:GlooTransport",
@@ -85,7 +85,7 @@ _TRANSPORTS: Final[tuple[TransportRow, ...]] = (
     ),
     TransportRow(
         "nccl_grouped", "cuda", "per_device", True, "nccl:NCCLGrouped",
-        "by NCCL, with one queue, in groups",
+        "by NCCL, with one queue for all messages, which are sent in groups",
     ),
 )  # fmt: skip
 

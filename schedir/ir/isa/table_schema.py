@@ -29,12 +29,16 @@ class ProducerRule(Enum):
     """The rule with which `schedir/ir/dataflow.py` finds the instruction that gives a value."""
 
     ONCE = (
-        "the one that makes it; those that change it follow in the order of the instruction table"
+        "the instruction that creates the value; instructions that change the value come after it, "
+        "in the order of the instruction table"
     )
-    ALL = "the last of all that produce it"
-    VERSION = "the optimizer step whose weights the microbatch uses"
-    LATEST = "the latest one before it in the instruction list"
-    LATEST_OR_START = "the latest one before it in the instruction list; it exists at the start"
+    ALL = "the last of all instructions that produce the value"
+    VERSION = "the optimizer step that gives the weight version of the microbatch"
+    LATEST = "the latest producer before the reader in the instruction list"
+    LATEST_OR_START = (
+        "the latest producer before the reader in the instruction list; without one, the value "
+        "that exists at the start of the step"
+    )
 
 
 class PeerRule(Enum):

@@ -330,8 +330,8 @@ CLIP_GRAD_NORM: Final = make_field_metadata(
 )
 FROZEN_STAGES: Final = make_field_metadata(
     _FROZEN_STAGES_TYPE,
-    "number of stages, from the first, that are not trained (0); for compare and recommend, the "
-    "number of parts that are not trained, if the model has one part per rank",
+    "number of stages, from the first, that are not trained (0); compare and recommend divide the "
+    "model into one part per rank, and take the number of parts that are not trained",
 )
 NORM_CHECK: Final = make_field_metadata(
     _make_choice_type("before_step", "after_step"),

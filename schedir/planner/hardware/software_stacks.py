@@ -89,7 +89,7 @@ _STACKS: Final = {
     ),
     "torchtitan": Stack(
         SoftwareConstants(), ADAM, "even", "flash", "tp-dp-pp",
-        "torchtitan's docs/fsdp.md: 16-bit weights and gradients beside 32-bit states; its times "
+        "torchtitan's docs/fsdp.md: 16-bit weights and gradients, 32-bit states; its times "
         "are not measured",
     ),
     "schedir": Stack(

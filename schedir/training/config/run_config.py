@@ -122,8 +122,8 @@ class PipelineConfig:
       split at its all-to-alls, into 2 n + 1 segments. A number is the number of segments of each
       stage. A list has one number per stage. By default, stages are not split.
     - `microbatch_chunks`: splits each microbatch into this number of chunks, each with
-      `data.microbatch_size` / chunks samples. In [memory], a stage is then a segment, and a
-      microbatch is a chunk. By default, microbatches are not split.
+      `data.microbatch_size` / chunks samples. The settings of [memory] that name stages and
+      microbatches then name segments and chunks. By default, microbatches are not split.
     - `fill_collective_waits`: not available here, because it needs costs. `schedir compile ... -O
       stage_segments=fgfg -O fill_collective_waits=W --costs ... -o x.sched` writes a program for
       `schedule = "x.sched"`.
@@ -281,8 +281,8 @@ class DataConfig:
       Python source of the standard library.
     - `tokenizer`: "bytes", or the path of a tokenizer.json.
     - `end_of_document`: the token of the tokenizer.json after each document. The default is the
-      token that has one of the usual names. The tokenizer "bytes" has its own token for the end of
-      a document.
+      first of the usual names, such as `</s>`, that is in the vocabulary. The tokenizer "bytes" has
+      its own token for the end of a document.
     - `packing`: "concatenate" joins all documents into one stream of tokens. "best_fit" packs
       complete documents into windows.
     - `validation`: the data for evaluation, on which the run never trains: another source, or the
