@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.cpu.virtual_gpu import Stream, VirtualGPU
 
@@ -68,7 +68,15 @@ class CachingAllocator(TorchDispatchMode):
         free[at] = size
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    """Return the tensors with their own memory, since a sparse tensor consists of others."""
-    tensors = (t for t in tree_leaves(values) if isinstance(t, Tensor))
-    return [t for t in tensors if t.layout == torch.strided]
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors with their own memory, since a sparse tensor consists of others.
+
+    Arguments and results of operations are nested in lists, tuples and dictionaries only, and
+    torch's `tree_leaves` is slow.
+    """
+    if isinstance(values, Tensor):
+        if values.layout == torch.strided:
+            yield values
+    elif isinstance(values, (list, tuple, dict)):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _tensors(value)

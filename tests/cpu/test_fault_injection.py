@@ -81,9 +81,9 @@ FAULTS = [
 ]  # fmt: skip
 
 
-# The processes die, stop, fail or sleep, in a step, between steps or in set-up. Both shapes and
-# both transports occur.
-SAMPLE = (0, 1, 5, 15, 20, 30)
+# A process dies, or sleeps until the timeout. Both shapes and both transports occur. Other tests
+# have errors, stopped processes, and faults in set-up and between steps.
+SAMPLE = (0, 20)
 TRIED = cases([FAULTS[k] for k in SAMPLE], [f for k, f in enumerate(FAULTS) if k not in SAMPLE])
 
 

@@ -52,6 +52,11 @@ def frozen_heap() -> Iterator[None]:
     yield
 
 
+USUAL = ("1f1b", "zb_h1", "two stages per rank", "recomputed on one rank", "offloaded")
+NAMES = cases(USUAL, [name for name in PROGRAMS if name not in USUAL])
+NOT_RECOMPUTED = [name for name in NAMES if "recomputed" not in name]
+
+
 class KeepsTensor(Layer):
     """Keeps a tensor of each forward. If `reads`, its mean is added to the next output."""
 
@@ -88,8 +93,8 @@ def make_keeping_stages(what: str, reads: bool) -> list[nn.Module]:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        *((name, "input") for name in PROGRAMS),
-        *each_value([*PROGRAMS], ["hidden", "output", "loss", "view"]),
+        *((name, "input") for name in dict.fromkeys([*NAMES, "1f1b, fewest slots"])),
+        *each_value(NAMES, ["hidden", "output", "loss", "view"]),
     ],
 )
 def test_kept_tensors_do_not_change_or_are_refused(name: str, what: str) -> None:
@@ -146,10 +151,7 @@ class KeepsGradient(Layer):
         return y
 
 
-USUAL = ("1f1b", "zb_h1", "two stages per rank", "recomputed on one rank", "offloaded")
-
-
-@pytest.mark.parametrize("name", cases(USUAL, [name for name in PROGRAMS if name not in USUAL]))
+@pytest.mark.parametrize("name", NAMES)
 def test_kept_gradient_of_message_is_refused(name: str) -> None:
     ranks = make_executor(PROGRAMS[name](), make_stages(*[KeepsGradient] * 4))
     if name in ON_ONE_RANK:
@@ -203,7 +205,7 @@ class UsesEarlierGraph(Layer):
         return y if before is None else y + before.mean()
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if "recomputed" not in name])
+@pytest.mark.parametrize("name", NOT_RECOMPUTED)
 def test_gradient_to_another_microbatch_is_refused(name: str) -> None:
     with pytest.raises(ExecutionError) as error:
         make_executor(PROGRAMS[name](), make_stages(*[UsesEarlierGraph] * 4)).step(*make_batch())
@@ -240,7 +242,7 @@ class BackwardInForward(Layer):
         return y
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if "recomputed" not in name])
+@pytest.mark.parametrize("name", NOT_RECOMPUTED)
 def test_backward_in_forward_equals_plain_loop(name: str) -> None:
     stages, plain = (
         make_stages(Layer, BackwardInForward, Layer),

@@ -101,7 +101,7 @@ PARALLEL_CASES = [
         ("tied llama", case)
         for case in cases([SPLIT, ZERO_3], [TP, RECOMPUTED, ZERO_2, *MORE_CASES])
     ),
-    *(("bert", case) for case in cases([TP, ZERO_2], [SPLIT, RECOMPUTED, ZERO_3, *MORE_CASES])),
+    *(("bert", case) for case in cases([TP], [ZERO_2, SPLIT, RECOMPUTED, ZERO_3, *MORE_CASES])),
     *(
         ("encoder_decoder", case)
         for case in cases([RECOMPUTED], [TP, SPLIT, ZERO_2, ZERO_3, *MORE_CASES])

@@ -21,7 +21,7 @@ from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.schedules import one_f_one_b, pipedream_2bw
-from tests.cases import each_value
+from tests.cases import cases, each_value
 from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch, split_1f1b
 
 
@@ -152,18 +152,22 @@ SPOILS = [
 ]
 
 
-OPTIMIZERS: list[tuple[Any, torch.dtype]] = [
-    (adamw(), torch.float32),
-    (adamw(fused=True), torch.float32),
-    (sgd(), torch.float32),
-    (sgd(fused=True), torch.float32),
-    (Stranger, torch.float32),
-    (AveragingOptimizer, torch.float32),
-    (WrappingOptimizer, torch.float32),
-    (hooked, torch.float32),
-    (adamw(), torch.bfloat16),
-    (adamw(fused=True), torch.bfloat16),
-]
+OPTIMIZERS: list[tuple[Any, torch.dtype]] = cases(
+    [
+        (adamw(), torch.float32),
+        (sgd(fused=True), torch.float32),
+        (Stranger, torch.float32),
+        (AveragingOptimizer, torch.float32),
+        (WrappingOptimizer, torch.float32),
+        (hooked, torch.float32),
+        (adamw(fused=True), torch.bfloat16),
+    ],
+    [
+        (adamw(fused=True), torch.float32),
+        (sgd(), torch.float32),
+        (adamw(), torch.bfloat16),
+    ],
+)
 
 
 @pytest.mark.parametrize(

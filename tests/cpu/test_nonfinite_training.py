@@ -166,15 +166,16 @@ def test_skipped_steps_are_counted(
     ("what", "stage", "ranks", "sets", "where"),
     [
         # The second of two replicas.
-        (FORWARD, 2, "23", ["pipeline.tp=1", "pipeline.dp=2"],
-         ("process 2 (", "rank 0", "F 2.0", "replica 1")),
+        (FORWARD, 2, "1", ["pipeline.tp=1", "pipeline.dp=2", "pipeline.ranks=1",
+                           "pipeline.stages_per_rank=4"],
+         ("process 1 (", "rank 0", "F 2.0", "replica 1")),
         # Without a gradient norm, while all other ranks have finite gradients.
-        (BACKWARD, 0, "0", ["pipeline.tp=1", "pipeline.ranks=3", "model.layers=6",
-                            "train.clip_grad_norm=0",
-                            "train.timeout=10"],
+        (BACKWARD, 0, "0", ["pipeline.tp=1", "train.clip_grad_norm=0", "train.timeout=10"],
          ("process 0 (", "rank 0", "B 0.0", "")),
         # One tensor-parallel rank. Both ranks get its sums.
-        (BACKWARD, 3, "3", ["train.transport=gloo"], ("process ", "rank 1", "B 3.0", "")),
+        (BACKWARD, 3, "1", ["pipeline.ranks=1", "pipeline.stages_per_rank=4",
+                            "train.transport=gloo"],
+         ("process ", "rank 0", "B 3.0", "")),
     ],
 )  # fmt: skip
 def test_all_processes_stop_with_one_error(

@@ -122,8 +122,8 @@ def find_stage(ranks: InProcessExecutor, s: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("schedule", "shape", "max_norm"),
     cases(
-        [(*PLANS[2], 1.0), (*PLANS[4], 0.1)],
-        [(*PLANS[0], math.inf), (*PLANS[1], 1.0), (*PLANS[3], 0.1)],
+        [(*PLANS[4], 0.1)],
+        [(*PLANS[0], math.inf), (*PLANS[1], 1.0), (*PLANS[2], 1.0), (*PLANS[3], 0.1)],
     ),
 )
 def test_built_in_schedules_have_same_bits(
@@ -225,7 +225,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-USUAL = ("fused", "rate", "momentum", "adafactor", "main")
+USUAL = ("rate", "momentum", "adafactor", "main")
 SEEDS = cases(
     [*((each, 0) for each in USUAL), ("sgd", None)],
     [(each, 0) for each in OPTIMIZERS if each not in USUAL],
@@ -354,7 +354,10 @@ def _train_rank(rank: int, name: str, dp: int, max_norm: float) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "dp", "max_norm"),
-    [("zb_h1", 1, 1.0), ("one_f_one_b", 1, math.inf), ("one_f_one_b", 2, 0.9)],
+    cases(
+        [("zb_h1", 2, 0.5)],
+        [("zb_h1", 1, 1.0), ("one_f_one_b", 1, math.inf), ("one_f_one_b", 2, 0.9)],
+    ),
 )
 def test_post_validation_between_processes_has_same_bits(
     name: str, dp: int, max_norm: float

@@ -44,7 +44,9 @@ def test_built_in_schedules_pass(name: str) -> None:
         except ScheduleError:
             return False  # for example, it has too few microbatches
 
-    assert_schedule(schedule, shapes=list(filter(takes, shapes_for(schedule)))[:: 5 if ALL else 17])
+    # test_numeric_law.py runs the schedules on many shapes.
+    accepted = list(filter(takes, shapes_for(schedule)))
+    assert_schedule(schedule, shapes=accepted[::5] if ALL else accepted[len(accepted) // 2 :: 30])
 
 
 def test_schedule_is_called_for_given_shapes() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedir import Costs, PipelineShape, compile, schedules
-from schedir.errors import ModelError
+from schedir.errors import ExecutionError, ModelError
 from schedir.models import gpt
 from schedir.models.gpt_segments import build_boundaries, count_segments, split_stage
 from schedir.models.partial_module import select_submodules
@@ -30,7 +30,8 @@ from schedir.runtime import (
 from schedir.runtime.boundaries.boundary import ModelBoundaries
 from schedir.runtime.boundaries.microbatch_boundaries import require_fit
 from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from tests.cpu.gloo_processes import RankError, run
+from tests.cases import each_value
+from tests.cpu.gloo_processes import run
 
 CONFIG = gpt.GPTConfig(vocab=61, layers=4, hidden=32, heads=4, context=8, dropout=0.1)
 HIDDEN = (2, 8, 32)
@@ -141,8 +142,7 @@ def is_same(one: Any, other: Any) -> bool:
     return all(is_same(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "sequence"), each_value([*CASES], [False, True]))
 def test_segments_have_bits_of_whole_stages(name: str, sequence: bool) -> None:
     """Losses, gradients, weights and norm are equal, for a tied model with dropout.
 
@@ -387,20 +387,17 @@ def run_two_segments(
     return executor.step(x, torch.ones(2, 1)), x
 
 
-def run_needed_sum(rank: int) -> None:
-    """Run a stage whose output is summed in place, although its backward has saved that output."""
-    run_two_segments(SavedOutput())
-
-
-def run_returned_input(rank: int) -> tuple[float, float]:
+def sum_in_place(rank: int) -> tuple[float, float]:
+    """Sum an input that a stage returns unchanged, and tensors that cannot be overwritten."""
     loss, x = run_two_segments(Identity())
     assert loss is not None
-    return float(loss), float(x.sum())
-
-
-def run_sum_without_gradient(rank: int) -> None:
     table = Boundary((2, 4), torch.float32, requires_grad=False)
-    run_two_segments(Twice(), (table, Boundary((2, 4))))
+    with pytest.raises(ModelError, match=r"sums tensor 0 .* has no gradient"):
+        run_two_segments(Twice(), (table, Boundary((2, 4))))
+    # The backward of the stage has saved its output.
+    with pytest.raises(ExecutionError, match="modified by an inplace operation"):
+        run_two_segments(SavedOutput())
+    return float(loss), float(x.sum())
 
 
 def test_in_place_sum_of_needed_tensor_is_refused() -> None:
@@ -408,11 +405,7 @@ def test_in_place_sum_of_needed_tensor_is_refused() -> None:
 
     A sum in place of a tensor that a backward needs, or that has no gradient, is refused.
     """
-    assert run(run_returned_input, 2) == [(32.0, 16.0)] * 2
-    with pytest.raises(RankError, match="modified by an inplace operation"):
-        run(run_needed_sum, 2)
-    with pytest.raises(RankError, match=r"sums tensor 0 .* has no gradient"):
-        run(run_sum_without_gradient, 2)
+    assert run(sum_in_place, 2) == [(32.0, 16.0)] * 2
 
 
 def test_segments_of_tied_single_stage_are_refused() -> None:

@@ -23,6 +23,7 @@ from schedir.schedules import bitpipe, chimera, one_f_one_b
 from schedir.schedules.schedule_algebra import F, RankSchedule, Schedule
 from schedir.transports import shared_memory
 from schedir.transports.shared_memory import SharedMemoryTransport
+from tests.cases import cases
 from tests.cpu.gloo_processes import RankError, run
 from tests.cpu.tiny_stages import (
     BOUNDARY,
@@ -76,9 +77,11 @@ def run_gpt(rank: int, schedule: Schedule, shape: PipelineShape) -> Any:
     return {s: copy_gradients([m])[0] for s, m in own_stages.items()}
 
 
-@pytest.mark.parametrize(("schedule", "placement"), [(chimera, "mirror"), (bitpipe, "mirror-vee")])
+@pytest.mark.parametrize(
+    ("schedule", "placement"), cases([(bitpipe, "mirror-vee")], [(chimera, "mirror")])
+)
 def test_stage_replicas_have_reference_bits(schedule: Schedule, placement: str) -> None:
-    shape = PipelineShape(4, 6, placement=placement)
+    shape = PipelineShape(4, 4, placement=placement)
     _, expected_gradients = run_reference(
         shape, program=compile(schedule, shape, tied_weights=True, progress_model="per_edge")
     )
