@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from schedir.errors import UsageError
-from schedir.megatron.weight_gradients import WeightGradients
+from schedir.megatron.weight_gradients import WeightGradients, has_gradient_hooks
 
 
 class DelayedModules:
@@ -121,8 +121,9 @@ def require_delay_settings(chunks: Sequence[Any]) -> None:
         chunks: The model chunks of this rank.
 
     Raises:
-        UsageError: `delay_wgrad_compute` of DistributedDataParallelConfig is False. Or the modules
-            do not mark their parameters, as in versions of Transformer Engine before 2.8.
+        UsageError: `delay_wgrad_compute` of DistributedDataParallelConfig is False. Or a weight has
+            a gradient hook, which `backward_dw` does not call. Or the modules do not mark their
+            parameters, as in versions of Transformer Engine before 2.8.
     """
     for chunk in chunks:
         if find_delayed_modules(chunk) and not _reduces_delayed_gradients(chunk):
@@ -133,6 +134,14 @@ def require_delay_settings(chunks: Sequence[Any]) -> None:
                 hint="DistributedDataParallelConfig(delay_wgrad_compute=True)",
                 fields=["delay_wgrad_compute"],
             )
+        for module in find_delayed_modules(chunk):
+            if any(map(has_gradient_hooks, _delayed_weights(module))):
+                raise UsageError(
+                    f"a weight of {type(module).__name__} has a gradient hook, but "
+                    "delay_wgrad_compute computes its gradient without autograd, which calls hooks",
+                    hint="remove the hook, or unset delay_wgrad_compute",
+                    fields=["delay_wgrad_compute"],
+                )
         for module in chunk.modules() if isinstance(chunk, nn.Module) else ():
             store = getattr(module, "wgrad_store", None)
             has_weights = any(p.requires_grad for p in module.parameters(recurse=False))

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from megatron.core.utils import get_attr_wrapped_model
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from schedir.errors import ExecutionError, ModelError, UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -76,6 +79,14 @@ def require_supported_settings(chunks: Sequence[Any], config: Any) -> None:
                 hint="unset overlap_grad_reduce, or use one instance",
                 fields=["num_distributed_optimizer_instances", "overlap_grad_reduce"],
             )
+        for module in chunk.modules() if isinstance(chunk, nn.Module) else ():
+            if isinstance(module, DistributedDataParallel | FSDPModule):
+                wrapper = "fully_shard" if isinstance(module, FSDPModule) else "torch's DDP"
+                raise UsageError(
+                    f"{wrapper} is not supported: it reduces gradients in its own hooks",
+                    hint="use megatron.core.distributed.DistributedDataParallel",
+                    fields=["model"],
+                )
 
 
 def require_call_arguments(chunks: int, iterators: int, has_shapes_fn: bool) -> None:

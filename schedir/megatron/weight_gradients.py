@@ -11,15 +11,17 @@ of Megatron's DistributedDataParallel in `I`, when no gradient of the weight exi
 `overlap_grad_reduce` this hook raises an AssertionError. The stored computation adds the gradient
 to `weight.main_grad`, as the hook does.
 
-Two kinds of weights keep Megatron's function, so their gradients are computed in `I`:
+Three kinds of weights keep Megatron's function, so their gradients are computed in `I`:
 
 - Weights with a gradient hook of the user, because only autograd calls such hooks.
+- Weights that are computed from other parameters, as with `torch.nn.utils.parametrizations`.
+  Autograd computes the gradients of these parameters from the gradient of the weight.
 - A weight that the embedding and the output layer of one stage share. Autograd sums the gradients
   of both layers, and Megatron's hook then adds this sum to `main_grad`. (With
   `gradient_accumulation_fusion`, a kernel adds the output layer's gradient directly.)
 
-`delayed_modules` has the rule for Transformer Engine modules and grouped GEMMs. Other gradients
-(biases, norms, embeddings) are computed in `I`.
+`delayed_weight_gradients` has the rule for Transformer Engine modules and grouped GEMMs. Other
+gradients (biases, norms, embeddings) are computed in `I`.
 """
 
 from __future__ import annotations
@@ -75,14 +77,21 @@ def split_linear_backward() -> Iterator[None]:
 
 
 def _needs_autograd(weight: Tensor) -> bool:
-    """Return whether autograd must compute the gradient of a weight.
+    """Return whether autograd must compute the gradient of a weight."""
+    is_shared_in_stage = getattr(weight, "zero_out_wgrad", False)  # set by Megatron if shared
+    return has_gradient_hooks(weight) or bool(is_shared_in_stage) or not weight.is_leaf
+
+
+def has_gradient_hooks(weight: Tensor) -> bool:
+    """Return whether a weight has a gradient hook of the user.
 
     The function ignores the hooks of Megatron's DistributedDataParallel, because they are on the
     AccumulateGrad node of the weight.
+
+    Args:
+        weight: The weight.
     """
-    has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
-    is_shared_in_stage = getattr(weight, "zero_out_wgrad", False)  # set by Megatron if shared
-    return bool(has_hooks or is_shared_in_stage)
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 class _LinearSettings(NamedTuple):

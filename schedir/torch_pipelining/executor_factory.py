@@ -119,6 +119,7 @@ def collect_requirements(
         tuple(id(p) if p.requires_grad else 0 for p in parameters),
         _boundary_dtypes(stages[0].device, parameters),
         tuple(_parameter_prefix(module) for module in modules),
+        hash(tuple(name for module in modules for name, _ in module.named_parameters())),
         num_failures,
     )
 
@@ -225,9 +226,9 @@ def collect_shapes(arguments: Any) -> tuple[Any, ...]:
         arguments: A sequence of arguments, or a mapping of keywords.
 
     Returns:
-        For each argument its index or name, shape and dtype. For an argument that is not a tensor,
-        the entry has the type instead of shape and dtype. For a bool or a string, the entry has the
-        value instead.
+        For each argument its index or name, and its shape and dtype. The entry of a tuple, a list
+        or a mapping has those of its elements. For another value, the entry has the type instead of
+        shape and dtype. For a bool or a string, the entry has the value instead.
     """
     named_arguments = arguments.items() if isinstance(arguments, Mapping) else enumerate(arguments)
     return tuple(
@@ -236,8 +237,15 @@ def collect_shapes(arguments: Any) -> tuple[Any, ...]:
     )
 
 
-def _describe_non_tensor(value: object) -> str:
-    """Return the type of a value. For a bool or a string, return the value: stages may test it."""
+def _describe_non_tensor(value: object) -> Any:
+    """Return the type of a value, or the shapes of the elements of a tuple, list or mapping.
+
+    For a bool or a string, return the value: stages may test it.
+    """
+    if isinstance(value, Mapping):
+        value = {str(name): element for name, element in value.items()}
+    if isinstance(value, tuple | list | dict):
+        return type(value).__name__, *collect_shapes(value)
     return repr(value) if isinstance(value, bool | str) else type(value).__name__
 
 

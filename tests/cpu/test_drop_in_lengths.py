@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from schedir.errors import ModelError
 from schedir.runtime.sequential_reference import run_sequential
+from schedir.torch_pipelining.executor_factory import collect_requirements, collect_shapes
 from schedir.torch_pipelining.schedule import Schedule
 from schedir.torch_pipelining.stages import require_declared_output
 from tests.cpu.gloo_processes import run
@@ -127,3 +128,13 @@ def test_torch_runtime_refuses_other_lengths_with_hint() -> None:
         require_declared_output(stage, torch.empty(2, 5, WIDTH), is_sent=True)
     assert caught.value.fields == ("runtime",)
     assert "runtime='schedir'" in caught.value.hint
+
+
+def test_requirements_depend_on_nested_shapes_and_on_names() -> None:
+    assert collect_shapes([([torch.zeros(2)],)]) != collect_shapes([([torch.zeros(3)],)])
+    assert collect_shapes({"a": {1: torch.zeros(2)}}) != collect_shapes({"a": {1: torch.zeros(3)}})
+    module = nn.Sequential(nn.Linear(2, 2))
+    stage = SimpleNamespace(submod=module, device="cpu", stage_index=0)
+    first = collect_requirements([stage], True, ((), ()), 0)
+    module[0] = nn.Sequential(module[0])  # the same parameters, with other names
+    assert collect_requirements([stage], True, ((), ()), 0) != first

@@ -19,6 +19,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import register_parametrization
 
 from schedir import B, F, I, Opcode, Program, W, compile, from_text, to_text
 from schedir.errors import SchedirError, UsageError
@@ -310,6 +313,8 @@ def read_error(call: Any) -> str:
 
 def refuse_later_calls() -> list[str]:
     """Return the errors of calls after a first successful one."""
+    from megatron.core.parallel_state import get_data_parallel_group
+
     import schedir.megatron
 
     step = schedir.megatron.forward_backward("zb_v")
@@ -319,6 +324,9 @@ def refuse_later_calls() -> list[str]:
         run_step(VEE, step, chunks, 0)
         with_function = partial(step, adjust_tensor_shapes_fn=max)
 
+        def wrap(chunk: Any) -> Any:
+            return DistributedDataParallel(chunk.module, process_group=get_data_parallel_group())
+
         def with_one_iterator(data_iterator: list[Any], **call: Any) -> Any:
             return step(data_iterator=data_iterator[0], **call)
 
@@ -326,7 +334,25 @@ def refuse_later_calls() -> list[str]:
             read_error(partial(run_step, VEE, with_function, chunks, 0)),
             read_error(partial(run_step, VEE, with_one_iterator, chunks, 0)),
             read_error(partial(run_step, VEE, step, build_chunks(LOOP, lambda build: build), 0)),
+            read_error(partial(run_step, VEE, step, [*map(wrap, chunks)], 0)),
         ]
+
+
+def refuse_hook_on_delayed_weight() -> str:
+    """Return the error of a step if a weight with delayed gradients has a gradient hook."""
+    import schedir.megatron
+
+    step = schedir.megatron.forward_backward("gpipe")
+    with megatron_on_cpu(DELAYED):
+        chunks = build_chunks(DELAYED, lambda build: build)
+        weights = [p for p in chunks[0].parameters() if hasattr(p, "skip_backward_post_hook")]
+        weights[0].register_hook(abs)
+        return read_error(partial(run_step, DELAYED, step, chunks, 0))
+
+
+def test_gradient_hook_on_delayed_weight_is_refused() -> None:
+    for error in run_forks(2)[refuse_hook_on_delayed_weight.__name__]:
+        assert "a weight of DelayedLinear has a gradient hook" in error
 
 
 def test_later_calls_check_arguments_and_model() -> None:
@@ -334,6 +360,7 @@ def test_later_calls_check_arguments_and_model() -> None:
         assert "adjust_tensor_shapes_fn is not supported" in errors[0]
         assert "need 2 data iterators, but data_iterator has 1" in errors[1]
         assert "is stage 2 of zb_v, so post_process must be False, but it is True" in errors[2]
+        assert "torch's DDP is not supported" in errors[3]
 
 
 def count_hook_calls() -> tuple[bool, int, int]:
@@ -350,6 +377,9 @@ def count_hook_calls() -> tuple[bool, int, int]:
 
     with megatron_on_cpu(case):
         chunks = build_chunks(case, lambda build: build)
+        for name, module in [*chunks[0].named_modules()]:
+            if name.endswith("linear_qkv"):  # its weight is a function of the parameter
+                register_parametrization(module, "weight", nn.Tanh())
         for name, parameter in chunks[0].named_parameters():
             if name.endswith("linear_fc1.weight"):
                 parameter.register_hook(count_and_double)
@@ -539,6 +569,7 @@ PROBES: tuple[Any, ...] = (
     run_example,
     exchange_shapes,
     refuse_later_calls,
+    refuse_hook_on_delayed_weight,
     count_hook_calls,
     step_after_failed_step,
     find_wrong_checkpoint_keys,
