@@ -109,6 +109,7 @@ RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
         "deferred-output": ("zb_h1", replace(DELAYED, settings=FUSED | DEFERRED_OUTPUT, ddp={})),
         "evaluation": ("zb_h1", replace(SHORT, forward_only=True)),
         "pp1-dp2": ("zb_h1", replace(SHORT, pp=1, ddp={"overlap_grad_reduce": True})),
+        "pp1-tp2": ("zb_h1", replace(SHORT, pp=1, tp=2)),
         "pp1-tp2-sequence": ("zb_h1", replace(SHORT, pp=1, tp=2, settings=SEQUENCE)),
     },
     4: {"dp2-sharded": ("interleaved_zb", Case(chunks=2, ddp=DISTRIBUTED, aligned=True))},
@@ -140,7 +141,7 @@ if ALL:
             replace(DELAYED_EXPERTS, layers=4, chunks=2, tied=False, is_vee=True),
         ),
     } | RUNS[2]
-    RUNS[2] |= {"pp1-tied": ("zb_h1", Case(pp=1)), "pp1-tp2": ("zb_h1", Case(pp=1, tp=2))}
+    RUNS[2]["pp1-tied"] = "zb_h1", Case(pp=1)
     RUNS[4] |= {
         "pp4": ("zb_h1", Case(pp=4, microbatches=8)),
         "pp4-1f1b": ("one_f_one_b", Case(pp=4, microbatches=8)),
