@@ -15,12 +15,12 @@ from torch.nn.functional import mse_loss
 
 from schedir.errors import ExecutionError
 from schedir.torch_pipelining.schedule import Schedule
-from tests.cases import cases
+from tests.cases import ALL, cases
 from tests.cpu.gloo_processes import run
 from tests.cpu.torch_pipelines import WIDTH, Layer, list_rank_stages, make_stage
 
-N = 4
-ROWS = 8
+N = 8 if ALL else 4  # the cases with four ranks need more microbatches
+ROWS = 2 * N
 
 
 class TwoLayers(nn.Module):
