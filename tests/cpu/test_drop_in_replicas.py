@@ -115,7 +115,8 @@ def list_gradient_cases() -> dict[Any, GradientCase]:
     for name, placement, stages in REPLICATED:
         add(("replicated", name), stages, placement=placement, schedule=name, wrap=wrap_in_ddp)
     for name, placement, stages, option in ACCUMULATED:
-        wrap = partial(wrap_in_ddp, **({option: True} if option else {}))
+        ddp_options: dict[str, Any] = {option: True} if option else {}
+        wrap = partial(wrap_in_ddp, **ddp_options)
         key = ("accumulated", name, option)
         add(key, stages, steps=2, placement=placement, schedule=name, wrap=wrap)
     return found
