@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,7 +13,11 @@ from torch.nn.functional import mse_loss
 
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import Placement
+from schedir.testing.gradient_assertion import _run_rank
+from schedir.testing.gradient_comparison import GradientDump, compare_gradients
+from schedir.testing.unpipelined_model import UnpipelinedModel, copy_model, split_batch
 from schedir.torch_pipelining import Schedule
+from schedir.transports.local_processes import run_processes
 from tests.cpu.torch_pipelines import Step, make_stage
 
 N_MICROBATCHES = 4
@@ -65,3 +70,43 @@ def make_step(
             run_step(schedule, parts, *part)
 
     return step
+
+
+class GradientCase(NamedTuple):
+    """A step, and the arguments of `assert_same_gradients` for it."""
+
+    step: Step
+    model: nn.Module
+    batch: Any
+    microbatches: int = N_MICROBATCHES
+    divisor: float = 0.0  # 0 is the number of microbatches
+    replicas: int = 1
+    tolerance: float | None = None
+
+
+def run_gradient_cases(cases: dict[Any, GradientCase], ranks: int) -> Callable[[Any], None]:
+    """Run several steps in the same processes, which start once.
+
+    Return a function that asserts what `assert_same_gradients` asserts of a case, given its key.
+    """
+    context = multiprocessing.get_context("fork")
+    dumps_by_rank = run_processes(_run_steps, ranks, cases, ranks, context=context)
+
+    def check(key: Any) -> None:
+        case, dumps = cases[key], [dumps[key] for dumps in dumps_by_rank]
+        batches = split_batch(case.batch, case.microbatches, mse_loss)
+        divisor = case.divisor or len(batches)
+        loop = UnpipelinedModel(copy_model(case.model), batches, mse_loss, divisor)
+        compare_gradients(loop, dumps, replicas=case.replicas, tolerance=case.tolerance)
+
+    return check
+
+
+def _run_steps(rank: int, cases: dict[Any, GradientCase], ranks: int) -> dict[Any, GradientDump]:
+    """Return the gradients of a rank after each step."""
+    results = {}
+    for key, case in cases.items():
+        dump = _run_rank(rank, case.step, ranks, case.model, case.batch)
+        assert not isinstance(dump, str), (key, dump)
+        results[key] = dump
+    return results

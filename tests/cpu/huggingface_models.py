@@ -17,7 +17,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 from schedir.models import huggingface
 
 ROOT = Path(__file__).parents[2]
-RANKS, LAYERS, MICROBATCHES, SIZE, CONTEXT, WORDS = 4, 8, 8, 2, 12, 96
+RANKS, LAYERS, MICROBATCHES, SIZE, CONTEXT, WORDS = 2, 4, 4, 2, 12, 96
 TIED = {
     "gpt2": "transformer.wte.weight",
     "llama": "model.embed_tokens.weight",
@@ -168,8 +168,12 @@ class FiveTensors(nn.Module):
 
 @cache
 def load_example_function(name: str) -> Any:
-    """Return a function of the example."""
-    return runpy.run_path(str(ROOT / "examples/torch_drop_in.py"))[name]
+    """Return a function of the example, which trains a smaller model on fewer ranks."""
+    function = runpy.run_path(str(ROOT / "examples/torch_drop_in.py"))[name]
+    settings = function.__globals__
+    settings |= {"RANKS": RANKS, "STAGES": LAYERS, "MICROBATCHES": MICROBATCHES}
+    settings["CONFIG"].num_hidden_layers = LAYERS
+    return function
 
 
 def get_stage_factory(kind: str) -> Callable[[Any, int, int], nn.Module]:

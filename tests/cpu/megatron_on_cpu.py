@@ -11,12 +11,16 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+
+from tests.cases import ALL
 
 WIDTH = 4
 
@@ -31,15 +35,28 @@ def skip_without_megatron() -> None:
 
 
 def import_megatron() -> None:
-    """Import megatron-core, without its warnings about missing optional packages."""
+    """Import megatron-core, without its warnings about missing optional packages.
+
+    Megatron compiles some functions with torch.compile. Only ALL_CASES=1 compiles them: the import
+    of the compiler takes five seconds, and the compilation of Megatron's loss takes another two.
+    """
     if "megatron.core" in sys.modules:
         return
-    with warnings.catch_warnings():
+    compile_function = torch.compile if ALL else _return_function
+    with warnings.catch_warnings(), patch.object(torch, "compile", compile_function):
         warnings.simplefilter("ignore")
         import megatron.core  # noqa: F401
+    # Every optimizer imports it, also in each fork.
+    import_module("torch._dynamo")
+
     # The garbage collector need not search the objects of the import.
     gc.collect()
     gc.freeze()
+
+
+def _return_function(function: Any = None, **_: Any) -> Any:
+    """Return a function as it is, in place of torch.compile."""
+    return (lambda function: function) if function is None else function
 
 
 class _OnCPU(TorchFunctionMode):

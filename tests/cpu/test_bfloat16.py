@@ -157,13 +157,14 @@ def test_accumulate_of_equal_dtypes_is_exact() -> None:
     assert torch.equal(accumulate_(main, dy, x), expected)
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_16_bit_training_has_losses_near_float32(tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize(("precision", "tp"), [("bfloat16", 2), ("float16", 1)])
+def test_16_bit_training_has_losses_near_float32(tmp_path: Path, precision: str, tp: int) -> None:
     text = tmp_path / "text.txt"
     text.write_text("schedules are programs; " * 200)
     config = tmp_path / "config.toml"
     config.write_text(CONFIG.format(text=text))
-    losses = train(str(config), tmp_path / "half", f"train.precision={precision}")
+    sets = [f"train.precision={precision}", f"pipeline.tp={tp}"]
+    losses = train(str(config), tmp_path / "half", *sets)
     float32_losses = train_in_this_process(str(config), tmp_path / "whole")
     assert losses != float32_losses
     assert losses == pytest.approx(float32_losses, rel=2e-2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,13 @@ from schedir.ir.text_format import to_text as text
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W
 from schedir.testing.gradient_assertion import assert_same_gradients
 from schedir.torch_pipelining import Schedule
-from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule, make_step
+from tests.cpu.drop_in_steps import (
+    N_MICROBATCHES,
+    GradientCase,
+    make_schedule,
+    make_step,
+    run_gradient_cases,
+)
 from tests.cpu.gloo_processes import run as spawn
 from tests.cpu.torch_pipelines import Step, make_batch, make_model, make_stage
 
@@ -34,12 +41,7 @@ SCHEDULES = [
     ("v_half", "vee", 4),
     ("dualpipe_v", "vee", 4),
 ]
-each_schedule = pytest.mark.parametrize(("name", "placement", "stages"), SCHEDULES)
-
-
-def check_same_gradients(step: Step, stages: int = 2, ranks: int = 2, **options: Any) -> None:
-    arguments: dict[str, Any] = {"microbatches": N_MICROBATCHES, "loss_fn": mse_loss} | options
-    assert_same_gradients(step, make_model(stages), make_batch(), ranks=ranks, **arguments)
+FORMS = ["program", "draft", "sched", "csv", "transfers"]
 
 
 def descending_microbatches(rank: int, ranks: int, m: int, v: int = 1) -> RankSchedule:
@@ -48,59 +50,92 @@ def descending_microbatches(rank: int, ranks: int, m: int, v: int = 1) -> RankSc
     return forward + sum((I.at(mb) + W.at(mb) for mb in range(m)), F * 0)
 
 
-@each_schedule
-def test_gradients_equal_plain_loop(name: str, placement: str, stages: int) -> None:
-    check_same_gradients(make_step(placement, schedule=name), stages)
+def forwards_then_backwards(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
+    forward = [*(F[j] for j in range(v))]
+    return m * sum(forward[1:], forward[0]) + m * sum((B[v - 1 - j] for j in range(v)), F * 0)
+
+
+def list_gradient_cases(folder: Path) -> dict[str, GradientCase]:
+    """Return the case of each test of gradients, by name. Some programs are in files."""
+    found: dict[str, GradientCase] = {}
+
+    def add(name: str, stages: int, step: Step, *sizes: Any) -> None:
+        found[name] = GradientCase(step, make_model(stages), make_batch(), *sizes)
+
+    for name, placement, stages in SCHEDULES:
+        add(name, stages, make_step(placement, schedule=name))
+    add("uneven", 3, make_step((0, 1, 1), schedule=forwards_then_backwards))
+    add("descending", 2, make_step("loop", schedule=descending_microbatches))
+    program = compile(schedules.zb_h1, PipelineShape(2, N_MICROBATCHES))
+    (folder / "x.sched").write_text(text(program))
+    (folder / "x.csv").write_text(to_csv(program, "torch"))
+    (folder / "transfers.csv").write_text(to_csv(program, "torch-2.13"))
+    forms = program, schedules_draft(), *(folder / n for n in ("x.sched", "x.csv", "transfers.csv"))
+    for form, program_form in zip(FORMS, forms, strict=True):
+        add(form, 2, make_step("loop", program=program_form))
+    for frozen_stages in range(3):
+        shape = PipelineShape(2, N_MICROBATCHES, placement="vee")
+        program = compile(schedules.zb_v, shape, frozen_stages=frozen_stages)
+        add(f"{frozen_stages} frozen", 4, make_step("vee", program=program))
+        found[f"{frozen_stages} frozen"].model[:2].requires_grad_(False)  # type: ignore[index]
+    sums = make_step("loop", schedule="one_f_one_b", scale_grads=False)
+    add("sums", 2, sums, N_MICROBATCHES, 1)
+    for name, around in (("steps", None), ("evaluations", evaluate_between)):
+        step = make_step("vee", schedule="zb_v", steps=2, around=around)
+        add(name, 4, step, 2 * N_MICROBATCHES, N_MICROBATCHES)
+    return found
+
+
+def evaluate_between(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
+    with torch.no_grad():
+        schedule.eval(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
+
+
+@pytest.fixture(scope="module")
+def check_same_gradients(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], None]:
+    return run_gradient_cases(list_gradient_cases(tmp_path_factory.mktemp("programs")), ranks=2)
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in SCHEDULES])
+def test_gradients_equal_plain_loop(name: str, check_same_gradients: Any) -> None:
+    check_same_gradients(name)
 
 
 def test_single_rank() -> None:
-    check_same_gradients(make_step("vee", schedule="zb_v"), 2, ranks=1)
-
-
-def test_ranks_with_different_numbers_of_stages() -> None:
-    def schedule(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
-        forward = [*(F[j] for j in range(v))]
-        return m * sum(forward[1:], forward[0]) + m * sum((B[v - 1 - j] for j in range(v)), F * 0)
-
-    check_same_gradients(make_step((0, 1, 1), schedule=schedule), 3)
-
-
-def test_user_schedule_with_descending_microbatches() -> None:
-    """torch returns losses in the order of computation. `Schedule` returns them by microbatch."""
-    check_same_gradients(make_step("loop", schedule=descending_microbatches))
-
-
-@pytest.mark.parametrize("form", ["program", "draft", "sched", "csv", "transfers"])
-def test_programs_in_all_forms(form: str, tmp_path: Any) -> None:
-    program = compile(schedules.zb_h1, PipelineShape(2, N_MICROBATCHES))
-    (tmp_path / "x.sched").write_text(text(program))
-    (tmp_path / "x.csv").write_text(
-        to_csv(program, "torch-2.13" if form == "transfers" else "torch")
+    step = make_step("vee", schedule="zb_v")
+    assert_same_gradients(
+        step, make_model(2), make_batch(), ranks=1, microbatches=N_MICROBATCHES, loss_fn=mse_loss
     )
-    draft = {"program": program, "draft": schedules_draft(), "sched": tmp_path / "x.sched"}
-    check_same_gradients(make_step("loop", program=draft.get(form, str(tmp_path / "x.csv"))))
+
+
+def test_ranks_with_different_numbers_of_stages(check_same_gradients: Any) -> None:
+    check_same_gradients("uneven")
+
+
+def test_user_schedule_with_descending_microbatches(check_same_gradients: Any) -> None:
+    """torch returns losses in the order of computation. `Schedule` returns them by microbatch."""
+    check_same_gradients("descending")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_programs_in_all_forms(form: str, check_same_gradients: Any) -> None:
+    check_same_gradients(form)
 
 
 @pytest.mark.parametrize("frozen_stages", [0, 1, 2])
-def test_frozen_first_stages(frozen_stages: int) -> None:
+def test_frozen_first_stages(frozen_stages: int, check_same_gradients: Any) -> None:
     """The program has no backward of frozen stages, or a backward without effect."""
-    layers = make_model(4)
-    layers[:2].requires_grad_(False)
-    program = compile(
-        schedules.zb_v,
-        PipelineShape(2, N_MICROBATCHES, placement="vee"),
-        frozen_stages=frozen_stages,
-    )
-    step = make_step("vee", program=program)
-    assert_same_gradients(
-        step, layers, make_batch(), ranks=2, microbatches=N_MICROBATCHES, loss_fn=mse_loss
-    )
+    check_same_gradients(f"{frozen_stages} frozen")
 
 
 def test_trained_stage_without_backward_is_refused() -> None:
     program = compile(schedules.one_f_one_b, PipelineShape(2, N_MICROBATCHES), frozen_stages=1)
+    step = make_step("loop", program=program)
     with pytest.raises(ExecutionError, match="no backward of stage 0"):
-        check_same_gradients(make_step("loop", program=program))
+        assert_same_gradients(
+            step, make_model(2), make_batch(), ranks=2, microbatches=N_MICROBATCHES,
+            loss_fn=mse_loss,
+        )  # fmt: skip
 
 
 def schedules_draft() -> Any:
@@ -109,36 +144,14 @@ def schedules_draft() -> Any:
     return expand_schedule(schedules.zb_h1, PipelineShape(2, N_MICROBATCHES))
 
 
-def test_gradients_accumulate_over_steps_and_evaluations() -> None:
+def test_gradients_accumulate_over_steps_and_evaluations(check_same_gradients: Any) -> None:
     """Each step scales only the gradients that it adds."""
-
-    def evaluate_between(
-        schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor
-    ) -> None:
-        with torch.no_grad():
-            schedule.eval(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
-
-    def step(**options: Any) -> Step:
-        return make_step("vee", schedule="zb_v", steps=2, **options)
-
-    arguments: dict[str, Any] = {"microbatches": 2 * N_MICROBATCHES, "reduction": N_MICROBATCHES}
-    assert_same_gradients(
-        step(), make_model(4), make_batch(16), ranks=2, loss_fn=mse_loss, **arguments
-    )
-    assert_same_gradients(
-        step(around=evaluate_between),
-        make_model(4),
-        make_batch(16),
-        ranks=2,
-        loss_fn=mse_loss,
-        **arguments,
-    )
+    check_same_gradients("steps")
+    check_same_gradients("evaluations")
 
 
-def test_unscaled_gradients_are_sums() -> None:
-    check_same_gradients(
-        make_step("loop", schedule="one_f_one_b", scale_grads=False, steps=1), reduction="sum"
-    )
+def test_unscaled_gradients_are_sums(check_same_gradients: Any) -> None:
+    check_same_gradients("sums")
 
 
 def test_schedule_has_base_classes_of_torchtitan() -> None:

@@ -5,6 +5,7 @@ They have mixed dtypes, and some have no gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +15,13 @@ from torch.distributed.pipelining.stage import PipelineStage
 from torch.nn.functional import mse_loss
 
 from schedir.schedules.schedule_algebra import F, I, RankSchedule, W
-from schedir.testing.gradient_assertion import assert_same_gradients
 from schedir.torch_pipelining import Schedule
-from tests.cpu.drop_in_steps import N_MICROBATCHES, make_step
+from tests.cpu.drop_in_steps import (
+    N_MICROBATCHES,
+    GradientCase,
+    make_step,
+    run_gradient_cases,
+)
 from tests.cpu.gloo_processes import RankError, run
 from tests.cpu.torch_pipelines import WIDTH, make_batch
 
@@ -53,28 +58,18 @@ class TupleSequential(nn.Sequential):
         return values
 
 
-@pytest.mark.parametrize(
-    ("name", "placement", "stages"),
-    [
-        ("one_f_one_b", "loop", 2),
-        ("interleaved", "loop", 4),
-        ("zb_h1", "loop", 2),
-        ("zb_v", "vee", 4),
-        ("dualpipe_v", "vee", 4),
-    ],
-)
-def test_tensors_of_mixed_dtypes_pass_between_stages(
-    name: str, placement: str, stages: int
-) -> None:
-    step = make_step(placement, schedule=name)
-    assert_same_gradients(
-        step,
-        make_blocks(stages),
-        make_batch(),
-        ranks=2,
-        microbatches=N_MICROBATCHES,
-        loss_fn=mse_loss,
-    )
+SCHEDULES = {
+    "one_f_one_b": ("loop", 2),
+    "interleaved": ("loop", 4),
+    "zb_h1": ("loop", 2),
+    "zb_v": ("vee", 4),
+    "dualpipe_v": ("vee", 4),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_tensors_of_mixed_dtypes_pass_between_stages(name: str, check_same_gradients: Any) -> None:
+    check_same_gradients(("mixed", name))
 
 
 class TableStage(nn.Module):
@@ -95,18 +90,34 @@ def run_microbatches_in_turn(rank: int, ranks: int, m: int) -> RankSchedule:
     return sum((F.at(mb) + I.at(mb) + W.at(mb) for mb in range(m - 1, -1, -1)), 0 * F)
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "interleaved_zb", run_microbatches_in_turn])
-def test_weights_independent_of_input_are_trained(name: Any) -> None:
-    """torch's split backward silently leaves these weights out."""
+SPLIT = ["zb_h1", "interleaved_zb", run_microbatches_in_turn]
+
+
+def make_table_stages(name: Any) -> nn.Sequential:
     stages = 4 if name == "interleaved_zb" else 2
     torch.manual_seed(0)
     layers = TupleSequential(*(TableStage(s == 0, s == stages - 1) for s in range(stages)))
     if stages == 2:
         layers[0].requires_grad_(False)  # so that no input of the second stage needs a gradient
-    step = make_step("loop", schedule=name)
-    assert_same_gradients(
-        step, layers, make_batch(), ranks=2, microbatches=N_MICROBATCHES, loss_fn=mse_loss
-    )
+    return layers
+
+
+@pytest.fixture(scope="module")
+def check_same_gradients() -> Callable[[Any], None]:
+    found: dict[Any, GradientCase] = {}
+    for name, (placement, stages) in SCHEDULES.items():
+        step = make_step(placement, schedule=name)
+        found["mixed", name] = GradientCase(step, make_blocks(stages), make_batch())
+    for schedule in SPLIT:
+        step = make_step("loop", schedule=schedule)
+        found["table", schedule] = GradientCase(step, make_table_stages(schedule), make_batch())
+    return run_gradient_cases(found, ranks=2)
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_weights_independent_of_input_are_trained(schedule: Any, check_same_gradients: Any) -> None:
+    """torch's split backward silently leaves these weights out."""
+    check_same_gradients(("table", schedule))
 
 
 def run_with_wrong_gradient_declaration(rank: int) -> None:

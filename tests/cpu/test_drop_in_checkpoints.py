@@ -23,6 +23,7 @@ from schedir import PipelineShape, TiedWeights
 from schedir.checkpoints import load, save
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.torch_pipelining import Schedule
+from tests.cases import cases
 from tests.cpu.checkpoint_layouts import keep_name, read_checkpoint_tensors
 from tests.cpu.gloo_processes import run
 from tests.cpu.torch_pipelines import WIDTH, make_stage
@@ -181,22 +182,27 @@ DROPOUT = Layout("one_f_one_b", drops=0.2)
 REPLICAS = Layout("interleaved", 2, dp=2)
 BASES = {"two ranks": Layout("one_f_one_b"), "dropped": DROPOUT, "replicas": REPLICAS}
 # These layouts sum in the same order, so they have the same bits.
+TWO_RANKS = [
+    ("split backwards", Layout("zb_h1")),
+    ("a vee", Layout("zb_v", 4, placement="vee")),
+    ("our executor", Layout("interleaved", 4, runtime="schedir")),
+]
+MORE_LAYOUTS = [
+    ("the same", Layout("one_f_one_b")),
+    ("all forwards first", Layout("gpipe")),
+    ("two stages of each rank", Layout("interleaved", 4)),
+    ("our executor, split", Layout("zb_h1", runtime="schedir")),
+]
 SAME_SUMS = {
-    "two ranks": {
-        "the same": Layout("one_f_one_b"),
-        "all forwards first": Layout("gpipe"),
-        "split backwards": Layout("zb_h1"),
-        "two stages of each rank": Layout("interleaved", 4),
-        "a vee": Layout("zb_v", 4, placement="vee"),
-        "our executor": Layout("interleaved", 4, runtime="schedir"),
-        "our executor, split": Layout("zb_h1", runtime="schedir"),
-    },
+    "two ranks": dict(cases(TWO_RANKS, MORE_LAYOUTS)),
     "dropped": {"dropped": DROPOUT},
 }
-ONE_RANK = {
-    "one rank": Layout("interleaved", 2),
-    "one rank, four stages": Layout("interleaved", 4, copies=True),
-}
+ONE_RANK = dict(
+    cases(
+        [("one rank", Layout("interleaved", 2))],
+        [("one rank, four stages", Layout("interleaved", 4, copies=True))],
+    )
+)
 # One rank has the tied weight once, not in two copies: autograd sums its gradient in the order of
 # the backwards. That order is not the base run's, so the sum rounds differently.
 ONE_TIED_COPY = ("a vee", "one rank")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -23,10 +25,18 @@ from schedir.testing.strategies import programs
 from schedir.torch_pipelining import Schedule
 from schedir.torch_pipelining.actions import make_actions
 from schedir.torch_pipelining.fsdp_stages import insert_unshards, require_unsharded
+from schedir.transports.local_processes import run_processes
 from tests.cases import campaign, cases, each_value
-from tests.cpu.drop_in_steps import N_MICROBATCHES, Wrap, make_step
-from tests.cpu.gloo_processes import run, run_fresh
-from tests.cpu.torch_pipelines import WIDTH, Step, make_batch, make_model, make_replicated_step
+from tests.cpu.drop_in_steps import (
+    N_MICROBATCHES,
+    GradientCase,
+    Wrap,
+    make_step,
+    run_gradient_cases,
+)
+from tests.cpu.torch_pipelines import WIDTH, make_batch, make_model, make_replicated_step
+
+FORKS = multiprocessing.get_context("fork")
 
 CASES = [
     ("one_f_one_b", "loop", 2),
@@ -60,43 +70,85 @@ def wrap_in_ddp(module: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     return DistributedDataParallel(module, process_group=mesh.get_group(), **options)
 
 
-def check_same_gradients(step: Step, stages: int, *, rows: int = 16, **options: Any) -> None:
-    arguments: dict[str, Any] = {
-        "microbatches": 2 * N_MICROBATCHES,
-        "loss_fn": mse_loss,
-        "replicas": 2,
-    } | options
-    assert_same_gradients(
-        step, make_model(stages, TwoLayerStage), make_batch(rows), ranks=4, **arguments
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "placement", "stages", "active", "runtime"),
-    each_value(CASES, [(1, "torch"), (3, "torch"), (1, "schedir")]),
+# The parameters of the tests of gradients.
+SHARDED = each_value(
+    cases(CASES[1:3], [CASES[0], CASES[3]]), [(1, "torch"), (3, "torch"), (1, "schedir")]
 )
-def test_gradients_of_sharded_stages(
-    name: str, placement: str, stages: int, active: int, runtime: str
-) -> None:
-    """With one unsharded stage, forwards reshard stages, as `fully_shard` does by default."""
-    wrap = sharded(reshard_after_forward=active == 1)
-    options: dict[str, Any] = {"unsharded_stages": active, "runtime": runtime}
-    check_same_gradients(make_step(placement, schedule=name, dp=2, wrap=wrap, **options), stages)
+RUNTIMES_OF_ONE_MODULE = cases(["schedir"], ["torch"])
+RUNTIMES_IN_MIXED_PRECISION = cases(["torch"], ["schedir"])
+RUNTIMES = ["torch", "schedir"]
+REPLICATED = cases(CASES[2:3], CASES[:2] + CASES[3:])
+ACCUMULATED = each_value([CASES[0], CASES[2]], [None, "gradient_as_bucket_view", "static_graph"])
 
 
-@pytest.mark.parametrize("runtime", cases(["schedir"], ["torch"]))
-def test_gradients_of_stages_sharded_as_one_module(runtime: str) -> None:
-    wrap = sharded(parts=False)
-    check_same_gradients(make_step("vee", schedule="zb_v", dp=2, wrap=wrap, runtime=runtime), 4)
+def list_gradient_cases() -> dict[Any, GradientCase]:
+    """Return the case of each test of gradients, by the name and the parameters of the test."""
+    found: dict[Any, GradientCase] = {}
 
+    def add(key: Any, stages: int, steps: int = 1, tolerance: Any = None, **options: Any) -> None:
+        step = make_step(dp=2, steps=steps, **options)
+        microbatches = 2 * steps * N_MICROBATCHES
+        found[key] = GradientCase(
+            step, make_model(stages, TwoLayerStage), make_batch(2 * microbatches),
+            microbatches, 2 * N_MICROBATCHES, replicas=2, tolerance=tolerance,
+        )  # fmt: skip
 
-@pytest.mark.parametrize("runtime", cases(["torch"], ["schedir"]))
-def test_gradients_of_sharded_stages_in_mixed_precision(runtime: str) -> None:
+    for name, placement, stages, active, runtime in SHARDED:
+        # With one unsharded stage, forwards reshard stages, as `fully_shard` does by default.
+        add(
+            ("sharded", name, active, runtime), stages, placement=placement, schedule=name,
+            wrap=sharded(reshard_after_forward=active == 1), unsharded_stages=active,
+            runtime=runtime,
+        )  # fmt: skip
+    vee: dict[str, Any] = {"placement": "vee", "schedule": "zb_v", "stages": 4}
+    for runtime in RUNTIMES_OF_ONE_MODULE:
+        add(("one module", runtime), wrap=sharded(parts=False), runtime=runtime, **vee)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    wrap = sharded(mp_policy=policy)
-    check_same_gradients(
-        make_step("vee", schedule="zb_v", dp=2, wrap=wrap, runtime=runtime), 4, tolerance=0.02
-    )
+    for runtime in RUNTIMES_IN_MIXED_PRECISION:
+        wrap = sharded(mp_policy=policy)
+        add(("mixed precision", runtime), wrap=wrap, runtime=runtime, tolerance=0.02, **vee)
+    for runtime in RUNTIMES:
+        add(
+            ("evaluation", runtime), steps=2, around=evaluate_between, runtime=runtime,
+            wrap=sharded(), **vee,
+        )  # fmt: skip
+    for name, placement, stages in REPLICATED:
+        add(("replicated", name), stages, placement=placement, schedule=name, wrap=wrap_in_ddp)
+    for name, placement, stages, option in ACCUMULATED:
+        ddp_options: dict[str, Any] = {option: True} if option else {}
+        wrap = partial(wrap_in_ddp, **ddp_options)
+        key = ("accumulated", name, option)
+        add(key, stages, steps=2, placement=placement, schedule=name, wrap=wrap)
+    return found
+
+
+def evaluate_between(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
+    with torch.no_grad():
+        schedule.eval(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
+
+
+@pytest.fixture(scope="module")
+def check_same_gradients() -> Callable[[Any], None]:
+    return run_gradient_cases(list_gradient_cases(), ranks=4)
+
+
+@pytest.mark.parametrize(("name", "placement", "stages", "active", "runtime"), SHARDED)
+def test_gradients_of_sharded_stages(
+    name: str, placement: str, stages: int, active: int, runtime: str, check_same_gradients: Any
+) -> None:
+    check_same_gradients(("sharded", name, active, runtime))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES_OF_ONE_MODULE)
+def test_gradients_of_stages_sharded_as_one_module(runtime: str, check_same_gradients: Any) -> None:
+    check_same_gradients(("one module", runtime))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES_IN_MIXED_PRECISION)
+def test_gradients_of_sharded_stages_in_mixed_precision(
+    runtime: str, check_same_gradients: Any
+) -> None:
+    check_same_gradients(("mixed precision", runtime))
 
 
 def full_backwards(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
@@ -119,24 +171,36 @@ def compute_reduced_gradients(
         parameters[:] = [p for stage in parts.values() for p in stage.parameters()]
 
     step = make_step(
-        "vee", schedule=schedule, dp=2, wrap=wrap, around=keep, steps=2, n_microbatches=8,
-        runtime=runtime,
+        "vee", schedule=schedule, dp=2, wrap=wrap, around=keep, steps=2, runtime=runtime,
     )  # fmt: skip
-    step(rank, 4, make_model(4, TwoLayerStage), make_batch(64))
+    step(rank, 4, make_model(4, TwoLayerStage), make_batch(32))
     return [p.grad.to_local() for p in parameters]  # type: ignore[union-attr]
 
 
+SPLIT_BACKWARDS = cases(
+    [(weights_last, "torch", False), (weights_last, "schedir", False)],
+    [("zb_v", "torch", False), ("zb_v", "torch", True), (weights_last, "torch", True),
+     (weights_last, "schedir", True)],
+)  # fmt: skip
+
+
+def compute_all_reduced_gradients(rank: int) -> dict[Any, list[Tensor]]:
+    full = [(full_backwards, "torch", parts_sharded) for parts_sharded in cases([False], [True])]
+    return {
+        (schedule, runtime, parts_sharded): compute_reduced_gradients(
+            rank, schedule, parts_sharded, runtime
+        )
+        for schedule, runtime, parts_sharded in (*full, *SPLIT_BACKWARDS)
+    }
+
+
 @cache
-def _compute_full_backward_gradients(parts_sharded: bool) -> list[list[Tensor]]:
-    return run(compute_reduced_gradients, 4, full_backwards, parts_sharded)
+def run_reduced_gradients() -> list[dict[Any, list[Tensor]]]:
+    """Return the gradients of all ranks from processes that start once."""
+    return run_processes(compute_all_reduced_gradients, 4, context=FORKS)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "runtime", "parts_sharded"),
-    each_value(
-        [("zb_v", "torch"), (weights_last, "torch"), (weights_last, "schedir")], [False, True]
-    ),
-)
+@pytest.mark.parametrize(("schedule", "runtime", "parts_sharded"), SPLIT_BACKWARDS)
 def test_split_backwards_accumulate_in_reduction_dtype(
     schedule: Any, runtime: str, parts_sharded: bool
 ) -> None:
@@ -144,8 +208,13 @@ def test_split_backwards_accumulate_in_reduction_dtype(
 
     schedir's executor adds products in float32 without rounding them first, so it is only close.
     """
-    expected = _compute_full_backward_gradients(parts_sharded)
-    actual = run(compute_reduced_gradients, 4, schedule, parts_sharded, runtime)
+    actual, expected = (
+        [gradients[key] for gradients in run_reduced_gradients()]
+        for key in (
+            (schedule, runtime, parts_sharded),
+            (full_backwards, "torch", parts_sharded),
+        )
+    )
     assert [[g.dtype for g in gradients] for gradients in actual] == [
         [torch.float32] * len(gradients) for gradients in actual
     ]
@@ -157,49 +226,38 @@ def test_split_backwards_accumulate_in_reduction_dtype(
     )
 
 
-@pytest.mark.parametrize("runtime", ["torch", "schedir"])
-def test_sharded_gradients_accumulate_past_evaluation(runtime: str) -> None:
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_sharded_gradients_accumulate_past_evaluation(
+    runtime: str, check_same_gradients: Any
+) -> None:
     """torch infers shapes again after the evaluation, and drops gradients of sharded stages."""
-
-    def evaluate_between(
-        schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor
-    ) -> None:
-        with torch.no_grad():
-            schedule.eval(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
-
-    options: dict[str, Any] = {"steps": 2, "around": evaluate_between, "runtime": runtime}
-    step = make_step("vee", schedule="zb_v", dp=2, wrap=sharded(), **options)
-    check_same_gradients(
-        step, 4, rows=32, microbatches=4 * N_MICROBATCHES, reduction=2 * N_MICROBATCHES
-    )
+    check_same_gradients(("evaluation", runtime))
 
 
-@pytest.mark.parametrize(("name", "placement", "stages"), cases(CASES[2:3], CASES[:2] + CASES[3:]))
-def test_gradients_of_replicated_stages(name: str, placement: str, stages: int) -> None:
-    check_same_gradients(make_step(placement, schedule=name, dp=2, wrap=wrap_in_ddp), stages)
+@pytest.mark.parametrize(("name", "placement", "stages"), REPLICATED)
+def test_gradients_of_replicated_stages(
+    name: str, placement: str, stages: int, check_same_gradients: Any
+) -> None:
+    check_same_gradients(("replicated", name))
 
 
-@pytest.mark.parametrize(
-    ("name", "placement", "stages", "option"),
-    each_value([CASES[0], CASES[2]], [None, "gradient_as_bucket_view", "static_graph"]),
-)
+@pytest.mark.parametrize(("name", "placement", "stages", "option"), ACCUMULATED)
 def test_replicated_gradients_accumulate_over_steps(
-    name: str, placement: str, stages: int, option: str | None
+    name: str, placement: str, stages: int, option: str | None, check_same_gradients: Any
 ) -> None:
     """The options make DDP overwrite earlier gradients, or count backwards."""
-    options: dict[str, Any] = {option: True} if option else {}
-    wrap = partial(wrap_in_ddp, **options)
-    step = make_step(placement, schedule=name, dp=2, wrap=wrap, steps=2)
-    check_same_gradients(
-        step, stages, rows=32, microbatches=4 * N_MICROBATCHES, reduction=2 * N_MICROBATCHES
-    )
+    check_same_gradients(("accumulated", name, option))
 
 
 @campaign
 def test_torch_schedule_does_not_reduce_replicated_gradients() -> None:
     """torch 2.13 still has the bug pytorch#144530. After its fix, our code is not needed."""
+    step = make_replicated_step("ScheduleZBVZeroBubble", wrap_in_ddp)
     with pytest.raises(AssertionError, match="12 of 16 gradients differ"):
-        check_same_gradients(make_replicated_step("ScheduleZBVZeroBubble", wrap_in_ddp), 4)
+        assert_same_gradients(
+            step, make_model(4, TwoLayerStage), make_batch(16), ranks=4, replicas=2,
+            microbatches=2 * N_MICROBATCHES, loss_fn=mse_loss,
+        )  # fmt: skip
 
 
 def wrap_with_hook(module: nn.Module, mesh: Any) -> nn.Module:
@@ -250,7 +308,7 @@ def collect_refusals(rank: int) -> list[str]:
 
 
 def test_wrappers_that_lose_gradients_are_refused() -> None:
-    (errors,) = run_fresh(collect_refusals, 1)
+    (errors,) = run_processes(collect_refusals, 1, context=FORKS)
     for error, (_, text) in zip(errors, REFUSED, strict=True):
         assert text in error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from schedir import TiedWeights, find_tied_weights
 from schedir.errors import ExecutionError, ModelError
 from schedir.testing.gradient_assertion import assert_same_gradients
-from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule, make_step
+from tests.cpu.drop_in_steps import (
+    N_MICROBATCHES,
+    GradientCase,
+    make_schedule,
+    make_step,
+    run_gradient_cases,
+)
 from tests.cpu.gloo_processes import run as spawn
 from tests.cpu.test_drop_in_replicas import sharded
 from tests.cpu.torch_pipelines import WIDTH, Step, make_batch
@@ -40,17 +47,6 @@ def tied_model(stages: int, shared: tuple[int, ...]) -> nn.Sequential:
     return nn.Sequential(*ends)
 
 
-def check_same_gradients(
-    step: Step, stages: int = 4, shared: tuple[int, ...] = (0, 3), **options: Any
-) -> None:
-    arguments: dict[str, Any] = {
-        "microbatches": N_MICROBATCHES,
-        "ranks": 2,
-        "loss_fn": mse_loss,
-    } | options
-    assert_same_gradients(step, tied_model(stages, shared), make_batch(16), **arguments)
-
-
 def tie_weights(*stages: int) -> TiedWeights:
     return TiedWeights((tuple((s, "a.weight") for s in stages),))
 
@@ -64,42 +60,70 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "placement", "stages", "shared"), CASES)
-def test_gradients_equal_those_of_one_weight(
-    name: str, placement: str, stages: int, shared: tuple[int, ...]
-) -> None:
-    assert find_tied_weights([*tied_model(stages, shared)]) == tie_weights(*shared)
-    check_same_gradients(
-        make_step(placement, schedule=name, tied_weights=tie_weights(*shared)), stages, shared
-    )
+def list_gradient_cases() -> dict[Any, GradientCase]:
+    """Return the case of each test of gradients on two ranks."""
+    found: dict[Any, GradientCase] = {}
 
+    def add(key: Any, shared: tuple[int, ...], stages: int, step: Step, *sizes: Any) -> None:
+        found[key] = GradientCase(step, tied_model(stages, shared), make_batch(16), *sizes)
 
-def test_one_parameter_in_two_stages_of_rank_needs_no_option() -> None:
-    check_same_gradients(make_step("vee", schedule="zb_v"))
-
-
-def test_each_step_sums_only_its_gradients() -> None:
+    for name, placement, stages, shared in CASES:
+        step = make_step(placement, schedule=name, tied_weights=tie_weights(*shared))
+        add((name, shared), shared, stages, step)
+    add("one parameter", (0, 3), 4, make_step("vee", schedule="zb_v"))
     step = make_step("loop", schedule="interleaved", tied_weights=tie_weights(0, 3), steps=2)
-    check_same_gradients(step, microbatches=2 * N_MICROBATCHES, reduction=N_MICROBATCHES)
+    add("steps", (0, 3), 4, step, 2 * N_MICROBATCHES, N_MICROBATCHES)
     step = make_step(
         "loop", schedule="zb_h1", tied_weights=tie_weights(0, 1), steps=2, scale_grads=False
     )
-    check_same_gradients(step, 2, (0, 1), microbatches=2 * N_MICROBATCHES, reduction="sum")
+    add("unscaled steps", (0, 1), 2, step, 2 * N_MICROBATCHES, 1)
+    return found
 
 
-@pytest.mark.parametrize("how", ["sharded", "replicated"])
-def test_tied_weights_with_replicas(how: str) -> None:
+@pytest.fixture(scope="module")
+def check_same_gradients() -> Callable[[Any], None]:
+    return run_gradient_cases(list_gradient_cases(), ranks=2)
+
+
+@pytest.mark.parametrize(("name", "placement", "stages", "shared"), CASES)
+def test_gradients_equal_those_of_one_weight(
+    name: str, placement: str, stages: int, shared: tuple[int, ...], check_same_gradients: Any
+) -> None:
+    assert find_tied_weights([*tied_model(stages, shared)]) == tie_weights(*shared)
+    check_same_gradients((name, shared))
+
+
+def test_one_parameter_in_two_stages_of_rank_needs_no_option(check_same_gradients: Any) -> None:
+    check_same_gradients("one parameter")
+
+
+def test_each_step_sums_only_its_gradients(check_same_gradients: Any) -> None:
+    check_same_gradients("steps")
+    check_same_gradients("unscaled steps")
+
+
+def test_tied_weights_with_replicas() -> None:
     def in_ddp(module: nn.Module, mesh: Any) -> nn.Module:
         return DistributedDataParallel(module, process_group=mesh.get_group())
 
-    wrap = in_ddp if how == "replicated" else sharded()
-    step = make_step("loop", schedule="zb_h1", tied_weights=tie_weights(0, 1), dp=2, wrap=wrap)
-    check_same_gradients(step, 2, (0, 1), ranks=4, replicas=2, microbatches=2 * N_MICROBATCHES)
+    found = {}
+    for how, wrap in (("sharded", sharded()), ("replicated", in_ddp)):
+        step = make_step("loop", schedule="zb_h1", tied_weights=tie_weights(0, 1), dp=2, wrap=wrap)
+        found[how] = GradientCase(
+            step, tied_model(2, (0, 1)), make_batch(16), 2 * N_MICROBATCHES, replicas=2
+        )
+    check = run_gradient_cases(found, ranks=4)
+    check("sharded")
+    check("replicated")
 
 
 def test_equal_untied_weights_are_refused() -> None:
+    step = make_step("loop", schedule="zb_h1")
     with pytest.raises(ExecutionError, match="are equal, but they are not tied"):
-        check_same_gradients(make_step("loop", schedule="zb_h1"), 2, (0, 1))
+        assert_same_gradients(
+            step, tied_model(2, (0, 1)), make_batch(16), ranks=2, microbatches=N_MICROBATCHES,
+            loss_fn=mse_loss,
+        )  # fmt: skip
 
 
 def run_stage_from_meta_device(rank: int, differ: bool) -> str:

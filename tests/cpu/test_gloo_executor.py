@@ -23,6 +23,7 @@ from schedir.runtime.recording.measured_timeline import gather_timeline
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.transports.gloo import GlooTransport
 from schedir.verify.check import check
+from tests.cases import cases
 from tests.cpu.gloo_processes import RankError, run
 from tests.cpu.tiny_stages import (
     BOUNDARY,
@@ -65,7 +66,10 @@ def step_on_gloo(schedule: Any, shape: PipelineShape, **options: Any) -> list[An
     return run(_train_rank, world, schedule, shape, options)
 
 
-@pytest.mark.parametrize(("schedule", "shape"), PLANS[:9])
+@pytest.mark.parametrize(
+    ("schedule", "shape"),
+    cases([PLANS[k] for k in (3, 4, 6)], [PLANS[k] for k in (0, 1, 2, 5, 7, 8)]),
+)
 def test_gloo_steps_equal_reference(schedule: Any, shape: PipelineShape) -> None:
     loss, expected_gradients = run_reference(shape)
     results = step_on_gloo(schedule, shape)
@@ -83,7 +87,8 @@ def tensors_close(first: Tensor, second: Tensor, tolerance: float) -> bool:
 def test_tensor_parallel_schedules_are_equal_and_near_one_rank() -> None:
     shape = PipelineShape(2, 4)
     _, expected_gradients = run_reference(shape)
-    results = {s.__name__: step_on_gloo(s, shape, tp=2) for s in (gpipe, one_f_one_b, split_1f1b)}
+    tested = cases([gpipe, split_1f1b], [one_f_one_b])
+    results = {s.__name__: step_on_gloo(s, shape, tp=2) for s in tested}
     first = results["gpipe"]
     for results_of_other in results.values():
         for (grads, _, _), (other_grads, _, _) in zip(first, results_of_other, strict=True):
@@ -126,7 +131,7 @@ def test_data_parallel_gradients_equal_one_replica() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(2, {}), (2, {"tp": 2}), (2, {"dp": 2}), (1, {"tp": 2, "dp": 2})],
+    cases([(2, {}), (1, {"tp": 2, "dp": 2})], [(2, {"tp": 2}), (2, {"dp": 2})]),
 )
 def test_clipping_norm_counts_every_parameter_once(ranks: int, options: dict[str, int]) -> None:
     """The norm counts a tied weight once, and the replicas of a weight once."""

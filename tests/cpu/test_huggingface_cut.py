@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ from schedir import find_tied_weights
 from schedir.errors import UsageError
 from schedir.models.huggingface import cut
 from schedir.runtime import InProcessExecutor
-from tests.cpu.train_command import ROOT, run_script
+from tests.cases import each_value
+from tests.cpu.train_command import ROOT, run_in_forks
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,8 +53,9 @@ def run_step(apply: Any, model: Any, tokens: torch.Tensor, **keywords: Any) -> l
     return [logits.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), each_value([*MODELS], [torch.float32, torch.bfloat16]), ids=str
+)
 def test_stages_equal_whole_model(kind: str, dtype: torch.dtype) -> None:
     """The cases include sliding windows, dropout, padding, positions and recomputation."""
     model = build_model(kind).to(dtype)
@@ -140,7 +142,7 @@ def test_unsupported_models_and_divisions_are_refused() -> None:
         cut(model, 3, (0, 3, 2))
 
 
-def test_scripts_of_documentation_page_print_same_loss(tmp_path: Path) -> None:
+def test_scripts_of_documentation_page_print_same_loss() -> None:
     """The second script runs in torch's pipeline, and begins like the first one."""
     page = (ROOT / "docs/how-to/cut-a-hugging-face-model.md").read_text()
     first, second = (block.split("```")[0] for block in page.split("```python\n")[1:3])
@@ -149,10 +151,8 @@ def test_scripts_of_documentation_page_print_same_loss(tmp_path: Path) -> None:
     exec(compile(first, "page", "exec"), names)
     assert all(p.grad is not None for p in names["model"].parameters())
     beginning = first[: first.index("program = ")]
-    script = tmp_path / "torch_pipeline.py"
-    script.write_text(beginning + second)
-    printed = run_script(script, 2, tmp_path)
-    losses += map(float, printed.split())
+    script = compile(beginning + second, "page", "exec")
+    losses += map(float, run_in_forks(partial(exec, script, {"__name__": "__main__"}), 2).split())
     assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert f"prints about {losses[0]:.1f}" in page
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -27,6 +25,7 @@ from schedir.instrumentation import deepspeed, megatron
 from schedir.testing.tiny_model import WIDTH, make_batch, squared_error
 from tests.cases import campaign
 from tests.cpu.gloo_processes import run
+from tests.cpu.train_command import run_launched
 from tests.cpu.trainer_traces import import_traces, list_computes, profile_step
 
 ROOT = Path(__file__).parents[2]
@@ -351,16 +350,15 @@ def test_launcher_runs_file_or_module(
 
 def test_launcher_process_instruments_program(program: Path, tmp_path: Path) -> None:
     """`torchrun -m schedir.instrumentation` starts this process."""
-    hidden = tmp_path / "hidden"  # importing the installed trainers would take ten seconds
-    for name in ("megatron", "deepspeed"):
-        (hidden / name).mkdir(parents=True)
-        (hidden / name / "__init__.py").write_text("")
-    result = subprocess.run(
-        [sys.executable, "-m", "schedir.instrumentation", str(program), "-m", "--steps=2"],
-        env=os.environ | {"PYTHONPATH": f"{hidden}{os.pathsep}{ROOT}"},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert result.stdout == "__main__ ['-m', '--steps=2'] True\n", result.stderr
+    # Importing the installed trainers would take ten seconds.
+    start = tmp_path / "start.py"
+    start.write_text(
+        "import runpy, sys\nsys.modules |= {'megatron': None, 'deepspeed': None}\n"
+        "runpy.run_module('schedir.instrumentation', run_name='__main__', alter_sys=True)\n"
+    )
+    words = [str(start), str(program), "-m", "--steps=2"]
+    code, out, err = run_launched(words, tmp_path / "run")
+    assert (code, out) == (0, "__main__ ['-m', '--steps=2'] True\n"), err
 
 
 def test_launcher_without_program_prints_usage(monkeypatch: pytest.MonkeyPatch) -> None:

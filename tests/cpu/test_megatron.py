@@ -26,7 +26,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from schedir import B, F, I, Opcode, Program, W, compile, from_text, to_text
 from schedir.errors import SchedirError, UsageError
 from schedir.transports.local_processes import run_processes
-from tests.cases import ALL
+from tests.cases import ALL, cases
 from tests.cpu.megatron_gpt import (
     Case,
     build_chunks,
@@ -69,17 +69,19 @@ RECOMPUTE: dict[str, Any] = {
 }
 PARTIAL: dict[str, Any] = {"num_microbatches_with_partial_activation_checkpoints": 1}
 PER_TOKEN: dict[str, Any] = {"calculate_per_token_loss": True}
+SEQUENCE: dict[str, Any] = {"sequence_parallel": True}
+SHORT = Case(layers=2)
 LOOP = Case(chunks=2, tied=False)
 VEE = replace(LOOP, is_vee=True)
-PROFILED = {"interleaved_zb": LOOP, "zb_v": VEE}
+PROFILED = dict(cases([("zb_v", VEE)], [("interleaved_zb", LOOP)]))
 LENGTHS = Case(
     lengths=(16, 4, 12, 8),
     settings={"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"},
 )
 FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
 DEFERRED_OUTPUT: dict[str, Any] = {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 3}
-DELAYED = Case(linears="delayed", settings=FUSED, ddp={"overlap_grad_reduce": True})
-DELAYED_EXPERTS = Case(linears="delayed", settings=EXPERTS)
+DELAYED = Case(layers=2, linears="delayed", settings=FUSED, ddp={"overlap_grad_reduce": True})
+DELAYED_EXPERTS = Case(layers=2, linears="delayed", settings=EXPERTS)
 DISTRIBUTED = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
 
 
@@ -99,22 +101,19 @@ def half_split(rank: int, ranks: int, microbatches: int) -> Any:
 # Runs without a pipeline are last, because Megatron's process groups change.
 RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
     2: {
-        "1f1b": ("one_f_one_b", Case()),
-        "own": (f"{ROOT}/examples/mine.py:in_pairs", Case()),
+        "own": (f"{ROOT}/examples/mine.py:in_pairs", SHORT),
         "zb_v-per-token": ("zb_v", replace(VEE, settings=PER_TOKEN)),
-        "experts": ("zb_h1", Case(settings=EXPERTS | PER_TOKEN)),
-        "bf16": ("zb_h1", Case(settings=BF16)),
-        "recompute": ("zb_h1", Case(settings=RECOMPUTE)),
+        "experts": ("zb_h1", replace(SHORT, settings=EXPERTS | PER_TOKEN)),
+        "bf16-recompute": ("zb_h1", replace(SHORT, settings=BF16 | RECOMPUTE)),
         "frozen": ("zb_h1", Case(tied=False, frozen=("embedding", "linear_fc1", "layers.0"))),
         "lengths-interleaved": ("interleaved", replace(LENGTHS, chunks=2)),
         "delayed": (half_split, DELAYED),
         "delayed-experts": ("zb_h1", DELAYED_EXPERTS),
         "deferred-output": ("zb_h1", replace(DELAYED, settings=FUSED | DEFERRED_OUTPUT, ddp={})),
-        "evaluation": ("zb_h1", Case(forward_only=True)),
-        "pp1-tied": ("zb_h1", Case(pp=1)),
-        "pp1-dp2": ("zb_h1", Case(pp=1, ddp={"overlap_grad_reduce": True})),
-        "pp1-tp2": ("zb_h1", Case(pp=1, tp=2)),
-        "pp1-tp2-sequence": ("zb_h1", Case(pp=1, tp=2, settings={"sequence_parallel": True})),
+        "evaluation": ("zb_h1", replace(SHORT, forward_only=True)),
+        "pp1-dp2": ("zb_h1", replace(SHORT, pp=1, ddp={"overlap_grad_reduce": True})),
+        "pp1-tp2": ("zb_h1", replace(SHORT, pp=1, tp=2)),
+        "pp1-tp2-sequence": ("zb_h1", replace(SHORT, pp=1, tp=2, settings=SEQUENCE)),
     },
     4: {"dp2-sharded": ("interleaved_zb", Case(chunks=2, ddp=DISTRIBUTED, aligned=True))},
 }
@@ -123,6 +122,9 @@ RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
 if ALL:
     RUNS[2] = {
         "zb_h1": ("zb_h1", Case()),
+        "1f1b": ("one_f_one_b", Case()),
+        "bf16": ("zb_h1", Case(settings=BF16)),
+        "recompute": ("zb_h1", Case(settings=RECOMPUTE)),
         "gpipe": ("gpipe", Case()),
         "interleaved": ("interleaved", Case(chunks=2)),
         "interleaved_zb": ("interleaved_zb", LOOP),
@@ -137,8 +139,12 @@ if ALL:
         "lengths-evaluation": ("zb_h1", replace(LENGTHS, forward_only=True)),
         "delayed-1f1b": ("one_f_one_b", DELAYED),
         "delayed-recompute": ("zb_h1", replace(DELAYED, settings=RECOMPUTE)),
-        "delayed-zb_v": ("zb_v", replace(DELAYED_EXPERTS, chunks=2, tied=False, is_vee=True)),
+        "delayed-zb_v": (
+            "zb_v",
+            replace(DELAYED_EXPERTS, layers=4, chunks=2, tied=False, is_vee=True),
+        ),
     } | RUNS[2]
+    RUNS[2]["pp1-tied"] = "zb_h1", Case(pp=1)
     RUNS[4] |= {
         "pp4": ("zb_h1", Case(pp=4, microbatches=8)),
         "pp4-1f1b": ("one_f_one_b", Case(pp=4, microbatches=8)),
@@ -151,7 +157,7 @@ if ALL:
         "dp2-zb_v": ("zb_v", replace(VEE, ddp=DISTRIBUTED)),
         "dp2-delayed": ("zb_h1", replace(DELAYED, ddp=DISTRIBUTED)),
         "tp2": ("zb_h1", Case(tp=2)),
-        "tp2-sequence": ("zb_h1", Case(tp=2, settings={"sequence_parallel": True})),
+        "tp2-sequence": ("zb_h1", Case(tp=2, settings=SEQUENCE)),
     }
 
 

@@ -21,8 +21,6 @@ from tests.cpu.three_d_parallelism import (
 SHAPE = (2, 2, 2)
 PLAIN_CASE = Case(*SHAPE, tied=True, clip=True)
 FEW_CASES = [
-    PLAIN_CASE,
-    PLAIN_CASE._replace(zero=3),
     PLAIN_CASE._replace(sequence=True),
     PLAIN_CASE._replace(sequence=True, zero=3, schedule="zb_h1"),
     PLAIN_CASE._replace(sequence=True, zero=2, options=(("reduce_scatter_at", "each_backward"),)),

@@ -27,7 +27,7 @@ from schedir.predict.what_if import advise
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.testing.tiny_model import WIDTH, make_batch, squared_error
 from schedir.verify.check import check, check_draft
-from tests.cases import ALL, each_value
+from tests.cases import ALL, cases, each_value
 from tests.cpu.gloo_processes import run
 from tests.cpu.torch_schedules import LOOP, SINGLE, VEE, build_torch_schedule
 
@@ -53,17 +53,26 @@ def test_all_torch_schedules_are_tested() -> None:
     assert {*theirs.__all__} - bases == {*VEE, *LOOP, *SINGLE}
 
 
-@pytest.mark.parametrize("shape", [PipelineShape(2, 4, 2, "vee"), PipelineShape(3, 8, 2, "vee")])
-@pytest.mark.parametrize("name", VEE)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    each_value(VEE, [PipelineShape(2, 4, 2, "vee"), PipelineShape(3, 8, 2, "vee")]),
+)
 def test_torch_vee_schedules_import(name: str, shape: PipelineShape, tmp_path: Path) -> None:
     check_import(name, shape, tmp_path / "x.csv")
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [PipelineShape(1, 2, 2), PipelineShape(2, 4), PipelineShape(2, 6, 3), PipelineShape(4, 8, 2)],
+    ("name", "shape"),
+    each_value(
+        LOOP,
+        [
+            PipelineShape(1, 2, 2),
+            PipelineShape(2, 4),
+            PipelineShape(2, 6, 3),
+            PipelineShape(4, 8, 2),
+        ],
+    ),
 )
-@pytest.mark.parametrize("name", LOOP)
 def test_torch_loop_schedules_import(name: str, shape: PipelineShape, tmp_path: Path) -> None:
     check_import(name, shape, tmp_path / "x.csv")
 
@@ -170,10 +179,10 @@ OURS = [
     ("zb_v", PipelineShape(2, 4, placement="vee")),
     ("v_half", PipelineShape(2, 4, placement="vee")),
     ("dualpipe_v", PipelineShape(2, 4, placement="vee")),
-    ("search", PipelineShape(2, 4)),  # a found schedule
-    ("search", PipelineShape(2, 4, 2)),
+    ("search", PipelineShape(2, 4, 2)),  # a found schedule
+    *cases([], [("search", PipelineShape(2, 4))]),
 ]
-RUNS = [(name, shape, form) for name, shape in OURS for form in torch_csv.CSV_FORMATS]
+RUNS = each_value(OURS, torch_csv.CSV_FORMATS)
 
 
 class Layer(nn.Module):
@@ -195,7 +204,10 @@ def make_stages(stages: int) -> list[nn.Module]:
 
 def run_in_torch(rank: int, folder: str) -> list[dict[int, list[Tensor]]]:
     """Return the gradients of this rank's stages, by stage, for each of RUNS."""
-    return [run_torch_step(rank, *case, f"{folder}/{k}.csv") for k, case in enumerate(RUNS)]
+    return [
+        run_torch_step(rank, name, shape, form, f"{folder}/{k}.csv")
+        for k, (name, shape, form) in enumerate(RUNS)
+    ]
 
 
 def run_torch_step(

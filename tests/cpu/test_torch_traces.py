@@ -28,6 +28,7 @@ from tests.commands import run_command
 from tests.cpu import torch_profiler_traces
 from tests.cpu.gloo_processes import run
 from tests.cpu.tiny_stages import gpt_executor, make_replica_batch, paired_1f1b
+from tests.cpu.torch_profiler_traces import MICROBATCHES, RANKS
 from tests.tutorial import read_blocks
 
 _COMPUTE = re.compile(r"PP:\d+[FBIW]\d+|PP:\(.*\)OVERLAP_F_B|(Forward|Backward) \d+")
@@ -41,9 +42,7 @@ def trace_folder(
     folder = tmp_path_factory.mktemp("traces")
     for name in (*torch_profiler_traces.NAMES, "evaluated"):
         (folder / name).mkdir()
-    return folder, run(
-        torch_profiler_traces.run_profiled_steps, torch_profiler_traces.RANKS, str(folder)
-    )
+    return folder, run(torch_profiler_traces.run_profiled_steps, RANKS, str(folder))
 
 
 def compute_times_by_hand(path: Path) -> tuple[float, float, float]:
@@ -103,7 +102,9 @@ def test_imported_trace_matches_torch_and_manual_times(
     # The compute is that of torch.
     imported_cells = [row.split(",") for row in torch_csv.to_csv(program).splitlines()]
     if name == "GPipe":
-        expected = [[f"{r}{op}{mb}" for op in "FB" for mb in range(8)] for r in range(4)]
+        expected = [
+            [f"{r}{op}{mb}" for op in "FB" for mb in range(MICROBATCHES)] for r in range(RANKS)
+        ]
         assert imported_cells == expected
     else:
         torch_program = torch_csv.from_csv("\n".join(",".join(rank[name]) for rank in order))
@@ -112,18 +113,15 @@ def test_imported_trace_matches_torch_and_manual_times(
         ]
 
     # Busy times and the bubble are those of a manual calculation.
-    manual_times = [
-        compute_times_by_hand(folder / name / f"rank{r}.json")
-        for r in range(torch_profiler_traces.RANKS)
-    ]
+    manual_times = [compute_times_by_hand(folder / name / f"rank{r}.json") for r in range(RANKS)]
     busy = np.array([b for b, _, _ in manual_times])
     np.testing.assert_allclose(timeline.busy, busy, atol=2e-6)
     if name != "DualPipeV":  # its traces do not contain the start of each half of a pair
         compute = timeline.spans[np.isin(timeline.spans["op"], COMPUTE_OPS)]
         length = max(e for _, _, e in manual_times) - min(s for _, s, _ in manual_times)
         assert compute["end"].max() - compute["start"].min() == pytest.approx(length, abs=2e-6)
-    assert timeline.bubble == pytest.approx(1 - busy.sum() / 4 / timeline.span, abs=1e-4)
-    assert timeline.idle.sum() / 4 / timeline.span == pytest.approx(timeline.bubble)
+    assert timeline.bubble == pytest.approx(1 - busy.sum() / RANKS / timeline.span, abs=1e-4)
+    assert timeline.idle.sum() / RANKS / timeline.span == pytest.approx(timeline.bubble)
     assert (timeline.kind, timeline.unit, timeline.blocking_hosts) == ("measured", "s", True)
 
     assert_ordered_within_ranks(timeline)
@@ -160,7 +158,7 @@ def test_files_may_have_any_order_and_step_may_be_chosen(
     trace_folder: tuple[Path, list[dict[str, list[str]]]],
 ) -> None:
     folder, _ = trace_folder
-    files = [folder / "ZBVZeroBubble" / f"rank{r}.json" for r in (2, 0, 3, 1)]
+    files = [folder / "ZBVZeroBubble" / f"rank{r}.json" for r in (1, 0)]
     first, last = read_run(files, step=1), read_run(files)
     assert (first.step, last.step) == (
         "ProfilerStep 1",

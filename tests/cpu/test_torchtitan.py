@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from schedir.errors import UsageError
 from schedir.torch_pipelining import patch_torchtitan
+from tests.cases import each_value
 from tests.cpu.gloo_processes import run
 
 LAYERS, WIDTH, ROWS, MB = 4, 6, 8, 4
@@ -167,18 +168,19 @@ class Trainer:
         return losses
 
 
-CASES = [
-    (schedule, runtime, name, stages, pre_split)
-    for schedule, runtime, name, stages in (
+# The schedule, the runtime, torchtitan's name of a schedule, the stages, and whether the trainer
+# passes microbatches.
+CASES = each_value(
+    [
         ("one_f_one_b", "torch", "1F1B", 2),
         ("zb_h1", "torch", "Interleaved1F1B", 2),
         ("zb_v", "torch", "ZBVZeroBubble", 4),
         ("interleaved", "torch", "1F1B", 4),
         ("zb_h1", "schedir", "1F1B", 2),
         ("zb_v", "schedir", "ZBVZeroBubble", 4),
-    )
-    for pre_split in (False, True)
-]
+    ],
+    [False, True],
+)
 
 
 def train_cases(rank: int) -> list[list[float | None]]:

@@ -12,10 +12,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.profiler import ProfilerActivity, profile, schedule
 
-RANKS, MICROBATCHES, WIDTH, STEPS = 4, 8, 128, 2
+from tests.cases import cases
+
+RANKS, MICROBATCHES, WIDTH, STEPS = 2, 4, 128, 2
 VEE = ("ZBVZeroBubble", "DualPipeV")
 MULTI_STAGE_NAMES = ("Interleaved1F1B", "InterleavedZeroBubble", *VEE)
-NAMES = (*MULTI_STAGE_NAMES, "GPipe")
+NAMES = (*cases(["Interleaved1F1B", *VEE, "GPipe"], ["InterleavedZeroBubble"]),)
 NAME_WITH_EVALUATION = "Interleaved1F1B"  # ends with a step and an evaluation
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import csv
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from runpy import run_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.multiprocessing.spawn import start_processes
@@ -24,6 +29,7 @@ from schedir.__main__ import main
 from schedir.training.config.config_file import read_config
 from schedir.training.processes import launcher
 from schedir.training.train import run
+from schedir.transports.local_processes import run_processes
 from tests.cpu.gloo_processes import CONTEXT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -211,6 +217,28 @@ def run_script(what: Path | str, processes: int, folder: Path, *argv: str) -> st
     )
     assert all((code, err) == (0, "") for code, _, err in found), found
     return "".join(out for _, out, _ in found)
+
+
+def run_in_forks(main: Callable[[], object], processes: int) -> str:
+    """Return what a function prints in several forks of this process, which have its imports.
+
+    Use it for the main function of a script that imports a large package. The function creates and
+    destroys a process group: here the group exists already.
+    """
+    forks = multiprocessing.get_context("fork")
+    return "".join(run_processes(_print_in_group, processes, main, context=forks, timeout=LIMIT))
+
+
+def _print_in_group(rank: int, main: Callable[[], object]) -> str:
+    environment = {"RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
+    with (
+        patch.object(dist, "init_process_group"),
+        patch.object(dist, "destroy_process_group"),
+        patch.dict(os.environ, environment),
+        redirect_stdout(StringIO()) as output,
+    ):
+        main()
+    return output.getvalue()
 
 
 def fork_processes(
