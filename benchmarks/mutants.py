@@ -1,10 +1,10 @@
 """Measure whether `check` agrees with executions of many mutated programs.
 
     python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 2
-    python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 1 --only turns
-    python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 2 --only away
-    python benchmarks/mutants.py --programs 10000 --seed 1 --jobs 2 --only parts
-    python benchmarks/mutants.py --programs 10000 --seed 1 --jobs 1 --only states
+    python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 1 --only zero
+    python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 2 --only activation_offload
+    python benchmarks/mutants.py --programs 10000 --seed 1 --jobs 2 --only segments
+    python benchmarks/mutants.py --programs 10000 --seed 1 --jobs 1 --only optimizer_offload
 
 The script mutates legal programs, checks and executes each mutant, and prints a row per mutation.
 "programs" is the number of mutants. "rejected" mutants fail under a progress model under which the
@@ -12,10 +12,11 @@ original program finishes. The others are "equivalent". "no program" counts text
 not parse. "disagreements" counts mutants for which `check` and the execution disagree under a
 model. If there are any, the exit code is 1. `tests.mutants.trial(mutation, seed)` repeats a case.
 
-- `--only turns` has the mutations of ZeRO: gathers of weights and reductions of gradients.
-- `--only away` has the mutations of offloaded activations.
-- `--only parts` has the mutations of stage segments, microbatch chunks and their sums.
-- `--only states` has the mutations of optimizer states that move, and of optimizer steps per stage.
+- `--only zero` has the mutations of ZeRO: gathers of weights and reductions of gradients.
+- `--only activation_offload` has the mutations of offloaded activations.
+- `--only segments` has the mutations of stage segments, microbatch chunks and their collectives.
+- `--only optimizer_offload` has the mutations of optimizer states that move, and of optimizer steps
+  per stage.
 
 With these options, the script tests each mutant under one model, the next model for the next seed,
 and mutates each legal program 50 times. `trial(mutation, seed, [model], 50)` repeats a case.
@@ -37,18 +38,22 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.harness import parse
 from schedir.analysis.progress_models import MODELS
 from tests.mutants import MUTATIONS, Trial, trial
-from tests.mutations_of_states import STEPPED
-from tests.mutations_of_sums import SUMMED
-from tests.mutations_of_tiers import AWAY
-from tests.mutations_of_turns import TURNED
+from tests.mutations_of_activation_offload import ACTIVATION_OFFLOAD_MUTATIONS
+from tests.mutations_of_optimizer_offload import OPTIMIZER_OFFLOAD_MUTATIONS
+from tests.mutations_of_segments import SEGMENT_MUTATIONS
+from tests.mutations_of_zero import ZERO_MUTATIONS
 
 CHUNK = 50  # mutants of one task
 SEEDS = 100 * CHUNK  # seeds of one task, more than it can need
 COLUMNS = ("rejected", "equivalent", "no program", "disagreements")
 
 MUTATION_GROUPS = {
-    "all": [*MUTATIONS], "turns": TURNED, "away": AWAY, "parts": SUMMED, "states": STEPPED,
-}  # fmt: skip
+    "all": [*MUTATIONS],
+    "zero": ZERO_MUTATIONS,
+    "activation_offload": ACTIVATION_OFFLOAD_MUTATIONS,
+    "segments": SEGMENT_MUTATIONS,
+    "optimizer_offload": OPTIMIZER_OFFLOAD_MUTATIONS,
+}
 
 Task = tuple[
     str, int, int, bool

@@ -250,7 +250,7 @@ class _Parser(argparse.ArgumentParser):
     def suggest_option(self, name: str) -> str:
         """Return a hint for an option that does not exist, or an empty string."""
         if not name.startswith("--"):
-            return ""
+            return self.suggest_option(f"-{name}") if re.match(r"-\w\w", name) else ""
         option_actions = self._option_string_actions
         if (action := option_actions.get("-O")) is not None:
             from schedir.commands.common.program_options import PROGRAM_OPTIONS

@@ -1,4 +1,4 @@
-"""Explain calls with wrong arguments: errors that suggest the right arguments."""
+"""Errors about calls with wrong arguments, which suggest the right arguments."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from schedir.ir.isa.instructions import INSTRUCTIONS, Opcode
-from schedir.ir.program import JOINED_BIT, OP_SHIFT, STAGE_SHIFT, Program, Stream
+from schedir.ir.program import JOINED_BIT, OP_SHIFT, STAGE_SHIFT, Program, SlotCounts, Stream
 from schedir.ir.text_format import from_text
 
 Place = tuple[int, int]  # rank, index
@@ -51,6 +51,13 @@ def written(*ranks: str, microbatches: int = 1, header: str = "") -> Program:
     return from_text(
         f"schedir 1\nprogram p\nranks {len(ranks)} microbatches {microbatches} {header}\n{streams}"
     )
+
+
+def set_slot_counts(program: Program, kind: str, counts: list[int]) -> Program:
+    """Return a program with a number of slots of a kind for each rank."""
+    slots = program.slots or [SlotCounts.unspecified()] * program.shape.ranks
+    both = zip(slots, counts, strict=True)
+    return program.with_slots([one._replace(**{kind: count}) for one, count in both])
 
 
 @dataclass
@@ -140,7 +147,7 @@ def move(own: list[int], k: int, to: int) -> None:
     push(own, to - (to > k), w)
 
 
-def to_another_rank(e: Edit) -> bool | None:
+def move_to_other_rank(e: Edit) -> bool | None:
     """Move the current instruction to a random place on another rank.
 
     Return False if there is no other rank.
@@ -152,7 +159,7 @@ def to_another_rank(e: Edit) -> bool | None:
     return None
 
 
-def to_another_place(e: Edit, *ops: Opcode) -> bool | None:
+def swap_with_other(e: Edit, *ops: Opcode) -> bool | None:
     """Swap the current instruction with another one on its rank that has one of some opcodes.
 
     Return False if there is none.

@@ -38,16 +38,16 @@ from schedir.testing import random_compute_program
 from schedir.verify.check import check, check_draft
 from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)
 from tests.cases import ALL
-from tests.mutations_of_snapshots import COPIED
-from tests.mutations_of_states import STEPPED, on_host
-from tests.mutations_of_sums import SUMMED
-from tests.mutations_of_tiers import AWAY, moved
-from tests.mutations_of_turns import TURNED
+from tests.mutations_of_activation_offload import ACTIVATION_OFFLOAD_MUTATIONS, offload_activations
+from tests.mutations_of_optimizer_offload import OPTIMIZER_OFFLOAD_MUTATIONS, offload_optimizer
+from tests.mutations_of_segments import SEGMENT_MUTATIONS
+from tests.mutations_of_snapshots import SNAPSHOT_MUTATIONS
+from tests.mutations_of_zero import ZERO_MUTATIONS
 from tests.oracle_threads import verdict
 
 
 @cache
-def known() -> list[schedule_algebra.Schedule]:
+def built_in_schedules() -> list[schedule_algebra.Schedule]:
     """Return all schedules of `schedir.schedules`, sorted by name."""
     return [
         value
@@ -68,13 +68,13 @@ FEW: Final = min(CORPUS, 12)  # the same number for tests that try few mutants
 # that often exchange independent instructions.
 HARMLESS = (
     "fuse_backward", "split_backward", "ungroup_computes", "drop_sharded_pair", "evaluate",
-    "drop_r", "renumber", "rename", "spell_placement", "stay_on_the_host",
+    "drop_recompute", "renumber", "rename", "list_placement", "stay_on_host",
 )  # fmt: skip
 RARELY_WRONG = (
-    "ungroup", "join_transfers", "join_both_sides", "run_order", "gathered_once_more",
-    "reduced_once_less",
+    "ungroup", "join_transfers", "join_both_sides", "run_order", "unshard_once_more",
+    "reduce_once_less",
 )  # fmt: skip
-COMMUTING = ("swap_neighbours", "early_receive", "late_send", "join_both_sides", "run_order")
+COMMUTING = ("swap_neighbors", "early_receive", "late_send", "join_both_sides", "run_order")
 
 # Mutations that make legal programs more varied than those of the lowering. A mutant is used only
 # if it is legal.
@@ -91,34 +91,34 @@ PREPARED = {
 }  # fmt: skip
 
 
-def legal(
+def draw_legal_program(
     rng: random.Random,
     first: str | None = None,
     *,
-    turns: bool = False,
-    copies: bool = False,
-    away: bool = False,
-    stepped: bool = False,
-    pieces: bool = False,
+    zero: bool = False,
+    snapshots: bool = False,
+    offload: bool = False,
+    optimizer_offload: bool = False,
+    segments: bool = False,
 ) -> Program:
     """Return a small random program that is legal at least under `per_edge`."""
-    known = turns or rng.random() < (0.6 if stepped else 0.7)
-    states = "cpu_step" if stepped else "device"
+    from_schedule = zero or rng.random() < (0.6 if optimizer_offload else 0.7)
+    states = "cpu_step" if optimizer_offload else "device"
     program = (
-        lowered(rng, turns=turns, away=away, pieces=pieces)
-        if known
-        else updating_where(rng, states)
+        draw_lowered_program(rng, zero=zero, offload=offload, segments=segments)
+        if from_schedule
+        else draw_program_of_updates_with(rng, states)
     )
-    while pieces and not program.segment_boundaries:
-        program = lowered(rng, pieces=True)
-    while (copies or away or stepped) and not program.has_backward:
-        program = lowered(rng)
-    if copies:
+    while segments and not program.segment_boundaries:
+        program = draw_lowered_program(rng, segments=True)
+    while (snapshots or offload or optimizer_offload) and not program.has_backward:
+        program = draw_lowered_program(rng)
+    if snapshots:
         program = insert_snapshots(replace(program, checkpoint_snapshots=True))
-    if stepped and program.optimizer_placement == "device":
-        program = on_host(program, rng)
-    if away and program.used_opcodes.isdisjoint(OPS_OFF_COMPUTE_LANE[Value.SAVED]):
-        program = moved(program, rng)
+    if optimizer_offload and program.optimizer_placement == "device":
+        program = offload_optimizer(program, rng)
+    if offload and program.used_opcodes.isdisjoint(OPS_OFF_COMPUTE_LANE[Value.SAVED]):
+        program = offload_activations(program, rng)
     more = [rng.choice(VARIATIONS) for _ in range(rng.choice([0, 0, 0, 1, 2, 3]))]
     for name in [first, *more] if first else more:
         varied = MUTATIONS[name](program, rng)
@@ -127,7 +127,7 @@ def legal(
     return program
 
 
-def ties(shape: PipelineShape, rng: random.Random) -> TiedStages:
+def draw_ties(shape: PipelineShape, rng: random.Random) -> TiedStages:
     """Draw tied weights: none, a weight of the first and last stage, or any stages."""
     ends = rng.choice([False, False, True])
     if shape.stages < 3 or rng.random() < 0.7:
@@ -138,19 +138,19 @@ def ties(shape: PipelineShape, rng: random.Random) -> TiedStages:
     )
 
 
-def rows(rng: random.Random, ranks: int) -> tuple[tuple[int, ...], ...]:
+def draw_replica_ranks(rng: random.Random, ranks: int) -> tuple[tuple[int, ...], ...]:
     """Draw the ranks of two or three replicas of each stage. The result may be no placement."""
     each = min(rng.choice([2, 2, 3]), ranks)
     holders = [rng.sample(range(ranks), each) for _ in range(rng.randint(1, 4))]
     return tuple(zip(*holders, strict=True))
 
 
-def frozen(shape: PipelineShape, rng: random.Random) -> int:
+def draw_frozen_stages(shape: PipelineShape, rng: random.Random) -> int:
     """Draw the number of frozen stages, mostly 0."""
     return rng.randrange(shape.stages) if rng.random() < 0.3 else 0
 
 
-def skips(shape: PipelineShape, rng: random.Random) -> Skips:
+def draw_skips(shape: PipelineShape, rng: random.Random) -> Skips:
     """Draw skip connections, often none."""
     if shape.stages < 3 or rng.random() < 0.6:
         return ()
@@ -162,8 +162,8 @@ def skips(shape: PipelineShape, rng: random.Random) -> Skips:
     return tuple(found)
 
 
-def more(rng: random.Random, program: Program, *, away: bool = False) -> dict[str, Any]:
-    """Draw options of the lowering passes. Offload is possible only if `away` is True."""
+def draw_options(rng: random.Random, program: Program, *, offload: bool = False) -> dict[str, Any]:
+    """Draw options of the lowering passes. Offload is possible only if `offload` is True."""
     stages = max(map(len, program.shape.stages_on_rank))
     values = {
         "recompute": lambda s, m: rng.random() < 0.6,
@@ -177,14 +177,14 @@ def more(rng: random.Random, program: Program, *, away: bool = False) -> dict[st
     }
     without = {"host_memory_limit"}  # needs sizes
     without |= {"fill_collective_waits"}  # needs costs
-    without |= {"optimizer_device_buffers"}  # `on_host` sets it
+    without |= {"optimizer_device_buffers"}  # `offload_optimizer` sets it
     without |= {"unsharded_stages", "unshard_prefetch"} if program.zero < 3 else set()
-    without |= {"offload", "offload_to_disk"} if not away else set()
+    without |= {"offload", "offload_to_disk"} if not offload else set()
     options = [o for each in LOWERING_PASSES for o in each.option_names if o not in without]
     return {option: values.get(option, True) for option in options if rng.random() < 0.4}
 
 
-def sharded(rng: random.Random) -> dict[str, Any]:
+def draw_zero(rng: random.Random) -> dict[str, Any]:
     """Draw a ZeRO level, and the time at which gradients are reduced."""
     zero = rng.choice([1, 2, 3, 3, 3])
     return {
@@ -195,21 +195,23 @@ def sharded(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def lowered(
-    rng: random.Random, *, turns: bool = False, away: bool = False, pieces: bool = False
+def draw_lowered_program(
+    rng: random.Random, *, zero: bool = False, offload: bool = False, segments: bool = False
 ) -> Program:
     """Return a built-in schedule or a random draft, lowered with random options."""
     while True:
         ranks, m = rng.choice([1, 2, 2, 3, 3, 4]), rng.choice([1, 2, 2, 3, 3, 4, 6])
-        if turns:
+        if zero:
             ranks, m = rng.choice([1, 1, 2, 2, 3]), rng.choice([1, 2, 2, 3])
-        schedule = rng.choice(known()) if rng.random() < 0.5 else None
-        anywhere: Any = rng.choice(["loop", "loop", "vee", "mirror", rows(rng, ranks)])
+        schedule = rng.choice(built_in_schedules()) if rng.random() < 0.5 else None
+        anywhere: Any = rng.choice(
+            ["loop", "loop", "vee", "mirror", draw_replica_ranks(rng, ranks)]
+        )
         placement, v = getattr(schedule, "placed", (anywhere, None))
-        v = v or (1 if isinstance(placement, tuple) else rng.choice([1, 1, 2, 3 if turns else 1]))
+        v = v or (1 if isinstance(placement, tuple) else rng.choice([1, 1, 2, 3 if zero else 1]))
         if isinstance(placement, str):
             v = max(v, find_named_placement(placement).stages_per_rank)
-        tp, clip = 2 if pieces else rng.choice([1, 1, 2]), rng.random() < 0.5
+        tp, clip = 2 if segments else rng.choice([1, 1, 2]), rng.random() < 0.5
         model = rng.choice(
             [model for model in MODELS if model != "torch_lazy"]
         )  # torch_lazy allows programs that are not legal under per_edge
@@ -217,17 +219,19 @@ def lowered(
             shape = PipelineShape(ranks, m, v, placement)
             draft = drafted(schedule, shape) if schedule else random_compute_program(shape, rng)
             whole = replace(
-                check_draft(draft), tp=tp, tied_weights=ties(shape, rng), clip_grad_norm=clip
+                check_draft(draft), tp=tp, tied_weights=draw_ties(shape, rng), clip_grad_norm=clip
             )
             whole = replace(whole, sequence_parallel=tp > 1 and rng.random() < 0.5)
-            whole = replace(whole, frozen_stages=frozen(shape, rng), skips=skips(shape, rng))
-            if turns or rng.random() < 0.2:
-                whole = replace(whole, dp=2, **sharded(rng))
-            has_experts = pieces and rng.random() < 0.5
+            whole = replace(
+                whole, frozen_stages=draw_frozen_stages(shape, rng), skips=draw_skips(shape, rng)
+            )
+            if zero or rng.random() < 0.2:
+                whole = replace(whole, dp=2, **draw_zero(rng))
+            has_experts = segments and rng.random() < 0.5
             if has_experts:
                 whole = replace(whole, dp=2, ep=2)
-            added = more(rng, whole, away=away)
-            if pieces:
+            added = draw_options(rng, whole, offload=offload)
+            if segments:
                 letters = ["dc", "gdc", "d.cf"] if has_experts else [2, 3, "gf", "f.g"]
                 added["stage_segments"] = rng.choice(letters)
             program = lower(whole, **added)
@@ -242,12 +246,12 @@ def lowered(
         return program
 
 
-def updating(rng: random.Random) -> Program:
+def draw_program_of_updates(rng: random.Random) -> Program:
     """Return a legal program of several updates, from a schedule or from a random draft."""
-    return updating_where(rng, "device")
+    return draw_program_of_updates_with(rng, "device")
 
 
-def updating_where(rng: random.Random, states: str) -> Program:
+def draw_program_of_updates_with(rng: random.Random, states: str) -> Program:
     """Return a program as `updating` does, with `states` as its `optimizer_placement`."""
     while True:
         updates, delay = rng.choice([2, 2, 3]), rng.choice([0, 1, 1, 2, 2])
@@ -269,8 +273,10 @@ def updating_where(rng: random.Random, states: str) -> Program:
             )
             whole = replace(whole, optimizer_placement=states)
             whole = replace(whole, tp=2, sequence_parallel=True) if rng.random() < 0.3 else whole
-            whole = replace(whole, frozen_stages=frozen(shape, rng), skips=skips(shape, rng))
-            program = lower(whole, **more(rng, whole))
+            whole = replace(
+                whole, frozen_stages=draw_frozen_stages(shape, rng), skips=draw_skips(shape, rng)
+            )
+            program = lower(whole, **draw_options(rng, whole))
         except SchedirError:
             continue
         if verdict(program, "per_edge").kind == "ok":
@@ -301,23 +307,23 @@ class Kind(NamedTuple):
     """The arguments of `legal` for programs that a mutation can change."""
 
     first: str | None = None
-    turns: bool = False
-    copies: bool = False
-    away: bool = False
-    stepped: bool = False
-    pieces: bool = False
+    zero: bool = False
+    snapshots: bool = False
+    offload: bool = False
+    optimizer_offload: bool = False
+    segments: bool = False
 
 
 def kind_of(name: str, rng: random.Random, *, mixed: bool) -> Kind:
     """Return the kind of program for a mutation. `mixed` adds offload to some programs."""
-    stepped = name in STEPPED
+    optimizer_offload = name in OPTIMIZER_OFFLOAD_MUTATIONS
     return Kind(
         PREPARED.get(name),
-        away=name in AWAY or (mixed and rng.random() < 0.2),
-        copies=name in COPIED or (stepped and rng.random() < 0.3),
-        turns=name in TURNED or (stepped and rng.random() < 0.3),
-        stepped=stepped,
-        pieces=name in SUMMED,
+        offload=name in ACTIVATION_OFFLOAD_MUTATIONS or (mixed and rng.random() < 0.2),
+        snapshots=name in SNAPSHOT_MUTATIONS or (optimizer_offload and rng.random() < 0.3),
+        zero=name in ZERO_MUTATIONS or (optimizer_offload and rng.random() < 0.3),
+        optimizer_offload=optimizer_offload,
+        segments=name in SEGMENT_MUTATIONS,
     )
 
 
@@ -351,7 +357,7 @@ def mutate(
 def base(name: str, seed: int, again: int, mixed: bool) -> Program:
     """Return a program for a mutation. `again` counts the programs that it could not change."""
     rng = random.Random(f"{name} {seed} {again}")
-    return legal(rng, **kind_of(name, rng, mixed=mixed)._asdict())
+    return draw_legal_program(rng, **kind_of(name, rng, mixed=mixed)._asdict())
 
 
 def in_corpus(name: str, number: int, mixed: bool) -> Program:
@@ -362,12 +368,12 @@ def in_corpus(name: str, number: int, mixed: bool) -> Program:
 @lru_cache(2048)
 def legal_of_kind(kind: Kind, number: int) -> Program:
     """Return a legal program of a kind, the same for each number."""
-    return legal(random.Random(f"{kind} {number}"), **kind._asdict())
+    return draw_legal_program(random.Random(f"{kind} {number}"), **kind._asdict())
 
 
-def any_legal(seed: int, *, turns: bool = False, corpus: int = CORPUS) -> Program:
+def any_legal(seed: int, *, zero: bool = False, corpus: int = CORPUS) -> Program:
     """Return a legal program, one of those that mutations share."""
-    return legal_of_kind(Kind(turns=turns), seed % corpus if corpus else seed)
+    return legal_of_kind(Kind(zero=zero), seed % corpus if corpus else seed)
 
 
 def trial(
@@ -397,7 +403,7 @@ def trial(
 
 def reordered(program: Program, rng: random.Random) -> Program:
     """Return a program with some instructions moved, so that it stays legal under `per_edge`."""
-    for name in rng.choices(("late_send", "run_order", "swap_neighbours"), k=3):
+    for name in rng.choices(("late_send", "run_order", "swap_neighbors"), k=3):
         changed = MUTATIONS[name](program, rng)
         if changed and verdict(changed, "per_edge").kind == "ok":
             program = changed

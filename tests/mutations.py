@@ -38,9 +38,9 @@ REDUCTIONS = (
     O.ReduceGrads, O.ReduceScatter, O.ReduceReplicatedStages, O.ReduceTied,
     O.ReduceSequenceParallelGrads, O.ReduceNorm,
 )  # fmt: skip
-TURNS = (O.Unshard, O.Reshard, O.ReduceScatter)
+ZERO_OPS = (O.Unshard, O.Reshard, O.ReduceScatter)
 PER_MB = tuple(row.op for row in INSTRUCTIONS if row.scope is Scope.MICROBATCH)
-CUTS = {O.TPScatterAct: (O.TPGatherAct, +1), O.TPScatterGrad: (O.TPGatherGrad, -1)}
+TP_SCATTERS = {O.TPScatterAct: (O.TPGatherAct, +1), O.TPScatterGrad: (O.TPGatherGrad, -1)}
 
 # ---------------------------------------------------------------- any instruction
 
@@ -65,7 +65,7 @@ def insert(e: Edit) -> None:
 
 
 @at()
-def swap_neighbours(e: Edit) -> None:
+def swap_neighbors(e: Edit) -> None:
     swap(e.own, max(e.at - 1, 0), e.at)
 
 
@@ -85,7 +85,7 @@ def move_anywhere(e: Edit) -> None:
     O.ReduceReplicatedStages,
     O.ReduceTied,
     O.ReduceSequenceParallelGrads,
-    *TURNS,
+    *ZERO_OPS,
 )
 def change_stage(e: Edit) -> None:
     shape = e.program.shape
@@ -143,7 +143,7 @@ def split_backward(e: Edit) -> bool | None:
 
 
 @at(O.Forward)
-def thaw(e: Edit) -> bool | None:
+def add_backward_of_frozen_stage(e: Edit) -> bool | None:
     """Insert a backward of a frozen stage somewhere after its forward."""
     if stage(e.word) >= e.program.frozen_stages:
         return False
@@ -175,23 +175,23 @@ def w_before_i(e: Edit) -> None:
 
 
 @at(O.Recompute)
-def drop_r(e: Edit) -> None:
+def drop_recompute(e: Edit) -> None:
     """Remove an R. The forward then keeps its activations."""
     pull(e.own, e.at)
 
 
 @at(O.Recompute)
-def double_r(e: Edit) -> None:
+def duplicate_recompute(e: Edit) -> None:
     push(e.own, e.rng.randint(0, len(e.own)), e.word)
 
 
 @at(O.Recompute)
-def move_r(e: Edit) -> None:
+def move_recompute(e: Edit) -> None:
     move(e.own, e.at, e.rng.randint(0, len(e.own)))
 
 
 @at(O.Recompute)
-def swap_r(e: Edit) -> bool | None:
+def swap_recomputes(e: Edit) -> bool | None:
     """Swap two R."""
     others = [k for k in e.here(O.Recompute) if k != e.at]
     if not others:
@@ -201,7 +201,7 @@ def swap_r(e: Edit) -> bool | None:
 
 
 @at(O.Forward)
-def add_r(e: Edit) -> None:
+def add_recompute(e: Edit) -> None:
     """Insert an R of a forward anywhere, even if the forward already has one."""
     push(e.own, e.rng.randint(0, len(e.own)), with_op(e.word, O.Recompute))
 
@@ -266,11 +266,11 @@ def phantom_pair(e: Edit) -> bool | None:
     return None
 
 
-@at(*CUTS)
+@at(*TP_SCATTERS)
 def drop_sharded_pair(e: Edit) -> None:
     """Remove a scatter and its gather, so that the complete tensor is sent."""
     cut = pull(e.own, e.at)
-    gather, hop = CUTS[op(cut)]
+    gather, hop = TP_SCATTERS[op(cut)]
     own = e.lists[int(e.program.shape.rank_of_stage(stage(cut) + hop, mb(cut)))]
     pull(own, [*map(bare, own)].index(word(gather, stage(cut) + hop, mb(cut))))
 
@@ -304,17 +304,17 @@ def swap_reductions(e: Edit) -> None:
 
 
 @at(O.ReduceSequenceParallelGrads)
-def sum_no_sequence(e: Edit) -> object:
+def drop_sequence_parallel_sum(e: Edit) -> object:
     return pull(e.own, e.at)
 
 
 @at(O.ReduceSequenceParallelGrads)
-def sum_sequence_twice(e: Edit) -> None:
+def duplicate_sequence_parallel_sum(e: Edit) -> None:
     push(e.own, e.rng.randint(0, len(e.own)), e.word)
 
 
 @at(O.ReduceSequenceParallelGrads)
-def sum_sequence_elsewhere(e: Edit) -> None:
+def move_sequence_parallel_sum(e: Edit) -> None:
     move(e.own, e.at, e.rng.randint(0, len(e.own)))
 
 
@@ -338,7 +338,7 @@ def change_update(e: Edit) -> bool | None:
 
 
 @at(*BACKWARD_OPS)
-def add_early(e: Edit) -> bool | None:
+def backward_before_step(e: Edit) -> bool | None:
     """Move a backward, and the earlier instructions of its microbatch, before the previous step."""
     steps = [k for k in e.here(O.OptimizerStep) if k < e.at]
     if not steps:

@@ -156,12 +156,12 @@ def cross_instruction(e: Edit) -> None:
 
 
 @whole
-def lose_stream(e: Edit) -> object:
+def drop_stream(e: Edit) -> object:
     return len(e.lists) > 1 and e.lists.pop(e.rng.randrange(len(e.lists)))
 
 
 @whole
-def crowd_placement(e: Edit) -> None:
+def change_placement(e: Edit) -> None:
     """Change the rank of a stage in the placement."""
     place = e.program.shape.first_rank_per_stage.tolist()
     place[e.rng.randrange(len(place))] = e.rng.randrange(e.program.shape.ranks)
@@ -169,7 +169,7 @@ def crowd_placement(e: Edit) -> None:
 
 
 @whole
-def spell_placement(e: Edit) -> bool | None:
+def list_placement(e: Edit) -> bool | None:
     """Replace a placement without stage replicas by an equal list of ranks."""
     shape = e.program.shape
     if shape.placement_rows > 1:
@@ -180,12 +180,12 @@ def spell_placement(e: Edit) -> bool | None:
 
 
 @whole
-def change_plan(e: Edit) -> None:
+def change_shape(e: Edit) -> None:
     number = e.rng.choice(["ranks", "microbatches", "stages_per_rank"])
-    _replan(e, **{number: getattr(e.program.shape, number) + e.rng.choice([-1, 1])})
+    _replace_shape(e, **{number: getattr(e.program.shape, number) + e.rng.choice([-1, 1])})
 
 
-def _replan(e: Edit, **changes: Any) -> None:
+def _replace_shape(e: Edit, **changes: Any) -> None:
     shape = e.program.shape
     values = {n: changes.get(n, getattr(shape, n)) for n in shape.__dataclass_fields__}
     e.program = replace(e.program, shape=PipelineShape(**values))
@@ -218,7 +218,7 @@ def change_traits(e: Edit) -> None:
     e.program = replace(e.program, **{trait: new})
 
 
-SLIPS = [
+TEXT_EDITS = [
     (r"\d", "0"), (r"\d", "1"), (r"\d", "2"), (r"\d\+", "0"), (r"\+", "-"), ("; ", " & "),
     (" & ", "; "), ("act", "grad"), ("send", "recv"), ("B ", "I "), ("yes", "no"), ("no", "yes"),
 ]  # fmt: skip
@@ -238,7 +238,7 @@ def edit_text(program: Program, rng: random.Random) -> Program | None:
         case 2:
             lines[j], lines[k] = lines[k], lines[j]
         case _:
-            old, new = rng.choice(SLIPS)
+            old, new = rng.choice(TEXT_EDITS)
             found = [*re.finditer(old, lines[k])]
             if not found:
                 return None
@@ -283,11 +283,17 @@ def run_order(e: Edit) -> bool | None:
     return None
 
 
+# Forwards, and the communication between them.
+EVALUATION_OPS = (
+    F, O.SendAct, O.RecvAct, O.TPScatterAct, O.TPGatherAct, O.TPReduceAct, O.Dispatch, O.Combine,
+    O.SendSkip, O.RecvSkip, O.Unshard, O.Reshard,
+)  # fmt: skip
+
+
 @whole
 def evaluate(e: Edit) -> None:
-    """Keep only forwards, their transfers, and Unshard and Reshard."""
+    """Keep only forwards and the communication between them."""
     for own in e.lists:
         for k in reversed(range(len(own))):
-            kept = (F, O.SendAct, O.RecvAct, O.TPScatterAct, O.TPGatherAct, O.SendSkip, O.RecvSkip)
-            if op(own[k]) not in (*kept, O.Unshard, O.Reshard):
+            if op(own[k]) not in EVALUATION_OPS:
                 pull(own, k)

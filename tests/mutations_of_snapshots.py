@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import STAGE_SHIFT
-from tests.edits import MUTATIONS, Edit, at, mb, move, pull, push, stage, to_another_rank, word
+from tests.edits import MUTATIONS, Edit, at, mb, move, move_to_other_rank, pull, push, stage, word
 
 O = Opcode
-_OTHERS = {*MUTATIONS}
+_EARLIER_MUTATIONS = {*MUTATIONS}
 
 
 @at(O.Snapshot)
@@ -16,7 +16,7 @@ def drop_snapshot(e: Edit) -> None:
 
 
 @at(O.Snapshot)
-def double_snapshot(e: Edit) -> None:
+def duplicate_snapshot(e: Edit) -> None:
     push(e.own, e.rng.randint(0, len(e.own)), e.word)
 
 
@@ -27,12 +27,12 @@ def move_snapshot(e: Edit) -> None:
 
 
 @at(O.Snapshot)
-def snapshot_behind_the_step(e: Edit) -> None:
+def snapshot_after_step(e: Edit) -> None:
     move(e.own, e.at, len(e.own))
 
 
 @at(O.OptimizerStep)
-def step_before_a_snapshot(e: Edit) -> bool | None:
+def step_before_snapshot(e: Edit) -> bool | None:
     if not (found := e.here(O.Snapshot)) or mb(e.word):
         return False
     move(e.own, e.at, e.rng.choice(found))
@@ -40,12 +40,12 @@ def step_before_a_snapshot(e: Edit) -> bool | None:
 
 
 @at(O.Snapshot)
-def snapshot_on_another_rank(e: Edit) -> bool | None:
-    return to_another_rank(e)
+def snapshot_on_other_rank(e: Edit) -> bool | None:
+    return move_to_other_rank(e)
 
 
 @at(O.Snapshot)
-def snapshot_of_another_stage(e: Edit) -> None:
+def change_stage_of_snapshot(e: Edit) -> None:
     new = e.rng.choice(
         [*e.program.shape.stages_on_rank[e.rank], *range(e.program.shape.stages + 1)]
     )
@@ -53,16 +53,16 @@ def snapshot_of_another_stage(e: Edit) -> None:
 
 
 @at(O.Snapshot)
-def snapshot_of_another_update(e: Edit) -> None:
+def change_update_of_snapshot(e: Edit) -> None:
     """Change the update of a snapshot. Only the first update has snapshots."""
     e.put(word(O.Snapshot, stage(e.word), e.rng.randint(0, 2)))
 
 
 @at(O.Forward)
-def snapshot_of_any(e: Edit) -> None:
+def insert_snapshot(e: Edit) -> None:
     """Insert a snapshot of any stage, also of a frozen stage or of a second replica."""
     push(e.own, e.at, word(O.Snapshot, stage(e.word)))
 
 
 # The mutations that need a program with snapshots.
-COPIED = tuple(name for name in MUTATIONS if name not in _OTHERS)
+SNAPSHOT_MUTATIONS = tuple(name for name in MUTATIONS if name not in _EARLIER_MUTATIONS)

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar, cast
 import torch.distributed as dist
 
 from schedir.errors import CheckpointError, SchedirError, describe_exception
-from schedir.transports.json_collectives import RecordTypes, gather
+from schedir.transports.json_collectives import RecordTypes, gather, require_process_group
 from schedir.transports.transport import describe_peer_error
 
 # The time that a process waits for the files of other processes. This is torch's default timeout.
@@ -46,6 +46,8 @@ class CheckpointGroup:
     def __init__(self, group: Any = None, *, is_single_process: bool = False) -> None:
         self.group = group
         self.is_single_process = is_single_process
+        if not is_single_process:
+            require_process_group()
         self.process: int = 0 if is_single_process else dist.get_rank(group)
         self.processes: int = 1 if is_single_process else dist.get_world_size(group)
 

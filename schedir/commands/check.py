@@ -81,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         dest="output",
         metavar="FILE.svg",
-        help="if the program is refused, draw it with the instructions that wait for each other",
+        help="if the program is refused, draw it, and mark the instructions that wait for each "
+        "other",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_compile_options(parser)

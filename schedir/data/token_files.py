@@ -99,6 +99,10 @@ def find_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
         except OSError as error:  # a name that is too long
             raise UsageError(f"cannot read {name:.200}: {error.strerror}") from None
         files = sorted(path for path in map(Path, names) if path.is_file())
+        if Path(name).is_dir():
+            raise UsageError(
+                f"cannot read {name}: it is a folder", hint=f"{Path(name, '*')} reads its files"
+            )
         if not files:
             raise UsageError(
                 f"cannot read {name:.200}: no file has this name or matches it",

@@ -1,1 +1,1 @@
-"""Read and write files: programs, timelines, clusters, traces, and the terminal."""
+"""Read and write files of programs, timelines, clusters and traces, and print to the terminal."""

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from schedir.errors import ConfigError, UsageError, describe, require_type
 from schedir.io.files import atomic_write, read_text
-from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml
+from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml, suggest_file_kind
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.units import format_cluster_field
 from schedir.retired_names import RENAMED_CLUSTER_FIELDS
@@ -60,12 +60,18 @@ def load_cluster(path: str | Path) -> Cluster:
             suggestions = new_names or get_close_matches(name, _FIELD_NAMES, 1)
             raise _make_setting_error(
                 f"a cluster has no field {describe(name)}", name, path, text,
-                hint=f"did you mean {suggestions[0]!r}?"
-                if suggestions else f"the fields are {', '.join(_FIELD_NAMES)}",
+                hint=suggest_file_kind(table, _FIELD_NAMES) or (
+                    f"did you mean {suggestions[0]!r}?"
+                    if suggestions else f"the fields are {', '.join(_FIELD_NAMES)}"
+                ),
             )  # fmt: skip
         if not isinstance(value, str | int | float) or isinstance(value, bool):
             raise _make_setting_error(
                 f"{name} must be a number or a text, not {describe(value)}", name, path, text
+            )
+        if name in ("memory", "host_memory") and not isinstance(value, str) and 0 < value < 1000:
+            raise _make_setting_error(
+                f"{name} = {value} is a number of bytes", name, path, text, f'{name} = "{value}GB"'
             )
     if missing_fields := [name for name in _REQUIRED_FIELDS if name not in table]:
         fact = f"required fields are missing: {', '.join(missing_fields)}"

@@ -262,5 +262,9 @@ def describe_os_error(error: OSError) -> str:
     Args:
         error: The error.
     """
+    if isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
+        path = Path(error.filename)
+        if file := next((p for p in (path, *path.parents) if p.is_file()), None):
+            return f"{file} is a file, not a folder"
     reason = error.strerror or str(error)
     return f"the disk is full ({reason})" if is_disk_full(error) else reason

@@ -147,6 +147,8 @@ def suggest_source(source: str) -> str:
         return f"--config {source} reads the options of a configuration"
     if source.endswith(".csv"):
         return f"schedir import {source} converts torch's CSV to a program"
+    if source.endswith((".sched.gz", f"{TIMELINE_SUFFIX}.gz")):
+        return f"gunzip {source}"
     if hint := suggest_separator(source):
         return hint
     if timeline := _find_timeline(source):

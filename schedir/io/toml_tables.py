@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Container, Mapping
 from typing import Any, Final
 
 from schedir.errors import ConfigError
@@ -105,3 +106,27 @@ def find_position(text: str, section: str, name: str = "") -> tuple[int, int]:
         if line_path == section and inline:
             return number, inline.start(1) + 1
     return 0, 0
+
+
+def suggest_file_kind(table: Mapping[str, Any], known_names: Container[str]) -> str:
+    """Return a hint if a TOML file with an unknown name is a file of another kind, or "".
+
+    Args:
+        table: The file.
+        known_names: The names at the top of the files that the caller reads.
+    """
+    return next(
+        (
+            hint
+            for name, hint in _FILE_KIND_HINTS.items()
+            if name in table and name not in known_names
+        ),
+        "",
+    )
+
+
+_FILE_KIND_HINTS: Final = {
+    "gpus_per_node": "the file is a cluster: give it to --cluster",
+    "pipeline": "the file is a configuration: give it to schedir train",
+    "train": "the file is a configuration: give it to schedir train",
+}

@@ -100,7 +100,7 @@ _ACTION_WORDS: Final[dict[str, tuple[int | None, bool]]] = {
     **{action: (None, has_microbatch) for action, has_microbatch in IGNORED_ACTIONS.items()},
 }
 PAIR_ACTION: Final = "OVERLAP_F_B"
-_MISSING_ROW_HINT: Final = "is the row of a rank missing?"
+_MISSING_ROW_HINT: Final = "stages are numbered from 0; is the row of a rank missing?"
 _ACTION_PATTERN = re.compile(r"(\d+)([A-Za-z_]+)(\d*)", re.ASCII)
 _PAIR_PATTERN = re.compile(r"\(([^()]*)\)(\w*)")
 

@@ -1,4 +1,4 @@
-"""Planner: find parallel plans for a model on a cluster, with their step times and memory."""
+"""Find parallel plans for a model on a cluster, with their step times and memory."""
 
 from schedir.planner.calibration import CalibratedConstant, Calibration, MeasuredRun, calibrate
 from schedir.planner.estimate.simulated_estimate import simulate_plan, simulated_program

@@ -107,7 +107,8 @@ def require_outermost_wrapper(stages: Sequence[Any]) -> None:
             if not is_outermost and any(map(is_wrapped, stage.submod.modules())):
                 raise UsageError(
                     f"some modules of stage {stage.stage_index} are {adjective}, but the stage "
-                    "itself is not: its gradients would be reduced in each backward or never",
+                    "itself is not: torch checks only the stage itself, so it would reduce "
+                    "gradients in each backward or never",
                     hint=hint,
                     fields=["stages"],
                 )

@@ -75,8 +75,9 @@ def patch_torchtitan(
     def get_schedule_class(name: str) -> type[Schedule]:
         if (name == VEE_NAME) != is_vee:
             raise UsageError(
-                f"pipeline_parallel_schedule is {name!r}, for which torchtitan does not log the "
-                f"losses of {'a vee' if is_vee else 'a loop'}",
+                f"the schedule has its stages in {'a vee' if is_vee else 'a loop'}, but "
+                f"pipeline_parallel_schedule is {name!r}: torchtitan would log the losses of the "
+                "wrong rank",
                 hint=f"--parallelism.pipeline_parallel_schedule {VEE_NAME if is_vee else '1F1B'}",
             )
         return replacement

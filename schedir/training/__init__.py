@@ -1,1 +1,1 @@
-"""Train a GPT from a configuration: processes, data, steps, evaluation and checkpoints."""
+"""Train a model from a configuration: processes, data, steps, evaluation and checkpoints."""

@@ -278,6 +278,7 @@ def make_directory(directory: str, setting: str = "output.dir") -> None:
         raise UsageError(
             f"cannot write to the {_DIRECTORY_KINDS[setting]} {directory}: "
             f"{describe_os_error(error)}",
+            hint=f"--set {setting}=... writes elsewhere",
             fields=[setting.partition(".")[2]],
         ) from None
 

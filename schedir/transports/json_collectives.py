@@ -105,6 +105,19 @@ def broadcast(value: object, source: int, group: Any = None, record_types: Recor
     return decode_value(_tensor_to_bytes(data[: int(size)]), f"process {source}", record_types)
 
 
+def require_process_group() -> None:
+    """Check that torch.distributed has the group of all processes.
+
+    Raises:
+        ModelError: `init_process_group` was not called, or the group was destroyed.
+    """
+    if not dist.is_initialized():
+        raise ModelError(
+            "torch.distributed has no process group: it was not created, or was already destroyed",
+            hint="call torch.distributed.destroy_process_group() at the end of the script",
+        )
+
+
 def select_exchange_device(group: Any = None) -> torch.device:
     """Return the device for exchanges in a group: the CPU if the group has a backend for it.
 
@@ -114,6 +127,7 @@ def select_exchange_device(group: Any = None) -> torch.device:
     Returns:
         The CPU, or the current GPU if the group has only a GPU backend.
     """
+    require_process_group()
     process_group: Any = group or dist.group.WORLD
     kinds = {device.type for device in process_group._device_types}
     if "cpu" in kinds or not kinds:

@@ -221,7 +221,9 @@ class ProcessTransport:
         """See `Transport.check_agreement`. All processes must call this."""
         results = gather((dict(facts), payload), self.parent_group, record_types)
         if fact := find_difference([process_facts for process_facts, _ in results]):
-            raise ModelError(fact, program=self.name)
+            hint = "every process must pass the same options and costs to schedir.compile"
+            is_program = " do not agree on the program: " in fact
+            raise ModelError(fact, program=self.name, hint=hint if is_program else "")
         return [process_payload for _, process_payload in results]
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:

@@ -302,7 +302,8 @@ def _require_compute(inspector: Inspector) -> None:
         if forwards and (forwards_by_stage == forwards).all():
             # If all stages lack the same number of forwards, `microbatches` is probably wrong.
             hint = (
-                f"set microbatches to {forwards}, or compile the schedule again for {microbatches}"
+                f"add the missing F, set microbatches to {forwards}, or compile a program file "
+                f"again for {microbatches}"
             )
             if forwards == 1 and has_backward.all():  # as in F + microbatches * B
                 hint = (

@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from schedir import compile
+from schedir.errors import ModelError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
@@ -22,8 +23,9 @@ from schedir.training.config.run_config import Config, DataConfig, PipelineConfi
 from schedir.training.config.train_config import TrainConfig
 from schedir.training.train import build_program
 from schedir.training.trainer import _Trainer
+from schedir.transports import process_transport
 from schedir.transports.gloo import GlooTransport
-from schedir.transports.json_collectives import find_difference
+from schedir.transports.json_collectives import find_difference, select_exchange_device
 from schedir.transports.p2p_groups import EdgeGroups
 from tests.cpu.gloo_processes import RankError, run
 from tests.cpu.tiny_stages import BOUNDARY, gpt_stages
@@ -137,3 +139,19 @@ def test_long_difference_is_shortened_to_its_begin(length: int) -> None:
     assert text.startswith("processes 0 and 1 do not agree on the boundaries: ")
     assert "xone"[length == 0 :] in text and "xother"[length == 0 :] in text and len(text) < 400
     assert all(value in text for value in values) == (2 * length + 5 <= 120)
+
+
+def test_exchange_without_process_group_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"torch.distributed has no process group") as caught:
+        select_exchange_device()
+    assert "destroy_process_group() at the end" in caught.value.hint
+
+
+def test_different_programs_get_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = [({"the program": name}, None) for name in ("first", "second")]
+    monkeypatch.setattr(process_transport, "gather", lambda *_: facts)
+    transport = object.__new__(process_transport.ProcessTransport)
+    transport.parent_group, transport.name = None, "program"
+    with pytest.raises(ModelError, match="agree on the program: first and second") as caught:
+        transport.check_agreement({})
+    assert caught.value.hint.startswith("every process must pass the same options")

@@ -183,7 +183,7 @@ def test_wrong_split_rules_are_refused() -> None:
     register_splittable_layer(
         Odd, input_grad=input_grad, deferred_grads={"weight": wrong_weight_grad}
     )
-    with pytest.raises(ModelError, match="autograd differ in the gradient of weight"):
+    with pytest.raises(ModelError, match="differ in the gradient of weight"):
         check_splittable_layer(layer, x)
     register_splittable_layer(
         Odd, input_grad=wrong_weight_grad, deferred_grads={"weight": wrong_weight_grad}
@@ -246,7 +246,7 @@ def test_second_registration_replaces_split_rule() -> None:
     )
     layer = Twice(WIDTH)
     net = make_backward_splittable(nn.Sequential(layer, nn.Linear(WIDTH, WIDTH)))
-    with pytest.raises(ModelError, match="autograd differ in the gradient of the input"):
+    with pytest.raises(ModelError, match="differ in the gradient of the input"):
         check_splittable_layer(layer, x)
     register_splittable_layer(Twice, input_grad=input_grad, deferred_grads={"weight": weight_grad})
     for one in make_backward_splittable(net).children():

@@ -17,13 +17,15 @@ from schedir.ir.cost.number_parsing import MAX_GPUS, MIN_RATE
 
 RATES = st.floats(1e-3, 1e18)
 COUNTS = st.integers(1, 10**6)
-SMALL = st.just(0.0) | st.floats(MIN_RATE, 1e3)
+SMALL = st.just(0.0) | st.floats(MIN_RATE, 1.0)
 
 
 def choose_strategy(name: str) -> st.SearchStrategy[float]:
     """Return a strategy for the values of a field."""
     if name in ("nodes", "gpus_per_node", "num_sms", "itemsize", "processors", "calibrated_gpus"):
         return COUNTS
+    if name in ("memory", "host_memory"):
+        return st.floats(1e3, 1e18)
     small = ("latency", "network_latency", "kernel_us", "jitter", "uncertainty")
     return SMALL if name in small else RATES
 
@@ -95,6 +97,19 @@ def make_cluster(**overrides: Any) -> Cluster:
         "itemsize": 4,
     }  # fmt: skip
     return Cluster(1, 4, **(defaults | overrides))
+
+
+def test_jitter_in_percent_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"cluster: jitter must be from .* to 1, not 5") as caught:
+        make_cluster(jitter=5)
+    assert caught.value.hint == "a number such as 0.02"
+
+
+def test_memory_without_unit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text("nodes = 1\nmemory = 80\n")
+    with pytest.raises(UsageError, match="memory = 80 is a number of bytes") as caught:
+        load_cluster(tmp_path / "small.toml")
+    assert caught.value.hint == 'memory = "80GB"'
 
 
 def test_compute_memory_and_issue_times_add_up_on_cpus() -> None:

@@ -24,7 +24,7 @@ from schedir.errors import SchedirError, UsageError
 from schedir.ir.isa.instructions import BACKWARD_WEIGHT_OPS
 from schedir.ir.pipeline.placement import find_named_placement
 from tests.cases import each_value
-from tests.mutants import known
+from tests.mutants import built_in_schedules
 from tests.oracle_threads import verdict
 
 SEGMENTS = 5
@@ -52,7 +52,7 @@ def simulate_filled(
     return simulate(program, costs)
 
 
-@pytest.mark.parametrize(("schedule", "fill"), each_value(known(), ("W", "F", "all")))
+@pytest.mark.parametrize(("schedule", "fill"), each_value(built_in_schedules(), ("W", "F", "all")))
 def test_filled_built_in_schedules_keep_work_and_are_no_slower(schedule: Any, fill: str) -> None:
     """A filled program has the same instructions in another legal order, and is no slower.
 

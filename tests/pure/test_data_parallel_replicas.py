@@ -14,16 +14,16 @@ from schedir.errors import SchedirError
 from schedir.verify.check import check
 from tests.cases import ALL
 from tests.mutants import FEW, MUTATIONS, any_legal
-from tests.mutations_of_turns import TURNED
+from tests.mutations_of_zero import ZERO_MUTATIONS
 from tests.oracle_threads import verdict
 
-MOVES = ("late_send", "early_receive", "swap_neighbours", "swap_pairs", *TURNED)
+MOVES = ("late_send", "early_receive", "swap_neighbors", "swap_pairs", *ZERO_MUTATIONS)
 
 
 @pytest.mark.parametrize("seed", range(60 if ALL else 16))
 def test_two_replicas_finish_if_check_accepts_program(seed: int) -> None:
     rng = random.Random(seed)
-    program = any_legal(seed, turns=True, corpus=FEW)
+    program = any_legal(seed, zero=True, corpus=FEW)
     for name in rng.choices(MOVES, k=2):
         program = MUTATIONS[name](program, rng) or program
     for model in rng.sample(MODELS, 2):

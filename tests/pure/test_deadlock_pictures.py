@@ -25,7 +25,7 @@ from tests.museum.cases import Case, cases
 from tests.mutants import CORPUS, mutate
 
 SVG = "{http://www.w3.org/2000/svg}"
-MOVES = ("swap_neighbours", "swap_any", "move_anywhere", "swap_receives", "late_send")
+MOVES = ("swap_neighbors", "swap_any", "move_anywhere", "swap_receives", "late_send")
 
 
 def draw_and_measure(program: Program, error: SchedirError) -> ElementTree.Element:

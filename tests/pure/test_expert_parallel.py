@@ -37,7 +37,7 @@ from schedir.io.source_loader import Source
 from schedir.io.torch_compatibility import require_torch_support
 from schedir.ir.isa.instructions import BACKWARD_OPS, EP_COLLECTIVE_OPS, Opcode
 from schedir.predict.bubble_causes import IdleCause, idleness
-from tests.mutants import known
+from tests.mutants import built_in_schedules
 
 EXPERTS: dict[str, Any] = {"dp": 2, "ep": 2, "stage_segments": "dc"}
 ALL_TO_ALL = Costs(F=1, B=2, I=1, W=1, dispatch=0.7, combine=0.5)
@@ -52,7 +52,7 @@ def compute_exposed_time(program: Program, costs: Costs) -> float:
 
 @settings(max_examples=40)
 @given(
-    schedule=st.sampled_from(known()),
+    schedule=st.sampled_from(built_in_schedules()),
     ranks=st.integers(1, 3),
     microbatches=st.integers(1, 6),
     letters=st.sampled_from(["dc", "dcdc", "d.c", ".dc."]),

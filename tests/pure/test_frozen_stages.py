@@ -48,7 +48,7 @@ from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.schedules.schedule_algebra import B, F, RankSchedule, overlapped_pair
 from schedir.testing import compute_programs, shapes
 from schedir.verify.check import check, check_draft
-from tests.mutants import known
+from tests.mutants import built_in_schedules
 from tests.oracle_threads import verdict
 from tests.strategies import costs
 
@@ -86,7 +86,7 @@ def list_compute(program: Program) -> list[list[str]]:
 def test_freezing_removes_only_backwards_of_frozen_stages(data: st.DataObject) -> None:
     """The remaining compute keeps its order, for any schedule or draft and progress model."""
     source: Any = data.draw(
-        compute_programs() if data.draw(st.booleans()) else st.sampled_from(known())
+        compute_programs() if data.draw(st.booleans()) else st.sampled_from(built_in_schedules())
     )
     if isinstance(source, Program):
         shape = source.shape

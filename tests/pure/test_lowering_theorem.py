@@ -35,7 +35,7 @@ from tests.oracle import Machine
 from tests.strategies import costs, with_slots
 
 models = st.sampled_from(MODELS)
-MUTATIONS = ("run_order", "swap_neighbours", "swap_any", "move_anywhere", "swap_receives",
+MUTATIONS = ("run_order", "swap_neighbors", "swap_any", "move_anywhere", "swap_receives",
            "early_receive", "late_send", "join_both_sides", "join_next_transfer")  # fmt: skip
 
 

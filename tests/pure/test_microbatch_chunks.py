@@ -27,12 +27,12 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import COMPUTE_OPS, Instr, Opcode, find_segment_collectives
 from tests.cases import few_examples
 from tests.commands import run_command
-from tests.mutants import known
+from tests.mutants import built_in_schedules
 from tests.oracle_threads import verdict
 from tests.pure.test_stage_segments import NAMES, edited, refused, shape_of
 
 
-@pytest.mark.parametrize("schedule", known(), ids=NAMES)
+@pytest.mark.parametrize("schedule", built_in_schedules(), ids=NAMES)
 def test_built_in_schedules_in_chunks(schedule: Any) -> None:
     """Programs in chunks are legal under every model, and reduce in the same order.
 

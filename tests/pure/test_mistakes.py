@@ -17,12 +17,14 @@ from schedir import (
     to_text,
     torch_csv,
 )
+from schedir.data.token_files import find_files
 from schedir.errors import CompletenessError, DeadlockError, ParseError, TraceError, UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.schedules import get_built_in_schedules, suggest_schedules
 from schedir.training.config.config_file import read_config
 from schedir.training.config.train_config import TrainConfig
 from schedir.training.learning_rate import describe_short_warmup
+from schedir.training.run_results import make_directory
 from tests.commands import run_command, run_refused_command
 
 MEGATRON = """\
@@ -176,7 +178,9 @@ def test_changed_microbatches_of_program_file_get_hint() -> None:
     text = Path("mine.sched").read_text().replace("microbatches 2", "microbatches 8")
     with pytest.raises(CompletenessError, match="stage 0 has 2 F for 8 microbatches") as caught:
         check(from_text(text))
-    assert caught.value.hint == "set microbatches to 2, or compile the schedule again for 8"
+    assert caught.value.hint == (
+        "add the missing F, set microbatches to 2, or compile a program file again for 8"
+    )
 
 
 def test_product_of_last_term_only_gets_hint() -> None:
@@ -303,3 +307,56 @@ def test_note_on_warmup_longer_than_run() -> None:
     note = describe_short_warmup(TrainConfig(steps=2, lr=1.0, warmup=8))
     assert note.startswith("train.warmup is 8 steps, but the run has 2")
     assert "rises only to 0.25" in note
+
+
+@pytest.mark.parametrize(
+    ("words", "fact", "hint"),
+    [
+        ("simulate gpipe -ranks 4", "has no option -ranks", "did you mean --ranks?"),
+        ("simulate gpipe --costs F:1,B:2", "no cost 'F:1'", "write NAME=VALUE with commas"),
+        ("simulate gpipe --costs @costs.json", "no cost '{\"F\":1'", "write NAME=VALUE with"),
+        ("draw mine.timeline.gz", "is not a built-in schedule", "gunzip mine.timeline.gz"),
+        ("train cluster.toml", "line 1, column 1: no section 'nodes'", "give it to --cluster"),
+        ("check gpipe --config cluster.toml", "no section 'nodes'", "give it to --cluster"),
+        (
+            "plan --model cluster.toml --cluster a100 --gpus 8 --batch 8",
+            "a model has no field 'nodes'",
+            "the file is a cluster: give it to --cluster",
+        ),
+        (
+            "plan --model gpt-22b --cluster mine.toml --batch 8",
+            "a cluster has no field 'pipeline'",
+            "the file is a configuration: give it to schedir train",
+        ),
+        (
+            "check interleaved --ranks 2 --placement 0,1/2,3",
+            "puts stage 0 on rank 2",
+            "placement lists the rank of each stage",
+        ),
+        ("import one.csv -o x.sched", "no row has stage 0", "stages are numbered from 0"),
+        ("studio --export mine.toml", "mine.toml is a file, not a folder", ""),
+        ("studio --export mine.toml/x", "mine.toml is a file, not a folder", ""),
+    ],
+)
+def test_hint_of_command(
+    capsys: pytest.CaptureFixture[str], words: str, fact: str, hint: str
+) -> None:
+    Path("costs.json").write_text('{"F": 1, "B": 2}')
+    Path("cluster.toml").write_text("nodes = 2\ngpus_per_node = 8\n")
+    Path("one.csv").write_text("1F0,1B0\n2F0,2B0\n")
+    error = run_refused_command(capsys, *words.split())
+    assert fact in error and hint in error
+
+
+@pytest.mark.parametrize("name", ["output.dir", "output.trace", "train.checkpoint_dir"])
+def test_file_in_place_of_folder_gets_setting(name: str) -> None:
+    with pytest.raises(UsageError, match=r"mine.toml is a file, not a folder") as caught:
+        make_directory("mine.toml", name)
+    assert caught.value.hint == f"--set {name}=... writes elsewhere"
+
+
+def test_folder_as_source_gets_pattern() -> None:
+    Path("corpus").mkdir()
+    with pytest.raises(UsageError, match="cannot read corpus: it is a folder") as caught:
+        find_files("corpus")
+    assert caught.value.hint == "corpus/* reads its files"

@@ -12,10 +12,10 @@ import pytest
 from schedir.analysis.progress_models import MODELS
 from tests.cases import ALL
 from tests.mutants import COMMUTING, CORPUS, HARMLESS, MUTATIONS, RARELY_WRONG, trial
-from tests.mutations_of_states import STEPPED
-from tests.mutations_of_sums import SUMMED
-from tests.mutations_of_tiers import AWAY
-from tests.mutations_of_turns import TURNED
+from tests.mutations_of_activation_offload import ACTIVATION_OFFLOAD_MUTATIONS
+from tests.mutations_of_optimizer_offload import OPTIMIZER_OFFLOAD_MUTATIONS
+from tests.mutations_of_segments import SEGMENT_MUTATIONS
+from tests.mutations_of_zero import ZERO_MUTATIONS
 
 # Per mutation. A normal run tries about 1,700 programs, with two of each mutation under each model.
 TRIALS = 63 if ALL else 12
@@ -28,8 +28,13 @@ def test_check_accepts_exactly_mutants_that_finish(name: str) -> None:
 
     A normal run judges each mutant under one model. Some mutations use a program for more mutants.
     """
-    share = TRIALS // 3 if name in TURNED else 4
-    has_single_model = not ALL or name in (*TURNED, *AWAY, *STEPPED, *SUMMED)
+    share = TRIALS // 3 if name in ZERO_MUTATIONS else 4
+    has_single_model = not ALL or name in (
+        *ZERO_MUTATIONS,
+        *ACTIVATION_OFFLOAD_MUTATIONS,
+        *OPTIMIZER_OFFLOAD_MUTATIONS,
+        *SEGMENT_MUTATIONS,
+    )
     models = [[model] if has_single_model else MODELS for model in MODELS]
     seeds = range(SEED, SEED + TRIALS)
     trials = [trial(name, seed, models[seed % len(MODELS)], share, CORPUS) for seed in seeds]

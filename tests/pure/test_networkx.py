@@ -30,7 +30,7 @@ from tests.strategies import with_slots
 
 # These change only the order or the grouping of instructions.
 NAMES = (
-    "rename", "run_order", "swap_neighbours", "swap_any", "move_anywhere", "swap_receives",
+    "rename", "run_order", "swap_neighbors", "swap_any", "move_anywhere", "swap_receives",
     "early_receive", "late_send", "swap_pairs", "move_sharding", "reduce_early", "step_early",
     "join_computes", "join_transfers", "join_both_sides", "join_next_transfer", "reorder_group",
 )  # fmt: skip
@@ -95,11 +95,11 @@ def draw_integer_costs(rng: random.Random, stages: int) -> Costs:
 @settings(max_examples=60)
 @example(4790, "move_anywhere", "per_edge")
 @example(1420, "reduce_early", "per_edge")
-@example(1497, "swap_neighbours", "per_direction")
+@example(1497, "swap_neighbors", "per_direction")
 @example(1621, "swap_any", "per_device")
 @example(1626, "reduce_early", "per_edge")
-@example(20068, "swap_neighbours", "torch_lazy")
-@example(2296, "swap_neighbours", "blocking_serial")
+@example(20068, "swap_neighbors", "torch_lazy")
+@example(2296, "swap_neighbors", "blocking_serial")
 @example(568612525, "reduce_early", "per_device")
 @given(st.integers(0, 2**32), st.sampled_from(NAMES), st.sampled_from(MODELS))
 def test_networkx_gives_same_verdict_and_span(

@@ -19,13 +19,13 @@ from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import compute_programs
 from tests.cases import each_value
 from tests.edits import written
-from tests.mutants import FEW, MUTATIONS, known, mutate
+from tests.mutants import FEW, MUTATIONS, built_in_schedules, mutate
 from tests.oracle_threads import verdict
 
 seeds = st.integers(0, 2**32 - 1)
 
 
-@pytest.mark.parametrize(("schedule", "overlap"), each_value(known(), [False, True]))
+@pytest.mark.parametrize(("schedule", "overlap"), each_value(built_in_schedules(), [False, True]))
 def test_every_schedule_passes_oracle(schedule: Schedule, overlap: bool) -> None:
     placement, v = getattr(schedule, "placed", ("loop", None))
     takes_v = "v" in inspect.signature(schedule).parameters

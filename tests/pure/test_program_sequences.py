@@ -37,7 +37,7 @@ from schedir.verify.check import check
 from tests.cases import few_examples
 from tests.commands import run_command, run_refused_command
 from tests.edits import written
-from tests.mutants import MUTATIONS, reordered, ties
+from tests.mutants import MUTATIONS, draw_ties, reordered
 from tests.oracle_step_sequences import verdict
 
 Runs = list[list[Program]]
@@ -199,7 +199,7 @@ def random_program(shape: PipelineShape, rng: random.Random) -> Program:
     shape = replace(shape, microbatches=rng.randint(1, 3), placement=placement)
     draft = random_compute_program(shape, rng, split=rng.choice([0, 1]))
     program = lower(
-        replace(draft, clip_grad_norm=rng.random() < 0.5, tied_weights=ties(shape, rng))
+        replace(draft, clip_grad_norm=rng.random() < 0.5, tied_weights=draw_ties(shape, rng))
     )
     if rng.random() < 0.5:
         program = MUTATIONS["evaluate"](program, rng) or program

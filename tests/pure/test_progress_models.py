@@ -38,7 +38,7 @@ from tests.strategies import with_slots
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models.txt"
 LOOP, VEE = "stages_per_rank 2", "stages_per_rank 2 placement vee"
-REORDER = ("run_order", "swap_neighbours", "swap_any", "move_anywhere", "swap_receives",
+REORDER = ("run_order", "swap_neighbors", "swap_any", "move_anywhere", "swap_receives",
            "early_receive", "late_send", "join_both_sides", "join_next_transfer",
            "join_transfers", "reorder_group", "ungroup")  # fmt: skip
 seeds, models = st.integers(0, 2**32), st.sampled_from(MODELS)

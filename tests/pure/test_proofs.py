@@ -43,7 +43,7 @@ from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
 from tests.cases import few_examples
-from tests.mutants import CORPUS, MUTATIONS, lowered, mutate, updating
+from tests.mutants import CORPUS, MUTATIONS, draw_lowered_program, draw_program_of_updates, mutate
 from tests.pure.test_check import naive
 from tests.strategies import costs, with_slots
 
@@ -116,7 +116,10 @@ def test_proof_for_blocking_hosts_implies_nonblocking(checked_programs: list[Pro
 def test_each_proof_holds_separately(seed: int) -> None:
     """The checker proves all models with one order. This test checks each model separately."""
     rng = random.Random(seed)
-    program = check(with_slots(rng.choice([lowered, updating])(rng), rng), "per_edge")
+    program = check(
+        with_slots(rng.choice([draw_lowered_program, draw_program_of_updates])(rng), rng),
+        "per_edge",
+    )
     event(f"{len(program.proofs)} proofs")
     for model, blocks, device_waits, *other_fields in program.proofs:
         copied = replace(program, message_order={})

@@ -34,7 +34,7 @@ from schedir.ir.pipeline.placement import find_named_placement
 from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.predict.what_if import advise
 from tests.edits import Edit, move, pull, push
-from tests.mutants import known
+from tests.mutants import built_in_schedules
 from tests.oracle import Machine
 from tests.oracle_threads import verdict
 
@@ -55,7 +55,7 @@ def make_shape(schedule: Any) -> PipelineShape:
     return PipelineShape(2, 4, v or find_named_placement(placement).stages_per_rank, placement)
 
 
-@pytest.mark.parametrize("schedule", known(), ids=lambda schedule: schedule.__name__)
+@pytest.mark.parametrize("schedule", built_in_schedules(), ids=lambda schedule: schedule.__name__)
 def test_built_in_schedules_compile_with_segments(schedule: Any) -> None:
     """Programs are complete and in order, and have as many gathers as sums.
 

@@ -38,12 +38,12 @@ from schedir.ir.pipeline.placement import find_named_placement
 from schedir.passes.splitting.stage_segmentation import count_segments, divide_over_stages
 from tests import commands
 from tests.cases import each_value
-from tests.mutants import known
+from tests.mutants import built_in_schedules
 from tests.oracle_threads import verdict
 
 _SUMS = {*find_segment_collectives(sequence_parallel=False)}
 FULL_COSTS = Costs(F=5, B=10, I=5, W=5, send=0.5)
-NAMES = [schedule.__name__ for schedule in known()]
+NAMES = [schedule.__name__ for schedule in built_in_schedules()]
 
 
 def shape_of(schedule: Any, ranks: int = 2, microbatches: int = 4) -> PipelineShape:
@@ -52,7 +52,7 @@ def shape_of(schedule: Any, ranks: int = 2, microbatches: int = 4) -> PipelineSh
     return PipelineShape(ranks, microbatches, v, placement)
 
 
-@pytest.mark.parametrize("schedule", known(), ids=NAMES)
+@pytest.mark.parametrize("schedule", built_in_schedules(), ids=NAMES)
 def test_built_in_schedules_compile_with_segments(schedule: Any) -> None:
     """All built-in schedules are legal with stage segments.
 

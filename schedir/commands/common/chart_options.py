@@ -53,7 +53,7 @@ def add_chart_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--axis-label", dest="axis", metavar="TEXT",
-        help="the label of the time axis; none removes it",
+        help="the label of the time axis; the text `none` removes the label and the numbers",
     )  # fmt: skip
     parser.add_argument(
         "--time-range", dest="time", metavar="FROM:TO", type=_parse_time_range,

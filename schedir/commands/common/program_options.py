@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from schedir.errors import ConfigError, SchedirError, UsageError, describe
 from schedir.io.files import read_text
 from schedir.io.option_spelling import FIELDS_WITH_FLAGS, option_name
-from schedir.io.toml_tables import find_position, parse_toml, suggest_section
+from schedir.io.toml_tables import find_position, parse_toml, suggest_file_kind, suggest_section
 from schedir.ir.pipeline.field_schema import YES_OR_NO_TYPE, FieldType
 from schedir.ir.program import HEADER_FIELDS
 from schedir.passes.pass_registry import OPTION_SECTIONS, PASS_OPTIONS
@@ -273,7 +273,7 @@ def _read_options(text: str, path: str) -> dict[str, Any]:
                 section_name for section_name, names in known.items() if section in names
             ]
             hint = f"it belongs into a section: [{section_names[0]}]" if section_names else ""
-            hint = hint or suggest_names(section, known)
+            hint = suggest_file_kind(tables, known) or hint or suggest_names(section, known)
             raise make_error(f"no section {section!r}", hint, section)
         # The settings of [model] depend on its kind, and only `schedir train` reads them.
         for key in table if section != "model" else ():

@@ -309,6 +309,8 @@ def _parse_fields(
                 if matches
                 else f"the {subject}s are {', '.join(names)}"
             )
+            if not name.isidentifier():  # as in JSON, or in F:1
+                hint = f"write NAME=VALUE with commas between: {names[0]}={example}"
             if new_name := (RENAMED_COSTS if subject == "cost" else RENAMED_SIZES).get(name):
                 hint = f"it is now {new_name}"
             raise UsageError(f"--{subject}s: no {subject} {name!r}", hint=hint)

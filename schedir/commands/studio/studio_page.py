@@ -12,7 +12,7 @@ from schedir.commands.studio.answers import Studio
 from schedir.commands.studio.challenges import describe_challenges
 from schedir.commands.studio.state import StudioState
 from schedir.errors import UsageError
-from schedir.io.files import atomic_write
+from schedir.io.files import atomic_write, describe_os_error
 from schedir.schedules import get_built_in_schedules
 from schedir.viz.html_page import build_page
 
@@ -102,7 +102,7 @@ def export_page(studio: Studio, state: StudioState, folder: str) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_foreign = path.exists() and _MARKER not in path.read_bytes()
     except OSError as error:
-        raise UsageError(f"--export {folder}: {error.strerror}") from None
+        raise UsageError(f"--export {folder}: {describe_os_error(error)}") from None
     if is_foreign:
         raise UsageError(
             f"--export {folder}: {path} exists, and schedir studio did not write it",

@@ -18,6 +18,7 @@ class _Unit(NamedTuple):
     example: str
     can_be_zero: bool = False
     suffixes: tuple[str, ...] = ()  # Units for printing.  The largest is first.
+    high: float = MAX_RATE
 
 
 def _make_unit_parser(**units: float) -> Callable[[str], float]:
@@ -69,7 +70,7 @@ _UNIT_BY_FIELD: Final = {
     "dram_bandwidth": _BANDWIDTH_UNIT,
     "latency": _LATENCY_UNIT,
     "network_latency": _LATENCY_UNIT,
-    "jitter": _Unit(parse_decimal, "0.02", can_be_zero=True),
+    "jitter": _Unit(parse_decimal, "0.02", can_be_zero=True, high=1.0),
     "uncertainty": _Unit(parse_decimal, "0.05", can_be_zero=True),
     "calibrated_gpus": _Unit(parse_decimal, "16"),
     "kernel_us": _Unit(parse_decimal, "4", can_be_zero=True),
@@ -110,9 +111,10 @@ def parse_cluster_field(name: str, value: Any) -> float:
     if not (number > 0 or (unit.can_be_zero and number == 0)):
         above = "0 or more" if unit.can_be_zero else "more than 0"
         raise UsageError(f"cluster: {name} must be {above}, not {describe(value)}", fields=[name])
-    if number and not MIN_RATE <= number <= MAX_RATE:
+    if number and not MIN_RATE <= number <= unit.high:
         raise UsageError(
-            f"cluster: {name} must be from {MIN_RATE:g} to {MAX_RATE:g}, not {describe(value)}",
+            f"cluster: {name} must be from {MIN_RATE:g} to {unit.high:g}, not {describe(value)}",
+            hint=f"a number such as {unit.example}",
             fields=[name],
         )
     return number

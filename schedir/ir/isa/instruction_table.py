@@ -357,8 +357,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         frees=(_V.LOCAL_NORM,),
         doc=(
             "Computes the norm of all gradients over all pipeline ranks, after an optimizer "
-            "step that did not wait for it. The next step waits for the norm. If gradients had "
-            "to be clipped, the rank corrects the weights, and runs that next step again."
+            "step that did not wait for it. The next step waits for the norm before its own "
+            "update. If gradients had to be clipped, the rank undoes the first update, makes it "
+            "again with clipped gradients, and repeats the next step."
         ),
         cost="reduce_norm_after_step", partner=_O.ReduceNormAfterStep, group="model",
         is_implicit_in_torch=True,
@@ -552,8 +553,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.HOST_GRAD, _V.NORM),
         gives=(_V.GRADS_CHECKED,),
         doc=(
-            "Checks whether the rank's gradients are finite, when all are on the host. The next "
-            "update may then add to its gradients while the host runs the optimizer step."
+            "Waits until all gradients of the rank are on the host, and checks whether they are "
+            "finite. After that, the backwards of the next update may add to gradients on the "
+            "device while the host runs the optimizer step."
         ),
         cost="check_grads_finite", host_sync_lanes=(_L.DP, _L.D2H), is_implicit_in_torch=True,
     ),

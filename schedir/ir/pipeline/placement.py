@@ -135,6 +135,7 @@ def require_placement_rows(rows: tuple[tuple[int, ...], ...], ranks: int) -> int
                 raise ShapeError(
                     f"placement puts stage {stage} on rank {rank}, but the ranks are "
                     f"0 to {ranks - 1}",
+                    hint="placement lists the rank of each stage, from the first stage to the last",
                     fields=fields,
                 )
             stage_counts[rank] += 1

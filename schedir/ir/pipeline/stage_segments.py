@@ -178,9 +178,8 @@ def _parse_boundaries(text: str) -> str:
 
 
 _REQUIREMENT: Final = (
-    "must have a letter for each boundary: f or g for a tensor-parallel collective between "
-    "segments, d or c for dispatch or combine of experts, . for none, - for the end of a stage, as "
-    "in fgfg-fgfg or fgdc-fgdc"
+    "must have a letter for each boundary, such as fgfg-fgfg: f or g (tensor-parallel "
+    "collective), d or c (dispatch or combine), . (no collective) or - (end of a stage)"
 )
 SEGMENT_BOUNDARIES_TYPE: Final = FieldType(
     _REQUIREMENT,

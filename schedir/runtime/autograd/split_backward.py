@@ -519,7 +519,7 @@ def _require_shape(layer: nn.Module, name: str, shape: torch.Size, gradient: Ten
     """
     if gradient.shape != shape:
         raise ModelError(
-            f"the split of {type(layer).__name__} returns a gradient of shape "
+            f"the split backward of {type(layer).__name__} returns a gradient of shape "
             f"{list(gradient.shape)} for {name} of shape {list(shape)}"
         )
     return gradient

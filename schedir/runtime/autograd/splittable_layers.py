@@ -278,7 +278,9 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
             continue
         max_error = 1e-2 if expected is not None and expected.dtype.itemsize < 4 else 1e-4
         if expected is None or actual is None or not _relative_error(actual, expected) <= max_error:
-            raise ModelError(f"the split of {kind.__name__} and autograd differ in {name}")
+            raise ModelError(
+                f"the split layer and the unsplit layer {kind.__name__} differ in {name}"
+            )
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -164,8 +164,8 @@ def _prepare_input(x: Tensor, is_exclusive: bool) -> tuple[Tensor, Tensor]:
 
 def _unexpected_write_error() -> ModelError:
     return ModelError(
-        "a stage changes its input in place; either other code may read this input, or the "
-        "first forward of the stage did not change it",
+        "a stage changes its input in place, but has no copy of it: the first forward of the stage "
+        "did not change the input, or other code may read the input",
         hint="begin the forward with x = x.clone(), or set inplace=True on the layer",
     )
 

@@ -292,7 +292,8 @@ class ParameterTable:
             )
         if a.kind != b.kind:
             raise ModelError(
-                f"{describe_places([first, second])} are one weight, but are {a.kind} and {b.kind}"
+                f"{describe_places([first, second])} are one weight, but their shapes or "
+                f"dtypes differ: {a.kind}, and {b.kind}"
             )
         if a.values_digest != b.values_digest:
             raise ModelError(

@@ -47,7 +47,7 @@ def require_no_node_hooks(parameter: nn.Parameter, name: str) -> None:
     """
     if has_node_hooks(parameter):
         raise ModelError(
-            f"{name} has a hook on its autograd node, or one of register_multi_grad_hook, but the "
-            "program computes with copies of the weight, which would not call the hook",
+            f"{name} has a hook on its autograd node or a hook of register_multi_grad_hook, but "
+            "the program computes with copies of the weight, which would not call the hook",
             hint="use weight.register_hook, or a schedule with one update and one rank per stage",
         )

@@ -15,7 +15,13 @@ from schedir.errors import ConfigError, SchedirError, ShapeError, UsageError, de
 from schedir.io.files import read_text
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
-from schedir.io.toml_tables import MAX_TOML_BYTES, find_position, parse_toml, suggest_section
+from schedir.io.toml_tables import (
+    MAX_TOML_BYTES,
+    find_position,
+    parse_toml,
+    suggest_file_kind,
+    suggest_section,
+)
 from schedir.ir.input_trust import get_max_file_instructions
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS
 from schedir.ir.program import ATTRIBUTE_FIELDS, HEADER_FIELDS, Program
@@ -147,6 +153,8 @@ def _read_file_settings(path: str) -> Iterator[tuple[tuple[str, str], _SettingVa
     tables = parse_toml(text, path)
     for section, table in tables.items():
         location = _SettingValue(table, path, *find_position(text, section))
+        if hint := suggest_file_kind(tables, SECTION_CLASSES):
+            raise location.make_error(f"no section {section!r}", hint)
         _require_known_name(section, SECTION_CLASSES, "section", location)
         if not isinstance(table, dict):
             raise location.make_error(

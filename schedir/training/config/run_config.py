@@ -367,7 +367,7 @@ class Config:
                 "fill_collective_waits needs costs, but a training run has no costs when it "
                 "compiles the schedule",
                 hint="schedir compile ... -O fill_collective_waits=W --costs ... -o x.sched, "
-                "then schedule = x.sched",
+                'then set schedule = "x.sched" in [pipeline]',
                 fields=["fill_collective_waits"],
             )
         if self.train.precision == "float16" and self.pipeline.optimizer_steps > 1:

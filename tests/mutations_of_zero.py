@@ -7,119 +7,119 @@ from collections import Counter
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import ADDRESS_MASK
 from tests.edits import MUTATIONS, Edit, at, mb, move, op, pull, push, stage, swap, with_op, word
-from tests.mutations import REDUCTIONS, TURNS, B, I
+from tests.mutations import REDUCTIONS, ZERO_OPS, B, I
 from tests.oracle_sharding import READS
 
 O = Opcode
-_OTHERS = {*MUTATIONS}
+_EARLIER_MUTATIONS = {*MUTATIONS}
 
 
-def count(own: list[int]) -> None:
+def renumber_occurrences(own: list[int]) -> None:
     """Number the occurrences of each Unshard, Reshard and ReduceScatter from 0, in their order."""
     times: Counter[tuple[Opcode, int]] = Counter()
     for k, w in enumerate(own):
-        if op(w) in TURNS:
+        if op(w) in ZERO_OPS:
             which = op(w), stage(w)
             own[k] = w - mb(w) + times[which]
             times[which] += 1
 
 
-def of_its_stage(e: Edit, kind: Opcode) -> tuple[list[int], list[int]]:
+def find_in_stage(e: Edit, kind: Opcode) -> tuple[list[int], list[int]]:
     """Return the indices of an opcode of the current stage: before and after the current index."""
     own = [k for k in e.here(kind) if stage(e.own[k]) == stage(e.word)]
     return [k for k in own if k < e.at], [k for k in own if k > e.at]
 
 
-def put_both(e: Edit, k: int, first: Opcode, then: Opcode) -> None:
+def insert_pair(e: Edit, k: int, first: Opcode, then: Opcode) -> None:
     """Insert two instructions of the current stage before index k."""
     push(e.own, k, word(then, stage(e.word)))
     push(e.own, k, word(first, stage(e.word)))
-    count(e.own)
+    renumber_occurrences(e.own)
 
 
-def perhaps(e: Edit) -> None:
+def renumber_in_most_mutants(e: Edit) -> None:
     """Renumber the occurrences in most mutants, because the checker finds wrong numbers first."""
     if e.rng.random() < 0.8:
-        count(e.own)
+        renumber_occurrences(e.own)
 
 
-@at(*TURNS)
-def drop_turn(e: Edit) -> None:
+@at(*ZERO_OPS)
+def drop_collective(e: Edit) -> None:
     pull(e.own, e.at)
-    perhaps(e)
+    renumber_in_most_mutants(e)
 
 
-@at(*TURNS)
-def double_turn(e: Edit) -> None:
+@at(*ZERO_OPS)
+def duplicate_collective(e: Edit) -> None:
     push(e.own, e.rng.randint(0, len(e.own)), e.word)
-    perhaps(e)
+    renumber_in_most_mutants(e)
 
 
-@at(*TURNS)
-def swap_turns(e: Edit) -> bool | None:
-    others = [k for k in e.here(*TURNS) if k != e.at]
+@at(*ZERO_OPS)
+def swap_collectives(e: Edit) -> bool | None:
+    others = [k for k in e.here(*ZERO_OPS) if k != e.at]
     if not others:
         return False
     swap(e.own, e.at, e.rng.choice(others))
-    perhaps(e)
+    renumber_in_most_mutants(e)
     return None
 
 
-@at(*TURNS)
-def swap_turn_with_neighbour(e: Edit) -> None:
+@at(*ZERO_OPS)
+def swap_collective_with_neighbor(e: Edit) -> None:
     swap(e.own, max(e.at - 1, 0), e.at)
-    perhaps(e)
+    renumber_in_most_mutants(e)
 
 
-@at(*TURNS)
-def move_turn(e: Edit) -> None:
+@at(*ZERO_OPS)
+def move_collective(e: Edit) -> None:
     move(e.own, e.at, e.rng.randint(0, len(e.own)))
-    perhaps(e)
+    renumber_in_most_mutants(e)
 
 
-@at(*TURNS)
-def move_turn_a_little(e: Edit) -> None:
+@at(*ZERO_OPS)
+def move_collective_near(e: Edit) -> None:
     move(e.own, e.at, e.at + e.rng.choice([-4, -3, -2, -1, 2, 3, 4, 5]))
-    perhaps(e)
+    renumber_in_most_mutants(e)
 
 
-@at(*TURNS)
-def turn_behind_the_step(e: Edit) -> None:
+@at(*ZERO_OPS)
+def collective_after_step(e: Edit) -> None:
     move(e.own, e.at, len(e.own))
-    perhaps(e)
+    renumber_in_most_mutants(e)
 
 
 @at(O.OptimizerStep)
-def step_before_a_turn(e: Edit) -> bool | None:
-    turns = e.here(*TURNS)
-    if not turns:
+def step_before_collective(e: Edit) -> bool | None:
+    collectives = e.here(*ZERO_OPS)
+    if not collectives:
         return False
-    move(e.own, e.at, e.rng.choice(turns[-3:]))
+    move(e.own, e.at, e.rng.choice(collectives[-3:]))
     return None
 
 
-@at(*TURNS)
-def wrong_turn(e: Edit) -> None:
+@at(*ZERO_OPS)
+def change_occurrence(e: Edit) -> None:
     e.put(e.word - mb(e.word) + e.rng.randint(0, mb(e.word) + 1))
 
 
-@at(*TURNS)
-def turn_of_another_stage(e: Edit) -> None:
+@at(*ZERO_OPS)
+def change_stage_of_collective(e: Edit) -> None:
     e.put(word(op(e.word), e.rng.choice(e.program.shape.stages_on_rank[e.rank]), mb(e.word)))
-    perhaps(e)
+    renumber_in_most_mutants(e)
 
 
-@at(*TURNS)
-def another_in_its_turn(e: Edit) -> None:
+@at(*ZERO_OPS)
+def change_collective(e: Edit) -> None:
     """Replace an Unshard, Reshard or ReduceScatter by another of the three."""
-    e.put(with_op(e.word, e.rng.choice([o for o in TURNS if o is not op(e.word)])))
-    perhaps(e)
+    e.put(with_op(e.word, e.rng.choice([o for o in ZERO_OPS if o is not op(e.word)])))
+    renumber_in_most_mutants(e)
 
 
 @at(*READS)
 def use_after_reshard(e: Edit) -> bool | None:
     """Move an instruction that needs weights right after the next Reshard of its stage."""
-    _, later = of_its_stage(e, O.Reshard)
+    _, later = find_in_stage(e, O.Reshard)
     if not later:
         return False
     move(e.own, e.at, later[0] + 1)
@@ -127,58 +127,58 @@ def use_after_reshard(e: Edit) -> bool | None:
 
 
 @at(O.Reshard)
-def gathered_once_less(e: Edit) -> bool | None:
+def unshard_once_less(e: Edit) -> bool | None:
     """Remove a Reshard and the next Unshard of its stage. This is legal if there are slots."""
-    _, later = of_its_stage(e, O.Unshard)
+    _, later = find_in_stage(e, O.Unshard)
     if not later:
         return False
     pull(e.own, later[0])
     pull(e.own, e.at)
-    count(e.own)
+    renumber_occurrences(e.own)
     return None
 
 
 @at(O.Reshard)
-def gathered_once_more(e: Edit) -> bool | None:
+def unshard_once_more(e: Edit) -> bool | None:
     """Insert a Reshard and an Unshard while the stage is unsharded."""
-    since, _ = of_its_stage(e, O.Unshard)
+    since, _ = find_in_stage(e, O.Unshard)
     if not since:
         return False
-    put_both(e, e.rng.randint(since[-1] + 1, e.at), O.Reshard, O.Unshard)
+    insert_pair(e, e.rng.randint(since[-1] + 1, e.at), O.Reshard, O.Unshard)
     return None
 
 
 @at(O.Unshard)
-def gathered_at_the_end(e: Edit) -> bool | None:
+def unshard_at_end(e: Edit) -> bool | None:
     """Insert an Unshard and a Reshard after the last use of the stage, perhaps after the step."""
-    last = max(k for k in e.here(*TURNS) if stage(e.own[k]) == stage(e.word))
-    put_both(e, e.rng.randint(last + 1, len(e.own)), O.Unshard, O.Reshard)
+    last = max(k for k in e.here(*ZERO_OPS) if stage(e.own[k]) == stage(e.word))
+    insert_pair(e, e.rng.randint(last + 1, len(e.own)), O.Unshard, O.Reshard)
     return None
 
 
 @at(O.ReduceScatter)
-def reduced_once_less(e: Edit) -> bool | None:
+def reduce_once_less(e: Edit) -> bool | None:
     """Remove a ReduceScatter, so that the next one reduces more gradients."""
-    _, later = of_its_stage(e, O.ReduceScatter)
+    _, later = find_in_stage(e, O.ReduceScatter)
     if not later:
         return False
     pull(e.own, e.at)
-    count(e.own)
+    renumber_occurrences(e.own)
     return None
 
 
 @at(B, I, O.BackwardWeight)
-def reduced_once_more(e: Edit) -> bool | None:
+def reduce_once_more(e: Edit) -> bool | None:
     """Insert a ReduceScatter after a backward."""
     if not e.program.zero:
         return False
     push(e.own, e.at + 1, word(O.ReduceScatter, stage(e.word)))
-    count(e.own)
+    renumber_occurrences(e.own)
     return None
 
 
 @at(*[o for o in REDUCTIONS if o is not O.ReduceGrads], O.OptimizerStep)
-def end_before_parts(e: Edit) -> bool | None:
+def end_before_reduce_scatter(e: Edit) -> bool | None:
     """Move a reduction, the norm or the step before one of the last ReduceScatters."""
     last = [k for k in e.here(O.ReduceScatter) if k < e.at]
     if not last or op(e.word) is O.ReduceScatter:
@@ -188,15 +188,15 @@ def end_before_parts(e: Edit) -> bool | None:
 
 
 @at(O.ReduceScatter)
-def reduced_whole(e: Edit) -> None:
+def reduce_without_scatter(e: Edit) -> None:
     """Replace a ReduceScatter by a ReduceGrads."""
     e.put(word(O.ReduceGrads, stage(e.word)))
 
 
 @at(B, I)
-def add_behind_its_turn(e: Edit) -> bool | None:
+def backward_after_reduce_scatter(e: Edit) -> bool | None:
     """Move a backward after the next ReduceScatter of its stage."""
-    _, later = of_its_stage(e, O.ReduceScatter)
+    _, later = find_in_stage(e, O.ReduceScatter)
     if not later:
         return False
     for k in sorted(
@@ -213,4 +213,4 @@ def add_behind_its_turn(e: Edit) -> bool | None:
 
 
 # The mutations that need a program with ZeRO.
-TURNED = tuple(name for name in MUTATIONS if name not in _OTHERS)
+ZERO_MUTATIONS = tuple(name for name in MUTATIONS if name not in _EARLIER_MUTATIONS)
