@@ -17,15 +17,17 @@ from tests.cases import ALL  # noqa: E402
 
 # `schedir train` sets this before it imports torch. Here it is for processes that tests fork.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-# No deadline: a loaded machine must not fail a right answer.
-settings.register_profile("schedir", parent=settings(), deadline=None)
-settings.load_profile("schedir")
-
-
 # Without ALL_CASES=1, a property is tried with this share of its examples, but with no fewer than
-# MIN_EXAMPLES. The numeric law sets its own numbers, because it replaces tests of single features.
-EXAMPLE_SHARE, MIN_EXAMPLES = 0.15, 12
+# MIN_EXAMPLES. A property without a number, and a property in a docstring, have MIN_EXAMPLES. The
+# numeric law sets its own numbers, because it replaces tests of single features.
+EXAMPLE_SHARE, MIN_EXAMPLES = 0.1, 12
 FILES_WITH_OWN_NUMBERS = {"test_numeric_law"}
+
+# No deadline: a loaded machine must not fail a right answer.
+settings.register_profile(
+    "schedir", parent=settings(), deadline=None, max_examples=100 if ALL else MIN_EXAMPLES
+)
+settings.load_profile("schedir")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

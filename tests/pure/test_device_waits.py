@@ -105,7 +105,7 @@ def synchronizing_hosts_finish(program: Program) -> bool:
 
 def test_check_accepts_programs_that_synchronizing_hosts_finish() -> None:
     verdicts = {True: 0, False: 0}
-    for seed in range(160 if ALL else 40):
+    for seed in range(160 if ALL else 24):
         rng = random.Random(seed)
         program = any_legal(seed)
         if seed % 2:
@@ -125,4 +125,4 @@ def test_check_accepts_programs_that_synchronizing_hosts_finish() -> None:
         else:
             verdicts[True] += 1
             assert synchronizing_hosts_finish(program), seed
-    assert min(verdicts.values()) > 5
+    assert min(verdicts.values()) > (5 if ALL else 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 import schedir
 from schedir import commands
+from tests.new_rows import PRODUCT, copy_folders
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,9 +44,7 @@ def run(args: argparse.Namespace) -> str:
 @pytest.fixture
 def source_copy(tmp_path: Path) -> Path:
     """Copy the folders that are imported as schedir."""
-    for name in ("schedir", "kernels", "viz"):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignore)
+    copy_folders(tmp_path, *PRODUCT)
     return tmp_path
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from docs.command_line_page import build_command_parsers
+from schedir.__main__ import main
 from schedir.commands.common.name_completion import _NAMES
 from schedir.planner import cluster_presets
 from schedir.schedules import get_built_in_schedules
@@ -22,14 +25,19 @@ needs_argcomplete = pytest.mark.skipif(
 )
 
 
-def complete(line: str) -> list[str]:
-    """Return the completions of a shell for a line."""
-    reader, writer = os.pipe()
-    environment = ENV | {
-        "PYTHONPATH": os.pathsep.join(sys.path),
+def make_completion_environment(line: str) -> dict[str, str]:
+    """Return the variables that a shell sets when it asks for the completions of a line."""
+    return {
         "_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "_ARGCOMPLETE_IFS": "\n",
         "COMP_LINE": line, "COMP_POINT": str(len(line)),
     }  # fmt: skip
+
+
+def complete(line: str) -> list[str]:
+    """Return the completions of a shell for a line, from a new process."""
+    reader, writer = os.pipe()
+    environment = ENV | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= make_completion_environment(line)
     code = (
         f"import os; os.dup2({writer}, 8); "
         "from schedir.__main__ import main; import sys; sys.exit(main([]))"
@@ -45,11 +53,37 @@ def complete(line: str) -> list[str]:
     return text.split()
 
 
+def complete_in_fork(line: str) -> list[str]:
+    """Return the completions of a shell for a line, from a fork of this process."""
+    reader, writer = os.pipe()
+    with tempfile.TemporaryFile() as printed:
+        if (child := os.fork()) == 0:
+            signal.alarm(60)
+            try:
+                os.dup2(printed.fileno(), 1)
+                os.dup2(writer, 8)
+                os.environ.update(make_completion_environment(line))
+                main([])  # ends the process
+            finally:
+                os._exit(1)
+        os.close(writer)
+        with os.fdopen(reader, encoding="utf-8") as pipe:
+            text = pipe.read()
+        assert os.waitpid(child, 0)[1] == 0
+        printed.seek(0)
+        assert not printed.read()
+    return text.split()
+
+
+@needs_argcomplete
+def test_shell_completes_commands() -> None:
+    assert complete("schedir dr") == ["draw"]
+
+
 @needs_argcomplete
 @pytest.mark.parametrize(
     ("line", "offers"),
     [
-        ("schedir dr", ["draw"]),
         ("schedir draw zb", ["zb_h1", "zb_h2", "zb_v"]),
         ("schedir draw zb_v --micro", ["--microbatches"]),
         ("schedir draw zb_v -O zer", ["zero"]),
@@ -60,7 +94,7 @@ def complete(line: str) -> list[str]:
     ],
 )
 def test_shell_completes_names(line: str, offers: list[str]) -> None:
-    assert complete(line) == offers
+    assert complete_in_fork(line) == offers
 
 
 @needs_argcomplete

@@ -21,10 +21,11 @@ from tests.cases import campaign
 from tests.commands import run_command, run_refused_command
 
 SIZES = Sizes(saved=1e9, deferred_wgrad=4e8, activation=1e8, model_states=5e9)
+UNEVEN_PAIR = Costs(F=(1, 1.5), I=(1, 1.5), W=(1, 1.5))
 UNEVEN = Costs(F=(1, 1, 1.5), I=(1, 1, 1.5), W=(1, 1, 1.5))
 CASES: dict[str, dict[str, Any]] = {
     "counts": {"shape": PipelineShape(3, 6), "costs": Costs(F=2, I=2, W=1, send=0.1)},
-    "bytes": {"shape": PipelineShape(3, 5), "costs": UNEVEN, "sizes": SIZES},
+    "bytes": {"shape": PipelineShape(2, 4), "costs": UNEVEN_PAIR, "sizes": SIZES},
     "whole": {"shape": PipelineShape(3, 5), "costs": UNEVEN, "split_backward": False},
     "vee": {"shape": PipelineShape(2, 4, 2, "vee"), "costs": Costs()},
     "one rank": {"shape": PipelineShape(1, 3), "costs": Costs()},

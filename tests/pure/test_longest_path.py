@@ -196,32 +196,40 @@ def test_short_process_does_not_import_numba() -> None:
     ]
 
 
-def test_enough_uncompiled_time_imports_numba() -> None:
-    pytest.importorskip("numba")
-    code = "numba_jit.add_uncompiled_time(numba_jit.IMPORT_SECONDS)\n"
-    code += "print(times(), 'numba' in sys.modules)"
-    assert run_code(SIMULATE + code) == ["57.0", "True"]
+@pytest.fixture
+def compiled_loops(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return a list of the loops to compile. Begin with no uncompiled time, and compile nothing."""
+    loops = list[object]()
+    monkeypatch.setattr(numba_jit, "_uncompiled_seconds", [0.0])
+    monkeypatch.setattr(numba_jit, "_compile", loops.append)
+    return loops
 
 
-def test_long_first_solve_imports_numba() -> None:
-    pytest.importorskip("numba")
-    code = """
-from schedir.analysis.critical_path import longest_path
-longest_path.SECONDS_PER_NODE = 1.0
-print(times(), "numba" in sys.modules)
-"""
-    assert run_code(SIMULATE + code) == ["57.0", "True"]
+def simulate_1f1b() -> float:
+    return simulate(compile(schedules.one_f_one_b, PipelineShape(4, 16))).span
 
 
-def test_small_programs_add_uncompiled_time() -> None:
-    pytest.importorskip("numba")
-    code = """
-numba_jit.IMPORT_SECONDS = 1e-9
-for _ in range(2):
-    simulate(compile(schedules.gpipe, PipelineShape(2, 4)))
-print("numba" in sys.modules)
-"""
-    assert run_code(SIMULATE + code) == ["True"]
+def test_enough_uncompiled_time_compiles_loops(compiled_loops: list[object]) -> None:
+    numba_jit.add_uncompiled_time(numba_jit.IMPORT_SECONDS)
+    assert simulate_1f1b() == 57 and compiled_loops
+
+
+def test_long_first_solve_compiles_loops(
+    compiled_loops: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(longest_path, "SECONDS_PER_NODE", 1.0)
+    assert simulate_1f1b() == 57 and compiled_loops
+
+
+def test_small_programs_add_uncompiled_time(
+    compiled_loops: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(longest_path, "SECONDS_PER_NODE", 0.0)
+    simulate_1f1b()
+    assert numba_jit._uncompiled_seconds[0] > 0
+    monkeypatch.setattr(numba_jit, "IMPORT_SECONDS", numba_jit._uncompiled_seconds[0])
+    simulate_1f1b()
+    assert compiled_loops
 
 
 def test_simulation_works_without_numba() -> None:

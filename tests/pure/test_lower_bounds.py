@@ -36,7 +36,7 @@ from schedir.schedule_search.rank_order import (
 )
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs, shapes_for
-from tests.cases import few_examples
+from tests.cases import ALL, few_examples
 from tests.interleavings import find_shortest_length
 from tests.strategies import costs
 
@@ -103,7 +103,8 @@ def test_built_in_schedules_are_not_below_bound() -> None:
     bound_count, exact_count = 0, 0
     for name in schedules.__all__:
         schedule = getattr(schedules, name)
-        for shape in shapes_for(schedule, ranks=4, microbatches=4, stages_per_rank=2):
+        all_shapes = shapes_for(schedule, ranks=4, microbatches=4, stages_per_rank=2)
+        for shape in all_shapes[:: 1 if ALL else 3]:
             uneven_costs = Costs(
                 F=tuple(3.0 + s % 3 for s in range(shape.stages)), I=3, W=2, send=0.5
             )
@@ -116,7 +117,7 @@ def test_built_in_schedules_are_not_below_bound() -> None:
                 assert bound.value * TOLERANCE <= span, (name, shape)
                 bound_count += 1
                 exact_count += span * TOLERANCE <= bound.value
-    assert bound_count > exact_count > 200
+    assert bound_count > exact_count > (200 if ALL else 60)
 
 
 @few_examples(150)

@@ -35,8 +35,10 @@ def list_with_dependencies(names: list[str]) -> Iterator[str]:
             ]
 
 
-def create_environment(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create an environment with the packages of a plain install, and return its Python."""
+    folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -51,9 +53,8 @@ def create_environment(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def test_commands_without_torch_work_in_plain_install(tmp_path: Path) -> None:
+def test_commands_without_torch_work_in_plain_install(python: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    python = create_environment(tmp_path / "environment")
     plain_install.use(python, tmp_path / "empty", in_one_process=True)
 
 
@@ -67,8 +68,7 @@ def list_documented_imports() -> list[str]:
     return sorted(lines)
 
 
-def test_documented_import_works_or_names_missing_package(tmp_path: Path) -> None:
-    python = create_environment(tmp_path / "environment")
+def test_documented_import_works_or_names_missing_package(python: Path) -> None:
     script = r"""
 import sys
 for line in sys.stdin.read().split("\0"):
@@ -86,8 +86,7 @@ for line in sys.stdin.read().split("\0"):
     assert done.stdout == ""
 
 
-def test_public_names_are_listed_without_torch(tmp_path: Path) -> None:
-    python = create_environment(tmp_path / "environment")
+def test_public_names_are_listed_without_torch(python: Path) -> None:
     script = "import inspect, schedir; inspect.getmembers(schedir); help(schedir)"
     done = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True)
     assert "NAME\n    schedir" in done.stdout
@@ -102,10 +101,9 @@ def test_public_names_are_listed_without_torch(tmp_path: Path) -> None:
     ],
 )
 def test_broken_torch_is_reported_without_traceback(
-    tmp_path: Path, content: str | None, message: str
+    python: Path, tmp_path: Path, content: str | None, message: str
 ) -> None:
     """The torch package is an empty folder, or lacks a library."""
-    python = create_environment(tmp_path / "environment")
     (tmp_path / "torch").mkdir()
     if content is not None:
         (tmp_path / "torch" / "__init__.py").write_text(content)

@@ -83,11 +83,10 @@ def test_explained_commands_give_claimed_span(
     """For programs and progress models, each command of `explain` gives the span it claims."""
     odd = compile(zb_v, PipelineShape(4, 8, 2, "vee"), costs=Costs(F=1, I=3, W=0.1))
     orders = set()
-    programs_and_models: list[tuple[Program, ProgressModel]] = [
-        (import_torch_program(), "per_device"),
-        (import_torch_program(), "blocking_serial"),
-        (odd, "per_device"),
-    ]
+    programs_and_models: list[tuple[Program, ProgressModel]] = cases(
+        [(import_torch_program(), "blocking_serial"), (odd, "per_device")],
+        [(import_torch_program(), "per_device")],
+    )
     for program, model in programs_and_models:
         Path("theirs.sched").write_text(schedir.to_text(program))
         run = schedir.simulate(program, COSTS, progress_model=model)

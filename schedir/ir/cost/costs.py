@@ -179,6 +179,10 @@ class Costs(CostFields):
     def _resolved(self) -> Costs:
         return self.with_defaults()
 
+    @cached_property
+    def _tables_by_shape(self) -> dict[PipelineShape, list[NDArray[np.float64]]]:
+        return {}
+
     def for_opcode(self, op: Opcode, shape: PipelineShape) -> NDArray[np.float64]:
         """Return the cost of an instruction for each stage and microbatch.
 
@@ -252,7 +256,10 @@ class Costs(CostFields):
             CostsError: See `for_opcode`.
         """
         shape = index.program.shape
-        tables = [self.for_opcode(op, shape) for op in Opcode]
+        tables = self._tables_by_shape.get(shape)
+        if tables is None:  # a search or an advice simulates many programs of one shape
+            tables = [self.for_opcode(op, shape) for op in Opcode]
+            self._tables_by_shape[shape] = tables
         # For an instruction per rank, number k of the cost is for rank k, not for stage k.
         rank_positions = index.find_all_positions(_PER_RANK_OPS)
         column = np.minimum(index.rank[rank_positions], shape.stages - 1)

@@ -9,13 +9,15 @@ from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedir.analysis.memory.footprint import compute_footprints
-from schedir.compiler.compile import compile
+from schedir.compiler.compile import check_memory, compile
 from schedir.errors import MemoryLimitError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes, add_tolerance
 from schedir.ir.program import Program
+from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.passes.pass_types import BufferSharing
 from schedir.predict.possible_saving import RELATIVE_TOLERANCE
 from schedir.predict.simulate import simulate
@@ -27,6 +29,7 @@ from schedir.schedule_search.rank_order import (
     draft_from_order,
     order_one_by_one,
 )
+from schedir.verify.check import check
 
 _BUFFER_SHARING_CHOICES: tuple[BufferSharing | None, ...] = (None, "latency_preserving", "minimal")
 
@@ -99,12 +102,7 @@ class ProgramBuilder:
             costs=self._costs,
             buffer_sharing="latency_preserving",
         )
-        peak_bytes = np.array(
-            [
-                footprint.total_bytes.max()
-                for footprint in compute_footprints(program, self._sizes, worst_case=True)
-            ]
-        )
+        peak_bytes = self._compute_peak_bytes(program)
         excess = np.maximum(peak_bytes - add_tolerance(self._memory_limit), 0).tolist()
         capacity = tuple(
             max(min(capacity - extra / 2, peak * (1 - 1e-6)), problem.get_min_capacity(rank))
@@ -164,19 +162,34 @@ class ProgramBuilder:
 
     def _simulate_draft(self, draft: Program, overlap: bool) -> Timeline:
         """Compile a draft with as many message slots as fit, and return its prediction."""
-        choices = _BUFFER_SHARING_CHOICES if self.counts_messages else _BUFFER_SHARING_CHOICES[:1]
-        for sharing in choices:
-            try:
-                program = compile(
-                    draft, costs=self._costs, sizes=self._sizes, memory_limit=self._memory_limit,
-                    buffer_sharing=sharing,
-                    overlap=overlap,
-                )  # fmt: skip
-                break
-            except MemoryLimitError:
-                if sharing == choices[-1]:
-                    raise
+        program = compile(draft, costs=self._costs, overlap=overlap)
+        if self._memory_limit is not None:
+            program = self._fit_into_memory(program, self._memory_limit)
         return simulate(program, self._costs, sizes=self._sizes)
+
+    def _fit_into_memory(self, program: Program, memory_limit: float) -> Program:
+        """Return a compiled program with as many message slots as fit into a limit.
+
+        The slots are the last step of `compile`, so the program is lowered only once for all
+        choices of `buffer_sharing`.
+        """
+        choices = _BUFFER_SHARING_CHOICES if self.counts_messages else _BUFFER_SHARING_CHOICES[:1]
+        for sharing in choices[:-1]:
+            sharing_program = self._share_slots(program, sharing)
+            if self._compute_peak_bytes(sharing_program).max() <= add_tolerance(memory_limit):
+                return sharing_program if sharing is None else check(sharing_program)
+        sharing_program = self._share_slots(program, choices[-1])
+        check_memory(sharing_program, self._sizes, memory_limit)
+        return sharing_program if choices[-1] is None else check(sharing_program)
+
+    def _share_slots(self, program: Program, sharing: BufferSharing | None) -> Program:
+        return program if sharing is None else share_slots(program, sharing, self._costs)
+
+    def _compute_peak_bytes(self, program: Program) -> NDArray[np.float64]:
+        """Return the peak memory of each rank with its messages, shape (ranks,)."""
+        assert self._sizes is not None
+        footprints = compute_footprints(program, self._sizes, worst_case=True)
+        return np.array([footprint.total_bytes.max() for footprint in footprints])
 
 
 def objective_value(timeline: Timeline, objective: Objective) -> float:
