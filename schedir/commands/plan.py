@@ -317,7 +317,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "--model", metavar="MODEL",
         help="a name (gpt-175b), a FILE.toml with the numbers below (at top level or in [model]), "
         "the config.json of a Hugging Face model, a script.sh with arguments of Megatron-LM, or "
-        "the job.toml of torchtitan; each option below replaces one of the numbers",
+        "the job.toml of torchtitan. Each option below replaces one of the numbers",
     )  # fmt: skip
     for name, about in (
         ("layers", "number of layers"),

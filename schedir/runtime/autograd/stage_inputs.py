@@ -164,8 +164,8 @@ def _prepare_input(x: Tensor, is_exclusive: bool) -> tuple[Tensor, Tensor]:
 
 def _unexpected_write_error() -> ModelError:
     return ModelError(
-        "a stage changes its input in place, but has no copy of it: the first forward of the stage "
-        "did not change the input, or other code may read the input",
+        "a stage changes its input in place, but has no copy of it. The first forward of the "
+        "stage did not change the input, or other code may read it",
         hint="begin the forward with x = x.clone(), or set inplace=True on the layer",
     )
 

@@ -276,9 +276,9 @@ class ParameterTable:
                         f"{describe_places([first, second])} are equal, but they are not tied",
                         hint="if they are one weight, call ties = "
                         "schedir.find_tied_weights(stages) before you copy the stages, and pass "
-                        "tied_weights=ties to compile and to the executor; if a wrapper such as "
+                        "tied_weights=ties to compile and to the executor. If a wrapper such as "
                         "DistributedDataParallel copied the weights from another pipeline rank, "
-                        "pass it the group of the stage's replicas; otherwise pass "
+                        "pass it the group of the stage's replicas. Otherwise pass "
                         "allow_identical_stages=True",
                     )
 
