@@ -8,7 +8,6 @@ from itertools import combinations, product
 from typing import Any, Final, TypeVar
 
 import pytest
-from hypothesis import settings
 
 T = TypeVar("T")
 
@@ -16,14 +15,6 @@ ALL = bool(os.environ.get("ALL_CASES"))
 
 # Use it for a slow test if faster ones fail for the same mistakes.
 campaign: Final = pytest.mark.skipif(not ALL, reason="only `make campaign` runs it")
-
-
-def few_examples(number: int = 100) -> settings:
-    """Return settings with few examples, and with ALL_CASES=1 this number.
-
-    Use it as a decorator of a property whose examples are slow.
-    """
-    return settings(max_examples=number if ALL else 12, deadline=None)
 
 
 def cases(usual: Sequence[T], more: Sequence[T]) -> list[T]:

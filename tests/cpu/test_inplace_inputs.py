@@ -226,8 +226,8 @@ def test_undeclared_write_is_accepted_only_on_received_inputs(ranks: int) -> Non
     with pytest.raises(ExecutionError) as error:
         world.step(*make_batch(2))
     assert str(error.value).splitlines() == [
-        "in_turn: ModelError: a stage changes its input in place, but has no copy of it: the first "
-        "forward of the stage did not change the input, or other code may read the input",
+        "in_turn: ModelError: a stage changes its input in place, but has no copy of it. The first "
+        "forward of the stage did not change the input, or other code may read it",
         "  rank 0 #1   F 1.0  failed",
         "  hint: begin the forward with x = x.clone(), or set inplace=True on the layer",
     ]

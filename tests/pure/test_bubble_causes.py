@@ -23,7 +23,6 @@ from schedir.predict.bubble_causes import (
     sum_by_cause,
 )
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
-from tests.cases import few_examples
 from tests.strategies import compute_programs, costs
 
 WAITS = (IdleCause.WARMUP, IdleCause.COOLDOWN, IdleCause.PEER, IdleCause.IMBALANCE)
@@ -52,7 +51,6 @@ def lower_draft(draft: Program, form: str) -> Program:
 TRANSFER_FORMS = st.sampled_from(["lowered", "grouped"])
 
 
-@few_examples()
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), TRANSFER_FORMS)
 def test_idle_intervals_cover_all_idle_time(
     draft: Program, data: st.DataObject, progress_model: ProgressModel, how: str
@@ -87,7 +85,6 @@ def test_idle_intervals_cover_all_idle_time(
     assert (sum_by_cause(idle, timeline.ranks)[:, IdleCause.IMBALANCE] <= spare).all()
 
 
-@few_examples()
 @given(compute_programs(), st.data(), st.sampled_from(MODELS))
 def test_unexplained_idle_time_of_measured_run_is_covered(
     draft: Program, data: st.DataObject, progress_model: ProgressModel
@@ -175,7 +172,6 @@ def test_single_rank_has_no_idle_intervals() -> None:
 # ---------------------------------------------------------------- quality measures of a run
 
 
-@few_examples()
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), TRANSFER_FORMS)
 def test_prediction_has_no_ready_gaps(
     draft: Program, data: st.DataObject, progress_model: ProgressModel, how: str

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import schedir
@@ -19,7 +19,7 @@ from schedir.predict.calibrate import calibrate, compute_unexplained_share, form
 from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, Schedule, W
-from tests.cases import each_value, few_examples
+from tests.cases import each_value
 from tests.clock_noise import measure_timeline
 from tests.laws import TWO_WAY, ZOO, find_min_microbatches, make_shape
 from tests.strategies import compute_programs, costs
@@ -140,14 +140,14 @@ def programs_with_costs(draw: st.DrawFn) -> tuple[Program, Costs]:
     return lower(draft, uneven_costs, "per_edge", overlap=overlap), uneven_costs
 
 
-@few_examples(150)
+@settings(max_examples=150)
 @given(programs_with_costs())
 def test_late_observation_keeps_predicted_span(case: tuple[Program, Costs]) -> None:
     run = measure_timeline(*case)
     assert predict_again(run).span == pytest.approx(run.span, abs=1e-9)
 
 
-@few_examples(50)
+@settings(max_examples=50)
 @given(programs_with_costs())
 def test_prediction_includes_host_time(case: tuple[Program, Costs]) -> None:
     """Only the host time before the first instruction is not recorded."""
@@ -155,7 +155,7 @@ def test_prediction_includes_host_time(case: tuple[Program, Costs]) -> None:
     assert predict_again(run).span == pytest.approx(run.span, abs=0.25 + 1e-9)
 
 
-@few_examples(50)
+@settings(max_examples=50)
 @given(programs_with_costs(), st.lists(st.floats(0, 1e-3), min_size=8, max_size=8))
 def test_prediction_tolerates_small_clock_differences(
     case: tuple[Program, Costs], ahead: list[float]
@@ -247,7 +247,6 @@ def test_hidden_transfers_and_copies_keep_their_costs() -> None:
         assert np.allclose(calibrated[name], costs.specified[name])
 
 
-@few_examples()
 @given(numbers=st.lists(st.integers(1, 9), min_size=3, max_size=3))
 def test_step_cost_of_rank_fits_any_stages_per_rank(numbers: list[int]) -> None:
     """The step of a run with two stages per rank applies to schedules with one, and to segments."""

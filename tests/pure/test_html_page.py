@@ -34,7 +34,6 @@ from schedir.predict.timeline import Timeline, build_spans
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
 from schedir.testing import compute_programs
 from schedir.viz import html, save_html
-from tests.cases import few_examples
 from tests.strategies import costs
 
 
@@ -121,7 +120,6 @@ def make_plain_page(twice: bool) -> str:
     return html(t, perturb_times(t) if twice else None)
 
 
-@few_examples()
 @given(
     st.lists(st.sampled_from(MARKUP) | st.text(max_size=8), min_size=1, max_size=4).map("".join),
     st.booleans(),
@@ -144,7 +142,6 @@ def test_program_name_is_escaped(name: str, twice: bool) -> None:
     assert name in unescape(text)
 
 
-@few_examples()
 @given(compute_programs(), st.data())
 def test_page_data_equals_timeline(draft: Program, data: st.DataObject) -> None:
     t = simulate(lower(draft), data.draw(costs(draft.shape)))

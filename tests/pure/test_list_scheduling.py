@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir import greedy_schedule
@@ -17,7 +17,6 @@ from schedir.schedules import gpipe, one_f_one_b
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import shapes
 from schedir.verify.check import check
-from tests.cases import few_examples
 from tests.strategies import costs
 
 
@@ -41,7 +40,7 @@ def test_greedy_schedule_depends_on_costs() -> None:
     assert simulate(draft, slow).span < simulate(expand_schedule(gpipe, shape), slow).span
 
 
-@few_examples(150)
+@settings(max_examples=150)
 @given(st.data())
 def test_greedy_schedules_pass_check(data: st.DataObject) -> None:
     shape = data.draw(shapes())

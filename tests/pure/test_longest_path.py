@@ -23,7 +23,6 @@ from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.errors import UsageError
 from schedir.ir.program import Program
 from schedir.testing import compute_programs
-from tests.cases import few_examples
 from tests.mutants import CORPUS, mutate
 from tests.strategies import with_slots
 
@@ -72,7 +71,6 @@ CHANGES = ("swap_any", "move_anywhere", "join_computes", "join_transfers", "join
 
 
 @given(st.sampled_from(CHANGES), st.sampled_from(MODELS), st.booleans(), st.integers(0, 2**32))
-@few_examples()
 def test_solvers_agree_on_programs(
     change: str, progress_model: ProgressModel, blocking_hosts: bool, seed: int
 ) -> None:

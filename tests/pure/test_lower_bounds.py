@@ -36,7 +36,7 @@ from schedir.schedule_search.rank_order import (
 )
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs, shapes_for
-from tests.cases import ALL, few_examples
+from tests.cases import ALL
 from tests.interleavings import find_shortest_length
 from tests.strategies import costs
 
@@ -120,7 +120,7 @@ def test_built_in_schedules_are_not_below_bound() -> None:
     assert bound_count > exact_count > (200 if ALL else 60)
 
 
-@few_examples(150)
+@settings(max_examples=150)
 @given(st.data())
 def test_random_programs_are_not_below_bound(data: st.DataObject) -> None:
     """This holds for any order, full and split backwards, and memory in counts and bytes."""
@@ -150,7 +150,7 @@ def _shuffle_microbatches(draft: Program, rng: random.Random) -> Program:
     return replace(draft, streams=streams)
 
 
-@few_examples(150)
+@settings(max_examples=150)
 @given(st.data())
 def test_random_orders_are_not_below_bound(data: st.DataObject) -> None:
     """This holds for uneven memory, full and split backwards, and every objective."""
@@ -172,7 +172,7 @@ def test_random_orders_are_not_below_bound(data: st.DataObject) -> None:
         assert bound.value * TOLERANCE <= length, bound.explanation
 
 
-@few_examples(200)
+@settings(max_examples=200)
 @given(st.data())
 def test_memory_lags_hold_in_random_orders(data: st.DataObject) -> None:
     """Each lag holds in any order if the capacity is the peak memory of the order."""
@@ -215,7 +215,7 @@ def assert_lags_hold(problem: SchedulingProblem, order: Sequence[Sequence[int]])
             )
 
 
-@few_examples(150)
+@settings(max_examples=150)
 @given(st.data())
 def test_crossing_delays_bound_delays_of_microbatches(data: st.DataObject) -> None:
     """For microbatches in a row on a stage, one of the options is a lower bound of their delays."""

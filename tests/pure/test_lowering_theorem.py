@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from schedir.analysis.critical_path.longest_path import compute_earliest_times
@@ -29,7 +29,6 @@ from schedir.schedules import interleaved, interleaved_zb
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import compute_programs, tied_weights
 from schedir.verify.check import check
-from tests.cases import few_examples
 from tests.mutants import CORPUS, mutate
 from tests.oracle import Machine
 from tests.strategies import costs, with_slots
@@ -48,7 +47,7 @@ def draw_program_and_costs(draw: st.DataObject, draft: Program) -> tuple[Program
     return lower(draft, draw.draw(st.sampled_from([None, drawn_costs]))), drawn_costs
 
 
-@few_examples(200)
+@settings(max_examples=200)
 @given(compute_programs(), st.data())
 def test_lowered_drafts_pass_check_under_all_models(draft: Program, data: st.DataObject) -> None:
     program, _ = draw_program_and_costs(data, draft)
@@ -56,7 +55,6 @@ def test_lowered_drafts_pass_check_under_all_models(draft: Program, data: st.Dat
         check(program, model)
 
 
-@few_examples()
 @given(compute_programs(), st.data(), models, st.integers(1, 3))
 def test_overlap_keeps_programs_legal(
     draft: Program, data: st.DataObject, progress_model: ProgressModel, ahead: int
@@ -79,7 +77,7 @@ def test_overlap_keeps_programs_legal(
         )
 
 
-@few_examples(200)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32), models, st.booleans())
 def test_wrong_message_order_does_not_change_verdict(
     seed: int, progress_model: ProgressModel, made_up: bool
@@ -136,7 +134,6 @@ def assert_graph_equals_machine(
     assert timeline.span == max(machine.ended.values(), default=0.0)
 
 
-@few_examples()
 @given(compute_programs(ranks=3, microbatches=4), st.data(), models)
 def test_graph_times_equal_machine_times(
     draft: Program, data: st.DataObject, progress_model: ProgressModel
@@ -155,7 +152,7 @@ def test_graph_times_equal_machine_times(
     )
 
 
-@few_examples(200)
+@settings(max_examples=200)
 @given(compute_programs(ranks=3, microbatches=3), st.data(), models)
 def test_graph_equals_machine_on_shuffled_programs(
     draft: Program, data: st.DataObject, progress_model: ProgressModel

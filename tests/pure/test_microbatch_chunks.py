@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir import (
@@ -25,7 +25,6 @@ from schedir import (
 from schedir.errors import CompletenessError, OrderError, SchedirError, ShapeError, UsageError
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import COMPUTE_OPS, Instr, Opcode, find_segment_collectives
-from tests.cases import few_examples
 from tests.commands import run_command
 from tests.mutants import built_in_schedules
 from tests.oracle_threads import verdict
@@ -235,7 +234,7 @@ WITH_SKIPS: dict[Any, tuple[PipelineShape, tuple[tuple[int, int], ...]]] = {
 }
 
 
-@few_examples(25)
+@settings(max_examples=25)
 @given(
     st.sampled_from(sorted(WITH_SKIPS, key=lambda checked: str(checked.__name__))),
     st.integers(2, 3), st.sampled_from([1, 2, "gf"]), st.booleans(), st.booleans(),

@@ -27,7 +27,6 @@ from schedir.ir.program import Program
 from schedir.passes.communication.transfer_overlap import group_opposite_transfers
 from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
-from tests.cases import few_examples
 from tests.commands import run_command, run_refused_command
 from tests.strategies import compute_programs, costs
 
@@ -80,7 +79,6 @@ def check_flows(events: list[Event], tracks: dict[tuple[int, int], list[tuple[in
         assert pair[0]["pid"] != pair[1]["pid"]
 
 
-@few_examples()
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), st.booleans(), st.booleans())
 def test_trace_of_random_run_is_valid(
     draft: Program,

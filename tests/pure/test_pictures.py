@@ -29,7 +29,6 @@ from schedir.viz import bubble_vs_memory, compare, gantt, idle_map, save
 from schedir.viz.figures.overlays import OVERLAYS, find_messages, find_phase_times
 from schedir.viz.palette import ACCENT_COLOR
 from schedir.viz.time_bins import compute_in_flight_curve, compute_memory_curve, compute_shares
-from tests.cases import few_examples
 from tests.strategies import costs
 
 PAIRED = simulate(compile(dualpipe_v, PipelineShape(4, 10, 2, "vee")))
@@ -45,7 +44,6 @@ def simulate_schedule(
 # ---------------------------------------------------------------- densities
 
 
-@few_examples()
 @given(compute_programs(), st.data(), st.integers(1, 40))
 def test_density_shares_sum_to_busy_time(draft: Program, data: st.DataObject, columns: int) -> None:
     t = simulate(lower(draft), data.draw(costs(draft.shape)))

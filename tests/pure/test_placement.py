@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir.analysis.progress_models import MODELS
@@ -23,7 +23,6 @@ from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing.strategies import random_compute_program, shapes
 from schedir.verify.check import check
-from tests.cases import few_examples
 
 
 def test_named_placement_equals_its_rows() -> None:
@@ -130,7 +129,7 @@ def test_stage_has_local_number_on_each_rank() -> None:
     assert forwards == [[(0, 0), (1, 0), (0, 1), (1, 1)], [(1, 2), (1, 3)], [(0, 2), (0, 3)]]
 
 
-@few_examples(25)
+@settings(max_examples=25)
 @given(shapes(placements=["rows"]), st.randoms(use_true_random=False), st.booleans())
 def test_random_stage_replicas_compile_and_reduce(
     shape: PipelineShape, rng: random.Random, tied: bool

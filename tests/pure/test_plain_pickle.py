@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from schedir.errors import TraceError
 from schedir.hang_diagnosis import safe_unpickler
 from schedir.hang_diagnosis.safe_unpickler import loads
-from tests.cases import few_examples
 
 PLAIN_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False)
@@ -25,7 +24,6 @@ PLAIN_VALUES = st.recursive(
 )  # fmt: skip
 
 
-@few_examples()
 @given(PLAIN_VALUES, st.integers(2, 5))
 def test_plain_values_round_trip(value: Any, protocol: int) -> None:
     pair = [value, value]  # the second comes from the memo

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, event, given
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from schedir import (
@@ -34,7 +34,6 @@ from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
 from schedir.testing import random_compute_program
 from schedir.verify.check import check
-from tests.cases import few_examples
 from tests.commands import run_command, run_refused_command
 from tests.edits import written
 from tests.mutants import MUTATIONS, draw_ties, reordered
@@ -227,7 +226,7 @@ def is_legal(programs: list[Program], progress_model: ProgressModel) -> bool:
     return True
 
 
-@few_examples(80)
+@settings(max_examples=80)
 @given(st.integers(0, 2**32), st.booleans())
 def test_checker_agrees_with_execution(seed: int, alike: bool) -> None:
     rng = random.Random(seed)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from schedir.analysis.dependency_graph import Graph
@@ -42,7 +42,6 @@ from schedir.schedules.greedy import greedy_schedule
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
-from tests.cases import few_examples
 from tests.mutants import CORPUS, MUTATIONS, draw_lowered_program, draw_program_of_updates, mutate
 from tests.pure.test_check import naive
 from tests.strategies import costs, with_slots
@@ -111,7 +110,7 @@ def test_proof_for_blocking_hosts_implies_nonblocking(checked_programs: list[Pro
     assert ordered == {Proof(model, *host) for model in MODELS for host in hosts}
 
 
-@few_examples(60)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_each_proof_holds_separately(seed: int) -> None:
     """The checker proves all models with one order. This test checks each model separately."""
@@ -151,7 +150,7 @@ def get_error(call: object, *args: object, **options: object) -> str:
     return ""
 
 
-@few_examples(200)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32), st.sampled_from([*MUTATIONS]), st.sampled_from(MODELS))
 def test_simulate_and_check_refuse_the_same_programs(
     seed: int, name: str, progress_model: ProgressModel
@@ -212,7 +211,6 @@ def test_slot_freed_by_its_own_instruction_deadlocks() -> None:
 # ---------------------------------------------------------------- drafts
 
 
-@few_examples()
 @given(compute_programs(), st.data(), st.sampled_from(MODELS))
 def test_draft_simulates_as_compiled_program(
     given: Program, data: st.DataObject, progress_model: ProgressModel

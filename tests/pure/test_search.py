@@ -52,7 +52,7 @@ from schedir.schedule_search.rank_order import (
 )
 from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_expansion import expand_schedule
-from tests.cases import campaign, few_examples
+from tests.cases import campaign
 
 EVEN = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
 
@@ -312,7 +312,6 @@ policy = st.builds(
 )
 
 
-@few_examples()
 @given(
     policy,
     st.sampled_from(["loop", "vee", (0, 1, 2, 2, 0, 1)]),

@@ -35,7 +35,6 @@ from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
 from schedir.schedules import forward_only, one_f_one_b
 from schedir.training.config.config_file import read_config
-from tests.cases import few_examples
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,7 +84,6 @@ def find_out_of_order(
     return None
 
 
-@few_examples()
 @given(orders())
 def test_wrong_chunk_order_is_refused(
     given: tuple[PipelineShape, list[tuple[str, int, int]]],

@@ -37,7 +37,7 @@ from schedir.ir.stream import OP_SHIFT
 from schedir.ir.text_format import from_text as read
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import random_compute_program
-from tests.cases import ALL, few_examples
+from tests.cases import ALL
 from tests.mutants import refusal
 from tests.oracle import Machine
 from tests.oracle_threads import verdict
@@ -142,7 +142,6 @@ def test_missing_skip_errors_name_instructions() -> None:
         check(replace(program, skips=()))
 
 
-@few_examples()
 @given(st.integers(0, 2**32 - 1), st.sampled_from(MODELS), st.sampled_from(["", "minimal"]))
 def test_times_match_machine(seed: int, model: Any, slots: Any) -> None:
     """Times of random drafts with a skip equal those of the independent machine."""

@@ -35,7 +35,6 @@ from schedir.predict.simulate import simulate
 from schedir.schedule_search.bounds.lower_bound import lower_bound
 from schedir.schedules import get_built_in_schedules
 from schedir.verify.check import check
-from tests.cases import few_examples
 
 STUDIO = Studio()
 CODE = """\
@@ -74,7 +73,7 @@ def expand_in_process(state: StudioState) -> str:
 WITH_CODE = Studio(expand_code=expand_in_process)
 
 
-@few_examples(25)
+@settings(max_examples=25)
 @given(
     schedule=st.sampled_from(sorted(get_built_in_schedules())),
     ranks=st.integers(1, 5),

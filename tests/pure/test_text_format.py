@@ -22,10 +22,8 @@ from schedir.retired_names import RENAMED_FIELDS
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.testing import compute_programs, tied_weights
 from schedir.verify.check import check
-from tests.cases import few_examples
 
 
-@few_examples()
 @given(compute_programs(), st.booleans(), st.booleans(), st.data())
 def test_printed_program_parses(
     draft: Program, lowered: bool, grouped: bool, data: st.DataObject
@@ -132,7 +130,6 @@ def test_parse_errors_have_line_and_column(text: str, line: int, column: int) ->
     assert (caught.value.line, caught.value.column) == (line, column)
 
 
-@few_examples()
 @given(st.data())
 def test_mangled_text_is_refused_or_parsed(data: st.DataObject) -> None:
     text = to_text(compile(one_f_one_b, PipelineShape(2, 4), tied_weights=True))

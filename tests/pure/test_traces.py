@@ -31,7 +31,6 @@ from schedir.traces.kineto import read_trace
 from schedir.traces.trace_import import read_run
 from schedir.verify.check import check
 from tests import kineto
-from tests.cases import few_examples
 from tests.commands import run_command, run_refused_command
 
 UNIT = 1e-5  # seconds per unit of cost
@@ -60,7 +59,7 @@ OVERLAPPED = [
 ]
 
 
-@few_examples(40)
+@settings(max_examples=40)
 @given(st.sampled_from(PROGRAMS), st.integers(0, 2**31), st.booleans(), st.integers(1, 2))
 def test_written_trace_reads_as_timeline(
     program: Program, seed: int, packed: bool, replicas: int
@@ -105,7 +104,7 @@ def test_batched_messages_have_one_kernel(program: Program, seed: int, own: bool
     assert (got.spans["end"][sent] >= expected.spans["end"][sent] * UNIT - 2e-9).all()
 
 
-@few_examples(25)
+@settings(max_examples=25)
 @given(
     st.sampled_from(PROGRAMS),
     st.integers(0, 2**31),
@@ -334,7 +333,7 @@ def test_truncated_files_are_refused(seed: int, packed: bool) -> None:
         assert str(path) in str(caught.value) and len(str(caught.value)) < 400
 
 
-@few_examples(60)
+@settings(max_examples=60)
 @given(st.integers(0, 2**31))
 def test_damaged_files_are_read_or_refused(seed: int) -> None:
     """Damaged files are read, or refused with an error message and no traceback."""

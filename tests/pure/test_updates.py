@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from schedir.__main__ import main
@@ -52,7 +52,6 @@ from schedir.schedules.schedule_algebra import (
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import random_compute_program
 from schedir.verify.check import check
-from tests.cases import few_examples
 from tests.commands import run_refused_command
 from tests.laws import TRIPLES, simulate_schedule
 from tests.oracle import Machine
@@ -345,7 +344,7 @@ def test_collectives_at_update_end_do_not_deadlock(told: Any) -> None:
         check(program, model, blocking_hosts=True)
 
 
-@few_examples(60)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_random_updates_end_without_deadlock(seed: int) -> None:
     """For any order of a draft, the collectives at the ends of its updates cannot deadlock."""

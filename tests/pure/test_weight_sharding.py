@@ -32,7 +32,6 @@ from schedir.testing.strategies import random_compute_program, tied_weights
 from schedir.training.config.config_file import read_config
 from schedir.training.train import build_program
 from schedir.verify.check import check
-from tests.cases import few_examples
 
 FULL = SLOT_KINDS.index(Value.UNSHARDED_PARAMS)
 
@@ -75,7 +74,6 @@ def test_stages_are_unsharded_where_used(
         )
 
 
-@few_examples()
 @given(shapes(), st.integers(0, 2**32 - 1), st.data())
 def test_random_draft_compiles_for_every_zero_level(
     shape: PipelineShape, seed: int, data: st.DataObject
@@ -210,7 +208,6 @@ def test_overlapped_pair_needs_two_unsharded_stages() -> None:
     assert caught.value.fields == ("unsharded_stages",)
 
 
-@few_examples()
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(0, 3))
 def test_unshard_options_are_inferred_from_program(
     shape: PipelineShape, seed: int, active: int, ahead: int

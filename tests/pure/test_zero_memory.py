@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir.__main__ import main
@@ -23,7 +23,6 @@ from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
 from schedir.testing import compute_programs
-from tests.cases import few_examples
 from tests.strategies import costs
 
 WEIGHTS, GRADIENT = "unsharded weights", "unsharded gradients"
@@ -90,7 +89,7 @@ def list_predicted_bytes(program: Program, sizes: Sizes, name: str, rank: int) -
     return running_bytes
 
 
-@few_examples(80)
+@settings(max_examples=80)
 @given(compute_programs(), st.sampled_from([2, 3]), st.randoms(use_true_random=False), st.data())
 def test_unsharded_memory_matches_hand_count(
     draft: Program, zero: int, rng: random.Random, data: st.DataObject
