@@ -68,19 +68,22 @@ class StateFile(RankService):
         self.buffer_count = 1
         self.buffer_size = BLOCK_ALIGNMENT
 
-    def acquire_buffer(self, tensors: Sequence[Tensor]) -> HostBuffer:
+    def acquire_buffer(self, memory: Mapping[Tensor, Tensor]) -> HostBuffer:
         """Return a host buffer for state tensors.
 
+        A part of the buffer has the strides of the tensor's memory in the file, because reads and
+        writes copy bytes.
+
         Args:
-            tensors: The tensors.
+            memory: State tensor -> its memory in the file.
         """
-        *starts, size = accumulate(map(_round_up_bytes, tensors), initial=0)
+        *starts, size = accumulate(map(_round_up_bytes, memory.values()), initial=0)
         self.buffer_size = max(self.buffer_size, size)
-        nbytes = sum(t.nbytes for t in tensors)
+        nbytes = sum(m.nbytes for m in memory.values())
         block = self.tiers.state_arena.acquire(self.buffer_size, nbytes, self.buffer_count)
         views = {
-            t: _view_like(block.location, start, t)
-            for t, start in zip(tensors, starts, strict=True)
+            t: _view_like(block.location, start, m)
+            for (t, m), start in zip(memory.items(), starts, strict=True)
         }
         return HostBuffer(block, views, nbytes, block.pending_jobs)
 

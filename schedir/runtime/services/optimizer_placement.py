@@ -212,7 +212,8 @@ class OptimizerPlacement(RankService):
             wrap_error: A function that adds the instruction to an error.
         """
         file = self.resources.service(StateFile)
-        buffer = file.acquire_buffer([*filter(self.is_at_rest, self.list_state_tensors(stage))])
+        tensors = filter(self.is_at_rest, self.list_state_tensors(stage))
+        buffer = file.acquire_buffer({t: self.resting_memory[t] for t in tensors})
         read = _wrap_errors(partial(file.read, file.list_runs(buffer)), wrap_error)
         job = self.lanes.start(Lane.DISK, read, buffer.nbytes, buffer.jobs, observer)
         self.host_buffers[stage] = buffer._replace(jobs=[job])
@@ -312,7 +313,8 @@ class OptimizerPlacement(RankService):
         targets = [memory for _, memory, _ in copied_tensors]
         after_jobs: Sequence[LaneJob] = ()
         if self.tier == "disk":
-            buffer = self.resources.service(StateFile).acquire_buffer(tensors)
+            memory_by_tensor = {t: memory for t, memory, _ in copied_tensors}
+            buffer = self.resources.service(StateFile).acquire_buffer(memory_by_tensor)
             targets, after_jobs = [*buffer.views.values()], buffer.jobs
         pairs = [
             (target, device_memory)
