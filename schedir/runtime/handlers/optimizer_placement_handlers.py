@@ -8,8 +8,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
-import torch
-
 from schedir.ir.isa.instructions import Instr, Opcode, Value
 from schedir.ir.program import UNSHARED_SLOTS
 from schedir.runtime.autograd.random_streams import UPDATE
@@ -120,24 +118,15 @@ def _wait_for_host_grads(state: ProgramState) -> None:
     state.service(OptimizerPlacement).wait_for_gradients()
 
 
-def _decide_update(state: ProgramState, update: int) -> None:
-    """Decide whether to make an update, and pass the decision and clip factor to the host steps."""
-    checks = state.service(UpdateChecks)
-    is_finite = checks.check_once(update)
-    can_step = state.service(RankOptimizer).can_step
-    can_update = is_finite if can_step else torch.zeros_like(is_finite)
-    state.service(OptimizerPlacement).set_grad_check(can_update, checks.clip_factor)
-    checks.clip_factor = None
-
-
 def check_grads_finite(state: ProgramState, i: Instr) -> Call:
     """Return the call of CheckGradsFinite: check the gradients of an update.
 
     The call also clears the gradients, except after the last update of a step.
     """
+    checks = state.service(UpdateChecks)
 
     def run() -> None:
-        _decide_update(state, i.mb)
+        checks.check_once(i.mb)
         # Keep the gradients of the last update, because the caller may read them.
         if i.mb < state.shape.optimizer_steps - 1:
             state.begin_update()
@@ -147,14 +136,11 @@ def check_grads_finite(state: ProgramState, i: Instr) -> Call:
 
 def host_optimizer_step(state: ProgramState, i: Instr) -> Call:
     """Return the call of HostOptimizerStep: step the parameters of a stage on the host."""
-    placement, make_error = (
-        state.service(OptimizerPlacement),
-        partial(state.wrap_error, state.index_of[i]),
-    )
+    placement, checks = state.service(OptimizerPlacement), state.service(UpdateChecks)
+    make_error = partial(state.wrap_error, state.index_of[i])
 
     def run() -> None:
-        if state.service(UpdateChecks).is_finite is None:
-            _decide_update(state, i.mb)
+        checks.check_once(i.mb)
         placement.start_host_step(i.stage, make_error, state.observer.make_lane_observer())
 
     return Call(partial(_wait_for_host_grads, state), run)

@@ -27,6 +27,7 @@ from schedir.runtime.offload.snapshot_copies import copy_pairs
 from schedir.runtime.offload.stagewise_optimizer import StagewiseOptimizer
 from schedir.runtime.parameters.gradient_buffers import scale_buffer
 from schedir.runtime.rank_resources import RankResources, RankService
+from schedir.runtime.services.update_checks import RankOptimizer
 from schedir.runtime.step_inputs import StepInputs
 
 _HOST: Final = torch.device("cpu")
@@ -92,7 +93,7 @@ class OptimizerPlacement(RankService):
         # Parameter on the device -> parameter on the host. The host parameters stay the same
         # objects, because an optimizer may use them as keys of its state.
         self.host_copies: dict[nn.Parameter, nn.Parameter] = {}
-        self.grad_check: GradCheck | None = None
+        self.grad_check: GradCheck = GradCheck(torch.tensor(True), None, ())
         # (lane, stage) -> copy of gradients or weights, or step on the host.
         self.host_step_jobs: dict[tuple[Lane, int], LaneJob] = {}
         try:
@@ -423,20 +424,23 @@ class OptimizerPlacement(RankService):
             pairs += [(host, device) for device, host in host_parameters.list_weight_pairs()]
         self.host_step_jobs[Lane.D2H, stage] = self._start_copy(Lane.D2H, pairs, observer)
 
-    def set_grad_check(self, finite: Tensor, grad_factor: Tensor | None) -> None:
-        """Set the result of the gradient check, for the optimizer steps of all stages in an update.
+    def begin_optimizer_step(self, finite: Tensor, clip_factor: Tensor | None) -> None:
+        """Keep the result of the gradient check for the host steps of all stages in an update.
 
         Args:
-            finite: True if the gradients are finite, 0-dim bool on the device.
-            grad_factor: The factor of gradient clipping, 0-dim on the device; None without
-                clipping.
+            finite: See `Service.begin_optimizer_step`.
+            clip_factor: See `Service.begin_optimizer_step`.
         """
+        if self.stepped_at == "device":
+            return
+        if not self.resources.service(RankOptimizer).can_step:
+            finite = torch.zeros_like(finite)
         if self.device.type == "cpu":
-            self.grad_check = GradCheck(finite, grad_factor, ())
+            self.grad_check = GradCheck(finite, clip_factor, ())
             return
         pairs = [
             (allocate_like(t, _HOST, pinned=True), t)
-            for t in (finite, grad_factor)
+            for t in (finite, clip_factor)
             if t is not None
         ]
         finite_copy, *factor_copies = [copy for copy, _ in pairs]
@@ -461,7 +465,6 @@ class OptimizerPlacement(RankService):
             make_error: A function that converts an error to an error that names the instruction.
             observer: An object that is notified of the start and the end of the step.
         """
-        assert self.grad_check is not None, "the checker proves that there is a norm"
         grad_check = self.grad_check
         host_parameters = self.host_parameters[stage]
         thread_count = torch.get_num_threads()
