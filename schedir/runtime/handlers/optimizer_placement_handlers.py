@@ -5,6 +5,7 @@ See `handler_registry` for the arguments and the result of a handler.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -13,7 +14,7 @@ from schedir.ir.program import UNSHARED_SLOTS
 from schedir.runtime.autograd.random_streams import UPDATE
 from schedir.runtime.offload.optimizer_state_file import StateFile
 from schedir.runtime.program_state import Call, ProgramState
-from schedir.runtime.services.optimizer_placement import ErrorWrapper, OptimizerPlacement
+from schedir.runtime.services.optimizer_placement import OptimizerPlacement, StartDiskJob
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.update_checks import RankOptimizer, UpdateChecks
 from schedir.runtime.value_slots import find_freeing_instructions
@@ -25,29 +26,29 @@ _PARTIAL_UPDATE_HINT: Final = (
 
 def read_state_from_disk(state: ProgramState, i: Instr) -> Call:
     """Return the call of ReadStateFromDisk: read a stage's optimizer state into a host buffer."""
-    placement, wrap_error = state.service(OptimizerPlacement), _make_error_wrapper(state, i)
+    placement, start = state.service(OptimizerPlacement), _make_disk_starter(state, i)
     slots, file = state.program.slots, state.service(StateFile)
     buffer_count = slots[state.rank].state_host if slots else UNSHARED_SLOTS
     stage_count = len(state.shape.stages_on_rank[state.rank])
     file.buffer_count = max(file.buffer_count, min(buffer_count, 2 * stage_count))
 
-    def run() -> None:
-        placement.read_from_disk(i.stage, state.observer.make_lane_observer(), wrap_error)
-
-    return Call(None, run)
+    return Call(None, partial(placement.read_from_disk, i.stage, start))
 
 
 def write_state_to_disk(state: ProgramState, i: Instr) -> Call:
     """Return the call of WriteStateToDisk: write the optimizer state of a stage to the disk."""
-    placement, wrap_error = state.service(OptimizerPlacement), _make_error_wrapper(state, i)
-
-    def run() -> None:
-        placement.write_to_disk(i.stage, state.observer.make_lane_observer(), wrap_error)
-
-    return Call(None, run)
+    placement, start = state.service(OptimizerPlacement), _make_disk_starter(state, i)
+    return Call(None, partial(placement.write_to_disk, i.stage, start))
 
 
-def _make_error_wrapper(state: ProgramState, i: Instr) -> ErrorWrapper:
+def _make_disk_starter(state: ProgramState, i: Instr) -> StartDiskJob:
+    """Return the function with which an instruction starts its job on the disk lane."""
+    return state.service(OptimizerPlacement).make_disk_starter(
+        state.observer.make_lane_observer, _make_error_wrapper(state, i)
+    )
+
+
+def _make_error_wrapper(state: ProgramState, i: Instr) -> Callable[[Exception], Exception]:
     """Return a function that adds the instruction and a hint to an error."""
 
     def wrap_error(error: Exception) -> Exception:

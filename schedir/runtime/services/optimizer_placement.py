@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from schedir.errors import ModelError
+from schedir.errors import ExecutionError, ModelError
 from schedir.ir.isa.instructions import Lane
 from schedir.ir.pipeline.program_attributes import OPTIMIZER_TIERS
 from schedir.runtime.model_checks.step_isolation import ON_DEVICE_HINT, make_offload_error
@@ -31,7 +31,8 @@ from schedir.runtime.services.update_checks import RankOptimizer
 from schedir.runtime.step_inputs import StepInputs
 
 _HOST: Final = torch.device("cpu")
-ErrorWrapper = Callable[[Exception], Exception]  # adds the instruction to an error
+# Starts a function that reads or writes a host buffer, after the jobs of the buffer.
+StartDiskJob = Callable[[Callable[[], None], HostBuffer], LaneJob]
 
 
 class StateCopy(NamedTuple):
@@ -83,6 +84,9 @@ class OptimizerPlacement(RankService):
         self.tier, self.stepped_at = OPTIMIZER_TIERS[program.optimizer_placement]
         self.device: torch.device = resources.device
         self.lanes: CopyLanes = resources.service(CopyLanes)
+        self.start_disk_job: StartDiskJob = self.make_disk_starter(
+            lambda: None, self._make_move_error
+        )
         self.resting_memory: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.pending_reloads: dict[int, StateCopy] = {}
         self.pending_offloads: dict[int, StateCopy] = {}
@@ -171,6 +175,8 @@ class OptimizerPlacement(RankService):
 
         Raises:
             ModelError: See `StagewiseOptimizer.refresh_parameters`.
+            ExecutionError: The states cannot be written to the disk. They are unchanged, and the
+                step can be repeated.
         """
         optimizer = self.optimizer
         old_parameters = optimizer.seen_parameters
@@ -179,13 +185,24 @@ class OptimizerPlacement(RankService):
             self.host_parameters = {}
         for stage in optimizer.optimizer_parameters:
             if not all(map(self.is_at_rest, self.list_state_tensors(stage))):
-                self.offload(stage)
+                try:
+                    self.offload(stage)
+                except OSError as error:
+                    raise self._make_move_error(error) from error
                 if self.tier == "disk":
-                    self.write_to_disk(stage)
+                    self.write_to_disk(stage, self.start_disk_job)
         self.finish()
         if self.stepped_at == "host":
             self._refresh_host_parameters()
         return batch
+
+    def _make_move_error(self, error: Exception) -> Exception:
+        """Return the error for states that could not move to their tier before a step."""
+        return ExecutionError(
+            f"the optimizer state cannot be moved to the {self.tier} before the step: {error}",
+            program=self.resources.program.name,
+            hint="the state is unchanged: free space in spill_dir, and call step again",
+        )
 
     def _refresh_host_parameters(self) -> None:
         for s, stage_parameters in self.optimizer.optimizer_parameters.items():
@@ -199,24 +216,42 @@ class OptimizerPlacement(RankService):
 
     # ------------------------------------------------------------ steps on the device
 
-    def read_from_disk(
+    def make_disk_starter(
         self,
-        stage: int,
-        observer: LaneObserver | None = None,
-        wrap_error: ErrorWrapper | None = None,
-    ) -> None:
+        make_observer: Callable[[], LaneObserver | None],
+        wrap_error: Callable[[Exception], Exception],
+    ) -> StartDiskJob:
+        """Return a function that starts a job on the disk lane.
+
+        Args:
+            make_observer: Returns the observer of a job, see `CopyLanes.start`.
+            wrap_error: Returns the error that a job raises instead of its own error.
+        """
+
+        def start(run: Callable[[], None], buffer: HostBuffer) -> LaneJob:
+            def run_wrapped() -> None:
+                try:
+                    run()
+                except Exception as error:
+                    raise wrap_error(error) from error
+
+            return self.lanes.start(
+                Lane.DISK, run_wrapped, buffer.nbytes, buffer.jobs, make_observer()
+            )
+
+        return start
+
+    def read_from_disk(self, stage: int, start: StartDiskJob) -> None:
         """Start to read the state of a stage from the disk into a host buffer.
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the start and the end of the copy.
-            wrap_error: A function that adds the instruction to an error.
+            start: Starts the read, see `make_disk_starter`.
         """
         file = self.resources.service(StateFile)
         tensors = filter(self.is_at_rest, self.list_state_tensors(stage))
         buffer = file.acquire_buffer({t: self.resting_memory[t] for t in tensors})
-        read = _wrap_errors(partial(file.read, file.list_runs(buffer)), wrap_error)
-        job = self.lanes.start(Lane.DISK, read, buffer.nbytes, buffer.jobs, observer)
+        job = start(partial(file.read, file.list_runs(buffer)), buffer)
         self.host_buffers[stage] = buffer._replace(jobs=[job])
 
     def reload(self, stage: int, observer: LaneObserver | None = None) -> None:
@@ -367,18 +402,12 @@ class OptimizerPlacement(RankService):
                 device_memory.untyped_storage().resize_(0)
             self.reloaded_addresses.discard(device_memory.data_ptr())
 
-    def write_to_disk(
-        self,
-        stage: int,
-        observer: LaneObserver | None = None,
-        wrap_error: ErrorWrapper | None = None,
-    ) -> None:
+    def write_to_disk(self, stage: int, start: StartDiskJob) -> None:
         """Start to write the state of a stage from its host buffer to the disk.
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the start and the end of the copy.
-            wrap_error: A function that adds the instruction to an error.
+            start: Starts the write, see `make_disk_starter`.
         """
         file, buffer = self.resources.service(StateFile), self.host_buffers.pop(stage)
         runs = file.list_runs(buffer)
@@ -388,9 +417,7 @@ class OptimizerPlacement(RankService):
             if file.tiers.poisons_sources:
                 buffer.block.location.fill_(POISON_BYTE)
 
-        job = self.lanes.start(
-            Lane.DISK, _wrap_errors(write, wrap_error), buffer.nbytes, buffer.jobs, observer
-        )
+        job = start(write, buffer)
         self.pending_writes[stage] = job, buffer
         file.release_buffer(buffer, job)
 
@@ -595,24 +622,17 @@ class OptimizerPlacement(RankService):
             if not _finish_without_error(state_copy.job) or stage in self.host_buffers:
                 for t, _, memory in state_copy.tensors:
                     t.data = memory
+        for buffer in self.host_buffers.values():
+            self.resources.service(StateFile).release_buffer(buffer)
+        if self.tier == "disk":
+            for job in self.resources.service(StateFile).take_pending_jobs():
+                _finish_without_error(job)
         self.host_step_jobs.clear()
         self.pending_reloads.clear()
         self.pending_offloads.clear()
         self.pending_writes.clear()
         self.host_buffers.clear()
         self.reloaded_addresses.clear()
-
-
-def _wrap_errors(run: Callable[[], None], wrap_error: ErrorWrapper | None) -> Callable[[], None]:
-    """Wrap `run` so that `wrap_error` converts its errors."""
-
-    def run_wrapped() -> None:
-        try:
-            run()
-        except Exception as error:
-            raise (error if wrap_error is None else wrap_error(error)) from error
-
-    return run_wrapped
 
 
 def _finish_without_error(job: LaneJob) -> bool:
