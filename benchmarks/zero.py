@@ -390,7 +390,7 @@ class MemoryCheck:
         numbers = [
             checks.grad_norm,
             checks.finite_updates,
-            checks.is_finite,
+            *checks.checked_updates.values(),
             state.service(LossGradients).grad_scale,
             state.service(LossGradients).initial_gradient,
         ]

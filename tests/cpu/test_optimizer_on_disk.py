@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+from copy import deepcopy
 from errno import ENOSPC
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from tests.cpu.optimizer_offload_programs import (
     run_steps_in_random_order,
 )
 from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch
+from tests.file_size_limit import limit_file_size
 
 torch.set_num_threads(1)
 
@@ -144,6 +146,35 @@ def test_space_of_freed_states_is_reused(tmp_path: Path) -> None:
         run_steps_in_random_order(world, 1 + k)
         lengths.append(get_file(world.executors[0]).spill_file.length)
     assert len({*lengths}) == 1 and all(map(states.is_at_rest, states.list_state_tensors(0)))
+
+
+def test_empty_state_tensor_has_place_in_file(tmp_path: Path) -> None:
+    world = make_executor(compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
+    empty = torch.empty(0, 3)
+    assert get_file(world.executors[0]).allocate([empty])[empty].shape == (0, 3)
+
+
+def test_step_may_be_repeated_if_disk_was_full_before_it(tmp_path: Path) -> None:
+    """A loaded state is written to the file before the next step."""
+    world, plain = (
+        make_executor(compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
+        for _ in range(2)
+    )
+    run_steps_in_random_order(world, 0)
+    run_steps_in_random_order(plain, 0, 1)
+    optimizer, file = get_optimizer(world.executors[0]), get_file(world.executors[0])
+    for length in (100, file.spill_file.length):  # A write fails, or the file cannot grow.
+        optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+        before = read_training_state(world)
+        with (
+            limit_file_size(length),
+            pytest.raises(ExecutionError, match="moved to the disk before the step"),
+        ):
+            run_steps_in_random_order(world, 1)
+        assert are_equal(before, read_training_state(world))
+    run_steps_in_random_order(world, 1)
+    assert are_equal(read_training_state(world), read_training_state(plain))
+    assert file.tiers.count_bytes("host") == 0
 
 
 def test_states_on_disk_need_writable_folder(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class _CallLog(Service):
     def begin_step(self) -> None:
         self.calls.append("begin_step")
 
-    def begin_optimizer_step(self) -> None:
+    def begin_optimizer_step(self, finite: Tensor, clip_factor: Tensor | None) -> None:
         self.calls.append("begin_optimizer_step")
 
     def finish_step(self) -> None:

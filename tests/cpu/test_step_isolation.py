@@ -142,6 +142,11 @@ class UserOptimizer(torch.optim.Optimizer):
                     state.setdefault("m", torch.zeros_like(p)).mul_(0.5).add_(p.grad)
             case "data":
                 state.setdefault("m", torch.zeros_like(p)).data = 0.5 * p.grad
+            case "data in another order":
+                if "m" in state:
+                    state["m"].data = (0.5 * state["m"] + p.grad).t().contiguous().t()
+                else:
+                    state["m"] = p.grad.clone()
             case "two views":
                 state.setdefault("m", torch.zeros_like(p)).mul_(0.5)
                 state.setdefault("v", state["m"].view(-1)).add_(p.grad.reshape(-1))
@@ -172,8 +177,8 @@ VARIANTS: dict[str, list[str]] = {
     "gradient": ["left", "none", "new", "zero"],
     "count": ["", "number", "list", "length", "tensor", "group", "state"],
     "state": [
-        "", "replaced", "in a new dict", "deleted", "late", "data", "two views", "gradient",
-        "weights", "views of an attribute", "one for all",
+        "", "replaced", "in a new dict", "deleted", "late", "data", "data in another order",
+        "two views", "gradient", "weights", "views of an attribute", "one for all",
     ],
     "group": ["", "added", "swapped"],
     "attribute": ["", "parameters"],
@@ -269,7 +274,10 @@ def test_device_step_that_replaces_weight_memory_has_same_bits(states: str, weig
 
 @pytest.mark.parametrize(
     ("states", "state"),
-    each_value(PLACEMENTS, ["replaced", "in a new dict", "deleted", "late", "data"]),
+    each_value(
+        PLACEMENTS,
+        ["replaced", "data in another order", "in a new dict", "deleted", "late", "data"],
+    ),
 )
 def test_optimizer_state_may_appear_and_disappear(states: str, state: str) -> None:
     assert compare_with_device(SEVERAL_STAGES, states, {"state": state}) is None

@@ -25,7 +25,7 @@ BUDGET = {
     "schedir/passes": 2_800,
     "schedir/planner": 4_450,
     "schedir/predict": 1_660,
-    "schedir/runtime": 10_240,
+    "schedir/runtime": 10_260,
     "schedir/schedule_search": 3_010,
     "schedir/schedules": 850,
     "schedir/tensor_parallel": 340,

@@ -5,17 +5,16 @@ See `handler_registry` for the arguments and the result of a handler.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Final
-
-import torch
 
 from schedir.ir.isa.instructions import Instr, Opcode, Value
 from schedir.ir.program import UNSHARED_SLOTS
 from schedir.runtime.autograd.random_streams import UPDATE
 from schedir.runtime.offload.optimizer_state_file import StateFile
 from schedir.runtime.program_state import Call, ProgramState
-from schedir.runtime.services.optimizer_placement import ErrorWrapper, OptimizerPlacement
+from schedir.runtime.services.optimizer_placement import OptimizerPlacement, StartDiskJob
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.update_checks import RankOptimizer, UpdateChecks
 from schedir.runtime.value_slots import find_freeing_instructions
@@ -27,29 +26,29 @@ _PARTIAL_UPDATE_HINT: Final = (
 
 def read_state_from_disk(state: ProgramState, i: Instr) -> Call:
     """Return the call of ReadStateFromDisk: read a stage's optimizer state into a host buffer."""
-    placement, wrap_error = state.service(OptimizerPlacement), _make_error_wrapper(state, i)
+    placement, start = state.service(OptimizerPlacement), _make_disk_starter(state, i)
     slots, file = state.program.slots, state.service(StateFile)
     buffer_count = slots[state.rank].state_host if slots else UNSHARED_SLOTS
     stage_count = len(state.shape.stages_on_rank[state.rank])
     file.buffer_count = max(file.buffer_count, min(buffer_count, 2 * stage_count))
 
-    def run() -> None:
-        placement.read_from_disk(i.stage, state.observer.make_lane_observer(), wrap_error)
-
-    return Call(None, run)
+    return Call(None, partial(placement.read_from_disk, i.stage, start))
 
 
 def write_state_to_disk(state: ProgramState, i: Instr) -> Call:
     """Return the call of WriteStateToDisk: write the optimizer state of a stage to the disk."""
-    placement, wrap_error = state.service(OptimizerPlacement), _make_error_wrapper(state, i)
-
-    def run() -> None:
-        placement.write_to_disk(i.stage, state.observer.make_lane_observer(), wrap_error)
-
-    return Call(None, run)
+    placement, start = state.service(OptimizerPlacement), _make_disk_starter(state, i)
+    return Call(None, partial(placement.write_to_disk, i.stage, start))
 
 
-def _make_error_wrapper(state: ProgramState, i: Instr) -> ErrorWrapper:
+def _make_disk_starter(state: ProgramState, i: Instr) -> StartDiskJob:
+    """Return the function with which an instruction starts its job on the disk lane."""
+    return state.service(OptimizerPlacement).make_disk_starter(
+        state.observer.make_lane_observer, _make_error_wrapper(state, i)
+    )
+
+
+def _make_error_wrapper(state: ProgramState, i: Instr) -> Callable[[Exception], Exception]:
     """Return a function that adds the instruction and a hint to an error."""
 
     def wrap_error(error: Exception) -> Exception:
@@ -120,24 +119,15 @@ def _wait_for_host_grads(state: ProgramState) -> None:
     state.service(OptimizerPlacement).wait_for_gradients()
 
 
-def _decide_update(state: ProgramState, update: int) -> None:
-    """Decide whether to make an update, and pass the decision and clip factor to the host steps."""
-    checks = state.service(UpdateChecks)
-    is_finite = checks.check_once(update)
-    can_step = state.service(RankOptimizer).can_step
-    can_update = is_finite if can_step else torch.zeros_like(is_finite)
-    state.service(OptimizerPlacement).set_grad_check(can_update, checks.clip_factor)
-    checks.clip_factor = None
-
-
 def check_grads_finite(state: ProgramState, i: Instr) -> Call:
     """Return the call of CheckGradsFinite: check the gradients of an update.
 
     The call also clears the gradients, except after the last update of a step.
     """
+    checks = state.service(UpdateChecks)
 
     def run() -> None:
-        _decide_update(state, i.mb)
+        checks.check_once(i.mb)
         # Keep the gradients of the last update, because the caller may read them.
         if i.mb < state.shape.optimizer_steps - 1:
             state.begin_update()
@@ -147,14 +137,11 @@ def check_grads_finite(state: ProgramState, i: Instr) -> Call:
 
 def host_optimizer_step(state: ProgramState, i: Instr) -> Call:
     """Return the call of HostOptimizerStep: step the parameters of a stage on the host."""
-    placement, make_error = (
-        state.service(OptimizerPlacement),
-        partial(state.wrap_error, state.index_of[i]),
-    )
+    placement, checks = state.service(OptimizerPlacement), state.service(UpdateChecks)
+    make_error = partial(state.wrap_error, state.index_of[i])
 
     def run() -> None:
-        if state.service(UpdateChecks).is_finite is None:
-            _decide_update(state, i.mb)
+        checks.check_once(i.mb)
         placement.start_host_step(i.stage, make_error, state.observer.make_lane_observer())
 
     return Call(partial(_wait_for_host_grads, state), run)

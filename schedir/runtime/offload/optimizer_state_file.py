@@ -68,30 +68,44 @@ class StateFile(RankService):
         self.buffer_count = 1
         self.buffer_size = BLOCK_ALIGNMENT
 
-    def acquire_buffer(self, tensors: Sequence[Tensor]) -> HostBuffer:
+    def acquire_buffer(self, memory: Mapping[Tensor, Tensor]) -> HostBuffer:
         """Return a host buffer for state tensors.
 
+        A part of the buffer has the strides of the tensor's memory in the file, because reads and
+        writes copy bytes.
+
         Args:
-            tensors: The tensors.
+            memory: State tensor -> its memory in the file.
         """
-        *starts, size = accumulate(map(_round_up_bytes, tensors), initial=0)
+        *starts, size = accumulate(map(_round_up_bytes, memory.values()), initial=0)
         self.buffer_size = max(self.buffer_size, size)
-        nbytes = sum(t.nbytes for t in tensors)
+        nbytes = sum(m.nbytes for m in memory.values())
         block = self.tiers.state_arena.acquire(self.buffer_size, nbytes, self.buffer_count)
         views = {
-            t: _view_like(block.location, start, t)
-            for t, start in zip(tensors, starts, strict=True)
+            t: _view_like(block.location, start, m)
+            for (t, m), start in zip(memory.items(), starts, strict=True)
         }
         return HostBuffer(block, views, nbytes, block.pending_jobs)
 
-    def release_buffer(self, buffer: HostBuffer, job: LaneJob) -> None:
+    def release_buffer(self, buffer: HostBuffer, job: LaneJob | None = None) -> None:
         """Release a host buffer. Another state may use it after a job.
 
         Args:
             buffer: The buffer.
-            job: The job that copies the state from the buffer.
+            job: The job that copies the state from the buffer. None if no job uses the buffer.
         """
         self.tiers.state_arena.release(buffer.block, buffer.nbytes, job)
+
+    def take_pending_jobs(self) -> list[LaneJob]:
+        """Return the jobs for which the next users of the host buffers would wait.
+
+        The next users do not wait for these jobs any more, so the caller must wait for them.
+        """
+        jobs: list[LaneJob] = []
+        for block in self.tiers.state_arena.free_blocks:
+            jobs += block.pending_jobs
+            block.pending_jobs = []
+        return jobs
 
     def read(self, runs: FileRuns) -> None:
         """Read the state of a stage from the file.
@@ -148,7 +162,8 @@ class StateFile(RankService):
         """
         if not tensors:
             return {}
-        *starts, size = accumulate(map(_round_up_bytes, tensors), initial=0)
+        *starts, end = accumulate(map(_round_up_bytes, tensors), initial=0)
+        size = max(end, BLOCK_ALIGNMENT)  # the file cannot grow by 0 bytes for empty tensors
         nbytes = sum(t.nbytes for t in tensors)
         block = self.spill_file.arena.acquire(size, nbytes)
         memory = self.spill_file.map_block(block, size, nbytes)

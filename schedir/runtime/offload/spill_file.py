@@ -99,11 +99,19 @@ class SpillFile:
         Args:
             offset: The offset in the file, in bytes.
             memory: A contiguous tensor in host memory.
+
+        Raises:
+            OSError: The disk refuses the write.
         """
         remaining_bytes = _as_buffer(memory)
         file_descriptor = self.file.fileno()
         while remaining_bytes:
-            count = os.pwrite(file_descriptor, remaining_bytes, offset)
+            try:
+                count = os.pwrite(file_descriptor, remaining_bytes, offset)
+            except OSError as error:
+                raise OSError(
+                    f"cannot write to the spill file in {self.directory}: {error.strerror}"
+                ) from error
             remaining_bytes, offset = remaining_bytes[count:], offset + count
 
     def read(self, offset: int, memory: Tensor) -> None:
@@ -114,12 +122,17 @@ class SpillFile:
             memory: A contiguous tensor in host memory, which the method fills.
 
         Raises:
-            OSError: The file is too short.
+            OSError: The file is too short, or the disk refuses the read.
         """
         remaining_bytes = _as_buffer(memory)
         file_descriptor = self.file.fileno()
         while remaining_bytes:
-            count = os.preadv(file_descriptor, [remaining_bytes], offset)
+            try:
+                count = os.preadv(file_descriptor, [remaining_bytes], offset)
+            except OSError as error:
+                raise OSError(
+                    f"cannot read the spill file in {self.directory}: {error.strerror}"
+                ) from error
             if not count:
                 raise OSError(
                     f"the spill file in {self.directory} is shorter than the data written to it"

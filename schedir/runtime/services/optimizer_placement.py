@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from schedir.errors import ModelError
+from schedir.errors import ExecutionError, ModelError
 from schedir.ir.isa.instructions import Lane
 from schedir.ir.pipeline.program_attributes import OPTIMIZER_TIERS
 from schedir.runtime.model_checks.step_isolation import ON_DEVICE_HINT, make_offload_error
@@ -27,10 +27,12 @@ from schedir.runtime.offload.snapshot_copies import copy_pairs
 from schedir.runtime.offload.stagewise_optimizer import StagewiseOptimizer
 from schedir.runtime.parameters.gradient_buffers import scale_buffer
 from schedir.runtime.rank_resources import RankResources, RankService
+from schedir.runtime.services.update_checks import RankOptimizer
 from schedir.runtime.step_inputs import StepInputs
 
 _HOST: Final = torch.device("cpu")
-ErrorWrapper = Callable[[Exception], Exception]  # adds the instruction to an error
+# Starts a function that reads or writes a host buffer, after the jobs of the buffer.
+StartDiskJob = Callable[[Callable[[], None], HostBuffer], LaneJob]
 
 
 class StateCopy(NamedTuple):
@@ -82,6 +84,9 @@ class OptimizerPlacement(RankService):
         self.tier, self.stepped_at = OPTIMIZER_TIERS[program.optimizer_placement]
         self.device: torch.device = resources.device
         self.lanes: CopyLanes = resources.service(CopyLanes)
+        self.start_disk_job: StartDiskJob = self.make_disk_starter(
+            lambda: None, self._make_move_error
+        )
         self.resting_memory: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.pending_reloads: dict[int, StateCopy] = {}
         self.pending_offloads: dict[int, StateCopy] = {}
@@ -92,7 +97,7 @@ class OptimizerPlacement(RankService):
         # Parameter on the device -> parameter on the host. The host parameters stay the same
         # objects, because an optimizer may use them as keys of its state.
         self.host_copies: dict[nn.Parameter, nn.Parameter] = {}
-        self.grad_check: GradCheck | None = None
+        self.grad_check: GradCheck = GradCheck(torch.tensor(True), None, ())
         # (lane, stage) -> copy of gradients or weights, or step on the host.
         self.host_step_jobs: dict[tuple[Lane, int], LaneJob] = {}
         try:
@@ -170,6 +175,8 @@ class OptimizerPlacement(RankService):
 
         Raises:
             ModelError: See `StagewiseOptimizer.refresh_parameters`.
+            ExecutionError: The states cannot be written to the disk. They are unchanged, and the
+                step can be repeated.
         """
         optimizer = self.optimizer
         old_parameters = optimizer.seen_parameters
@@ -178,13 +185,24 @@ class OptimizerPlacement(RankService):
             self.host_parameters = {}
         for stage in optimizer.optimizer_parameters:
             if not all(map(self.is_at_rest, self.list_state_tensors(stage))):
-                self.offload(stage)
+                try:
+                    self.offload(stage)
+                except OSError as error:
+                    raise self._make_move_error(error) from error
                 if self.tier == "disk":
-                    self.write_to_disk(stage)
+                    self.write_to_disk(stage, self.start_disk_job)
         self.finish()
         if self.stepped_at == "host":
             self._refresh_host_parameters()
         return batch
+
+    def _make_move_error(self, error: Exception) -> Exception:
+        """Return the error for states that could not move to their tier before a step."""
+        return ExecutionError(
+            f"the optimizer state cannot be moved to the {self.tier} before the step: {error}",
+            program=self.resources.program.name,
+            hint="the state is unchanged: free space in spill_dir, and call step again",
+        )
 
     def _refresh_host_parameters(self) -> None:
         for s, stage_parameters in self.optimizer.optimizer_parameters.items():
@@ -198,23 +216,42 @@ class OptimizerPlacement(RankService):
 
     # ------------------------------------------------------------ steps on the device
 
-    def read_from_disk(
+    def make_disk_starter(
         self,
-        stage: int,
-        observer: LaneObserver | None = None,
-        wrap_error: ErrorWrapper | None = None,
-    ) -> None:
+        make_observer: Callable[[], LaneObserver | None],
+        wrap_error: Callable[[Exception], Exception],
+    ) -> StartDiskJob:
+        """Return a function that starts a job on the disk lane.
+
+        Args:
+            make_observer: Returns the observer of a job, see `CopyLanes.start`.
+            wrap_error: Returns the error that a job raises instead of its own error.
+        """
+
+        def start(run: Callable[[], None], buffer: HostBuffer) -> LaneJob:
+            def run_wrapped() -> None:
+                try:
+                    run()
+                except Exception as error:
+                    raise wrap_error(error) from error
+
+            return self.lanes.start(
+                Lane.DISK, run_wrapped, buffer.nbytes, buffer.jobs, make_observer()
+            )
+
+        return start
+
+    def read_from_disk(self, stage: int, start: StartDiskJob) -> None:
         """Start to read the state of a stage from the disk into a host buffer.
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the start and the end of the copy.
-            wrap_error: A function that adds the instruction to an error.
+            start: Starts the read, see `make_disk_starter`.
         """
         file = self.resources.service(StateFile)
-        buffer = file.acquire_buffer([*filter(self.is_at_rest, self.list_state_tensors(stage))])
-        read = _wrap_errors(partial(file.read, file.list_runs(buffer)), wrap_error)
-        job = self.lanes.start(Lane.DISK, read, buffer.nbytes, buffer.jobs, observer)
+        tensors = filter(self.is_at_rest, self.list_state_tensors(stage))
+        buffer = file.acquire_buffer({t: self.resting_memory[t] for t in tensors})
+        job = start(partial(file.read, file.list_runs(buffer)), buffer)
         self.host_buffers[stage] = buffer._replace(jobs=[job])
 
     def reload(self, stage: int, observer: LaneObserver | None = None) -> None:
@@ -312,7 +349,8 @@ class OptimizerPlacement(RankService):
         targets = [memory for _, memory, _ in copied_tensors]
         after_jobs: Sequence[LaneJob] = ()
         if self.tier == "disk":
-            buffer = self.resources.service(StateFile).acquire_buffer(tensors)
+            memory_by_tensor = {t: memory for t, memory, _ in copied_tensors}
+            buffer = self.resources.service(StateFile).acquire_buffer(memory_by_tensor)
             targets, after_jobs = [*buffer.views.values()], buffer.jobs
         pairs = [
             (target, device_memory)
@@ -364,18 +402,12 @@ class OptimizerPlacement(RankService):
                 device_memory.untyped_storage().resize_(0)
             self.reloaded_addresses.discard(device_memory.data_ptr())
 
-    def write_to_disk(
-        self,
-        stage: int,
-        observer: LaneObserver | None = None,
-        wrap_error: ErrorWrapper | None = None,
-    ) -> None:
+    def write_to_disk(self, stage: int, start: StartDiskJob) -> None:
         """Start to write the state of a stage from its host buffer to the disk.
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the start and the end of the copy.
-            wrap_error: A function that adds the instruction to an error.
+            start: Starts the write, see `make_disk_starter`.
         """
         file, buffer = self.resources.service(StateFile), self.host_buffers.pop(stage)
         runs = file.list_runs(buffer)
@@ -385,9 +417,7 @@ class OptimizerPlacement(RankService):
             if file.tiers.poisons_sources:
                 buffer.block.location.fill_(POISON_BYTE)
 
-        job = self.lanes.start(
-            Lane.DISK, _wrap_errors(write, wrap_error), buffer.nbytes, buffer.jobs, observer
-        )
+        job = start(write, buffer)
         self.pending_writes[stage] = job, buffer
         file.release_buffer(buffer, job)
 
@@ -421,20 +451,23 @@ class OptimizerPlacement(RankService):
             pairs += [(host, device) for device, host in host_parameters.list_weight_pairs()]
         self.host_step_jobs[Lane.D2H, stage] = self._start_copy(Lane.D2H, pairs, observer)
 
-    def set_grad_check(self, finite: Tensor, grad_factor: Tensor | None) -> None:
-        """Set the result of the gradient check, for the optimizer steps of all stages in an update.
+    def begin_optimizer_step(self, finite: Tensor, clip_factor: Tensor | None) -> None:
+        """Keep the result of the gradient check for the host steps of all stages in an update.
 
         Args:
-            finite: True if the gradients are finite, 0-dim bool on the device.
-            grad_factor: The factor of gradient clipping, 0-dim on the device; None without
-                clipping.
+            finite: See `Service.begin_optimizer_step`.
+            clip_factor: See `Service.begin_optimizer_step`.
         """
+        if self.stepped_at == "device":
+            return
+        if not self.resources.service(RankOptimizer).can_step:
+            finite = torch.zeros_like(finite)
         if self.device.type == "cpu":
-            self.grad_check = GradCheck(finite, grad_factor, ())
+            self.grad_check = GradCheck(finite, clip_factor, ())
             return
         pairs = [
             (allocate_like(t, _HOST, pinned=True), t)
-            for t in (finite, grad_factor)
+            for t in (finite, clip_factor)
             if t is not None
         ]
         finite_copy, *factor_copies = [copy for copy, _ in pairs]
@@ -459,7 +492,6 @@ class OptimizerPlacement(RankService):
             make_error: A function that converts an error to an error that names the instruction.
             observer: An object that is notified of the start and the end of the step.
         """
-        assert self.grad_check is not None, "the checker proves that there is a norm"
         grad_check = self.grad_check
         host_parameters = self.host_parameters[stage]
         thread_count = torch.get_num_threads()
@@ -590,24 +622,17 @@ class OptimizerPlacement(RankService):
             if not _finish_without_error(state_copy.job) or stage in self.host_buffers:
                 for t, _, memory in state_copy.tensors:
                     t.data = memory
+        for buffer in self.host_buffers.values():
+            self.resources.service(StateFile).release_buffer(buffer)
+        if self.tier == "disk":
+            for job in self.resources.service(StateFile).take_pending_jobs():
+                _finish_without_error(job)
         self.host_step_jobs.clear()
         self.pending_reloads.clear()
         self.pending_offloads.clear()
         self.pending_writes.clear()
         self.host_buffers.clear()
         self.reloaded_addresses.clear()
-
-
-def _wrap_errors(run: Callable[[], None], wrap_error: ErrorWrapper | None) -> Callable[[], None]:
-    """Wrap `run` so that `wrap_error` converts its errors."""
-
-    def run_wrapped() -> None:
-        try:
-            run()
-        except Exception as error:
-            raise (error if wrap_error is None else wrap_error(error)) from error
-
-    return run_wrapped
 
 
 def _finish_without_error(job: LaneJob) -> bool:

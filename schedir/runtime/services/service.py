@@ -69,8 +69,14 @@ class Service:
     def begin_step(self) -> None:
         """Begin a step or an evaluation, after its inputs, weights and gradients are prepared."""
 
-    def begin_optimizer_step(self) -> None:
-        """Prepare the parameters for the optimizer, after gradients are checked and clipped."""
+    def begin_optimizer_step(self, finite: Tensor, clip_factor: Tensor | None) -> None:
+        """Prepare the optimizer step of an update, after gradients are checked and clipped.
+
+        Args:
+            finite: True if the gradients are finite, 0-dim bool.
+            clip_factor: The factor that has clipped the gradients on the device, 0-dim. None
+                without clipping.
+        """
 
     def finish_step(self) -> None:
         """End a step or an evaluation after its last instruction, before `restore`."""

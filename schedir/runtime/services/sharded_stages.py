@@ -49,8 +49,12 @@ class ShardedStages(ProgramService):
         for weights in self.sharded:
             weights.begin_step(has_backward=self.state.program.has_backward)
 
-    def begin_optimizer_step(self) -> None:
+    def begin_optimizer_step(self, finite: Tensor, clip_factor: Tensor | None) -> None:
         """Set `data` of all parameters to their shards, and check the optimizer state.
+
+        Args:
+            finite: See `Service.begin_optimizer_step`.
+            clip_factor: See `Service.begin_optimizer_step`.
 
         Raises:
             ModelError: A sharded weight was written to, or the optimizer's state is not sharded.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from schedir.ir.pipeline.program_attributes import OPTIMIZER_TIERS
+from schedir.ir.program import Program
 from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.parameters.sharded_parameters import guard_shard_step
 from schedir.runtime.parameters.step_skipping import are_finite, step_if_finite
@@ -32,13 +33,15 @@ class RankOptimizer(RankService):
     Attributes:
         can_step: False if the optimizer must not step, because the steps will be undone.
         read_last_result: Returns `Executor.grad_norm` and `Executor.finite_updates` of the last
-            step.
+            step. Before the first step the norm is 0, and all updates are finite.
     """
 
     def __init__(self, resources: RankResources) -> None:
         super().__init__(resources)
         self.can_step = True
-        self.read_last_result: Callable[[], tuple[Tensor, Tensor]] | None = None
+        self.read_last_result: Callable[[], tuple[Tensor, Tensor]] = partial(
+            _make_initial_result, resources.program, resources.device
+        )
 
     def run(self, finite: Tensor, step: Callable[[Tensor], object] | None = None) -> None:
         """Run the optimizer step if the update is finite.
@@ -89,29 +92,25 @@ class UpdateChecks(ProgramService):
         squared_norms: Update -> sum of squares of all gradients. The entry of an update is removed
             when its gradients are clipped. There may be several entries, because a rank without
             gradients may reduce the norm of the next update early.
-        is_finite: The result of the check of the current update, or None before the check.
-        clip_factor: The clip factor of the current update for steps on the host, or None.
+        checked_updates: Update -> True if its gradients are finite, 0-dim bool. An update has an
+            entry from its check to its end.
         judge: Returns the `NormVerdict` of an update. Without clipping the factor is None.
         read_result: Returns `Executor.grad_norm` and `Executor.finite_updates` of the last step.
     """
 
     def __init__(self, state: ProgramState) -> None:
         super().__init__(state)
-        self.grad_norm = torch.zeros((), dtype=torch.float64, device=state.device)
-        self.finite_updates = torch.ones(
-            state.shape.optimizer_steps, dtype=torch.bool, device=state.device
-        )
+        self.grad_norm, self.finite_updates = _make_initial_result(state.program, state.device)
         self.squared_norms: dict[int, Tensor] = {}
-        self.is_finite: Tensor | None = None
-        self.clip_factor: Tensor | None = None
+        self.checked_updates: dict[int, Tensor] = {}
         self.judge: Callable[[int], tuple[Tensor, Tensor | None]] = (
             self._judge_by_norm if state.program.clip_grad_norm else self._judge_by_numbers
         )
         self.read_result = lambda: (self.grad_norm, self.finite_updates)
 
     def begin_step(self) -> None:
-        """Discard the result of a check that remains after an error in the last step."""
-        self.is_finite = None
+        """Discard the results of checks that remain after an error in the last step."""
+        self.checked_updates.clear()
 
     def finish_step(self) -> None:
         """Keep the result of this step as the last result of the rank."""
@@ -120,7 +119,7 @@ class UpdateChecks(ProgramService):
 
     def read_last_result(self) -> tuple[Tensor, Tensor]:
         """Return `grad_norm` and `finite_updates` of the rank's last training step."""
-        return (self.state.service(RankOptimizer).read_last_result or self.read_result)()
+        return self.state.service(RankOptimizer).read_last_result()
 
     def check_once(self, update: int) -> Tensor:
         """Return whether an update is finite. The first call checks and clips the gradients.
@@ -131,9 +130,9 @@ class UpdateChecks(ProgramService):
         Raises:
             ModelError: See `check_and_clip`.
         """
-        if self.is_finite is None:
-            self.is_finite = self.check_and_clip(update)
-        return self.is_finite
+        if update not in self.checked_updates:
+            self.checked_updates[update] = self.check_and_clip(update)
+        return self.checked_updates[update]
 
     def finish_update(self, update: int) -> Tensor:
         """Record whether an update is finite, and return the result.
@@ -144,8 +143,8 @@ class UpdateChecks(ProgramService):
         Raises:
             ModelError: See `check_and_clip`.
         """
-        finite, self.is_finite = self.check_once(update), None
-        self.finite_updates[update] = finite
+        finite = self.finite_updates[update] = self.check_once(update)
+        del self.checked_updates[update]
         return finite
 
     def check_and_clip(self, update: int) -> Tensor:
@@ -166,15 +165,11 @@ class UpdateChecks(ProgramService):
         """
         state = self.state
         finite, clip_factor = self.judge(update)
-        # A step on the host must also clip the copies of the gradients on the host.
-        tiers = OPTIMIZER_TIERS[state.program.optimizer_placement]
-        if clip_factor is not None and tiers.stepped_at == "host":
-            self.clip_factor = clip_factor
         for stage in state.stages.values():
             if clip_factor is not None:
                 stage.gradients.scale(clip_factor)
         for service in state.list_services():
-            service.begin_optimizer_step()
+            service.begin_optimizer_step(finite, clip_factor)
         return finite
 
     def _judge_by_norm(self, update: int) -> NormVerdict:
@@ -197,6 +192,12 @@ class UpdateChecks(ProgramService):
             state.transport.start_collective("all_reduce", "dp", nonfinite, nonfinite).wait()
             finite = nonfinite == 0
         return finite, None
+
+
+def _make_initial_result(program: Program, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the norm and the finite updates before the first step: 0, and True for each update."""
+    norm = torch.zeros((), dtype=torch.float64, device=device)
+    return norm, torch.ones(program.shape.optimizer_steps, dtype=torch.bool, device=device)
 
 
 def compute_clip_factor(max_norm: float, squared_norm: Tensor) -> NormVerdict:
