@@ -64,11 +64,9 @@ def make_death_arguments(
             ("os._exit(0)", "shared_memory", " exited with code 0, "),
         ],
         [
-            ("os._exit(2)", "gloo", " exited with code 2, "),
             ("raise KeyboardInterrupt", "shared_memory", ": interrupted, "),
             ("sys.exit(3)", "gloo", ": sys.exit(3) was called, "),
             (KILL, "gloo", " was killed by signal 9 (Killed), "),
-            ("os._exit(7)", "gloo", " exited with code 7, "),
         ],
     ),
 )
