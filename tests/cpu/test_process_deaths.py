@@ -91,7 +91,7 @@ def test_exception_that_ends_rank_is_its_error(
     def raise_exception(*settings: object) -> None:
         raise exception
 
-    def stop(reason: str, *more: object) -> None:
+    def stop(reason: str, **options: object) -> None:
         raise EndedWithError(reason)
 
     for name, value in ENVIRONMENT.items():
