@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.cpu.virtual_gpu import Stream, VirtualGPU
 
@@ -41,22 +41,20 @@ class RaceDetector(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        returned = [r.alias_info for r in func._schema.returns]
-        if any(alias is not None and not alias.is_write for alias in returned):
-            return out  # a view, which does not access the memory
-        given = {**dict(enumerate(args)), **(kwargs or {})}
+        is_view, name, arguments = _read_schema(func)
+        if is_view:
+            return out  # a view does not access the memory
         stream = self.gpu.stream
         stream.seen[stream] += 1
         read: list[Tensor] = []
         written = [*_tensors(out)]
-        for k, argument in enumerate(func._schema.arguments):
-            value = given.get(k, given.get(argument.name))
-            writes = argument.alias_info is not None and argument.alias_info.is_write
+        for k, (argument, writes) in enumerate(arguments):
+            value = args[k] if k < len(args) else (kwargs or {}).get(argument)
             (written if writes else read).extend(_tensors(value))
         for tensor in read:
-            self.use(tensor, stream, str(func), writes=False)
+            self.use(tensor, stream, name, writes=False)
         for tensor in written:
-            self.use(tensor, stream, str(func), writes=True)
+            self.use(tensor, stream, name, writes=True)
         return out
 
     def use(self, tensor: Tensor, stream: Stream, name: str, writes: bool) -> None:
@@ -86,8 +84,21 @@ class RaceDetector(TorchDispatchMode):
                 self.found.append(f"memory is let go while {name} uses it")
 
 
+@cache
+def _read_schema(func: Any) -> tuple[bool, str, list[tuple[str, bool]]]:
+    """Return whether an operation returns a view, its name, and which arguments it writes."""
+    schema = func._schema
+    returned = [r.alias_info for r in schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in returned)
+    arguments = [(a.name, a.alias_info is not None and a.alias_info.is_write)
+                 for a in schema.arguments]  # fmt: skip
+    return is_view, str(func), arguments
+
+
 def _tensors(values: Any) -> Iterator[Tensor]:
     """Yield the tensors of an operation's arguments or results, and both parts of a sparse one."""
-    for value in tree_leaves(values):
-        if isinstance(value, Tensor):
-            yield from [value._indices(), value._values()] if value.is_sparse else [value]
+    if isinstance(values, Tensor):
+        yield from [values._indices(), values._values()] if values.is_sparse else [values]
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)

@@ -26,6 +26,7 @@ from schedir.runtime.recording.recorder import EventTimestamps, HostTimestamps, 
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.transports.gloo import GlooTransport
+from tests.cases import each_value
 from tests.cpu.gloo_processes import run
 from tests.cpu.replicated_stages import (
     ROWS,
@@ -54,13 +55,13 @@ CASES = {
     "loss scale": Case(one_f_one_b, ONE_RANK, scaled=True),
     **{
         f"{how}, {schedule.__name__}": Case(schedule, ONE_RANK, how)
-        for how in ("frozen", "hooks", "wide", "some", "twice", "checkpoint")
-        for schedule in (one_f_one_b, split_1f1b)
+        for how, schedule in each_value(
+            ("frozen", "hooks", "wide", "some", "twice", "checkpoint"), (split_1f1b, one_f_one_b)
+        )
     },
     **{
         how: Case(one_f_one_b, ONE_RANK, how)
         for how in (
-            "checkpoint, reentrant",
             "checkpoint, reentrant, twice",
             "checkpoint, reentrant, shared",
             "hook of a module",
@@ -237,9 +238,14 @@ def _train_with_replaced_gradient(rank: int, schedule: Any, replicas: int, how: 
     return all(torch.allclose(p.grad, 0.5 * q.grad) for p, q in pairs)  # type: ignore[operator, arg-type]
 
 
-@pytest.mark.parametrize("how", ["put in its place", "put by a Function"])
-@pytest.mark.parametrize("schedule", [one_f_one_b, split_1f1b, pipedream_2bw])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("replicas", "schedule", "how"),
+    each_value(
+        [2, 1],
+        [one_f_one_b, split_1f1b, pipedream_2bw],
+        ["put by a Function", "put in its place"],
+    ),
+)
 def test_replaced_gradient_tensor_is_reduced(schedule: Any, replicas: int, how: str) -> None:
     assert all(run(_train_with_replaced_gradient, replicas, schedule, replicas, how))
 
@@ -285,7 +291,7 @@ def test_recorded_step_is_legal_timeline() -> None:
 def _count_works(rank: int) -> dict[str, int]:
     """Return the number of works that each instruction of a step started for the watchdog."""
     with limit_bucket_size(64):
-        executor = create_executor(CASES["split"]._replace(clip=False))
+        executor = create_executor(Case(split_1f1b, ONE_RANK, clip=False))
     progress = GpuProgress(executor)
     run_two_steps(executor)
     works = zip(executor.state.stream, progress.step_events[-1].works, strict=True)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from examples import bert
+from tests.cases import cases
 from tests.cpu.train_command import ROOT, run_launched, run_script
 
 
-@pytest.mark.parametrize("name", ["bert", "encoder_decoder"])
+@pytest.mark.parametrize("name", cases(["encoder_decoder"], ["bert"]))
 def test_example_on_four_processes_prints_same_losses(name: str, tmp_path: Path) -> None:
     code, single_output, err = run_launched(["-m", f"examples.{name}"], tmp_path / "alone")
     assert code == 0, err

@@ -17,6 +17,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models.moe_config import MoEConfig
 from schedir.passes.pass_types import BufferSharing
+from schedir.runtime import warm_up
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.parameters import buckets
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
@@ -40,7 +41,7 @@ from tests.cpu.tiny_stages import (
 )
 from tests.cpu.virtual_gpu import install_virtual_gpu
 
-KINDS: tuple[Kind, ...] = ("send", "recv", "all_reduce", "all_gather", "dX", "all_to_all")
+KINDS: list[Kind] = cases(["recv", "dX", "all_to_all"], ["send", "all_reduce", "all_gather"])
 EXPERTS = MoEConfig(
     vocab=32, layers=2, hidden=HIDDEN, heads=2, context=CONTEXT, tied=False, experts=4
 )
@@ -69,34 +70,24 @@ class Case(NamedTuple):
         )  # fmt: skip
 
 
+SHARED = Case(one_f_one_b, PipelineShape(2, 4), tp=2, buffer_sharing="minimal")
+SPLIT = SHARED._replace(schedule=split_1f1b, record=True)
 CASES = dict(
     cases(
         [
-            (
-                "1f1b, slots shared",
-                Case(one_f_one_b, PipelineShape(2, 4), tp=2, buffer_sharing="minimal"),
-            ),
-            (
-                "split, slots shared",
-                Case(split_1f1b, PipelineShape(2, 4), tp=2, buffer_sharing="minimal", record=True),
-            ),
+            ("split, slots shared", SPLIT),
+            ("replicas, split", SPLIT._replace(tp=1, dp=2)),
+            ("experts", SHARED._replace(tp=1, dp=2, ep=2)),
+        ],
+        [
+            ("1f1b, slots shared", SHARED),
             (
                 "interleaved, slots shared",
-                Case(interleaved, PipelineShape(2, 4, 2), tp=2, buffer_sharing="minimal"),
-            ),
-            (
-                "replicas, split",
-                Case(split_1f1b, PipelineShape(2, 4), dp=2, buffer_sharing="minimal", record=True),
+                SHARED._replace(schedule=interleaved, shape=PipelineShape(2, 4, 2)),
             ),
             (
                 "two holders",
-                Case(
-                    chimera, PipelineShape(2, 4, placement="mirror"), tp=2, buffer_sharing="minimal"
-                ),
-            ),
-            (
-                "experts",
-                Case(one_f_one_b, PipelineShape(2, 4), dp=2, ep=2, buffer_sharing="minimal"),
+                SHARED._replace(schedule=chimera, shape=PipelineShape(2, 4, placement="mirror")),
             ),
             (
                 "updates",
@@ -107,17 +98,12 @@ CASES = dict(
                     clip=False,
                 ),
             ),
-        ],
-        [
             ("1f1b", Case(one_f_one_b, PipelineShape(2, 4), tp=2)),
             (
                 "gpipe, slots enough",
                 Case(gpipe, PipelineShape(2, 4), tp=2, buffer_sharing="latency_preserving"),
             ),
-            (
-                "1f1b, slots shared, recorded",
-                Case(one_f_one_b, PipelineShape(2, 4), tp=2, buffer_sharing="minimal", record=True),
-            ),
+            ("1f1b, slots shared, recorded", SHARED._replace(record=True)),
             ("split", Case(split_1f1b, PipelineShape(2, 4), tp=2)),
             ("interleaved", Case(interleaved, PipelineShape(2, 4, 2), tp=2, record=True)),
             ("replicas", Case(one_f_one_b, PipelineShape(2, 4), dp=2)),
@@ -163,6 +149,7 @@ def _run_case(case: Case, unwaited: Kind | None, is_early: bool = False) -> Case
     with pytest.MonkeyPatch.context() as patch:
         gpu = install_virtual_gpu(patch)
         patch.setattr(buckets, "BUCKET_BYTES", BUCKET)
+        patch.setattr(warm_up, "WARM_UP_STEPS", 1)  # the others would use the same streams
         if is_early:
             missing = GradientReduction._get_pending_grads
             patch.setattr(
@@ -200,8 +187,7 @@ def _run_all_cases(rank: int) -> tuple[dict[str, CaseResult], dict[str, CaseResu
 
     All run in one process group, because a start takes long.
     """
-    mutants = {kind: CASES["1f1b, slots shared"] for kind in KINDS}
-    mutants["all_to_all"] = CASES["experts"]
+    mutants = {kind: CASES["experts"] if kind == "all_to_all" else SHARED for kind in KINDS}
     return (
         {name: _run_case(case, None) for name, case in CASES.items()},
         {

@@ -277,7 +277,7 @@ def assert_random_law(data: st.DataObject, draft: Program) -> None:
 LIMITS = settings(deadline=None, suppress_health_check=[*HealthCheck])
 
 
-@settings(LIMITS, max_examples=150 if ALL else 40)
+@settings(LIMITS, max_examples=150 if ALL else 16)
 @given(compute_programs(3, 3, 2), st.data())
 def test_any_draft(draft: Program, data: st.DataObject) -> None:
     assert_random_law(data, draft)
@@ -289,7 +289,7 @@ def test_drafts_of_several_optimizer_steps(draft: Program, data: st.DataObject) 
     assert_random_law(data, draft)
 
 
-@settings(LIMITS, max_examples=100 if ALL else 16)
+@settings(LIMITS, max_examples=100 if ALL else 12)
 @given(st.sampled_from([*ZOO.values(), newest_first]), st.data())
 def test_schedules(schedule: Any, data: st.DataObject) -> None:
     """The schedules are those of `schedir.schedules`, and one with descending backwards."""

@@ -13,6 +13,7 @@ from schedir.errors import ExecutionError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import one_f_one_b
+from schedir.training import train as training
 from tests.cases import cases
 from tests.cpu.train_command import TORCHRUN, make_arguments, run_launched
 
@@ -36,6 +37,11 @@ def read_or_die(self, first, count):
 schedir.training.batches.samples.Batches.read_batch = read_or_die
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+class EndedWithError(Exception):
+    """Stands for the end of a process."""
 
 
 def make_death_arguments(
@@ -56,13 +62,11 @@ def make_death_arguments(
         [
             (KILL, "shared_memory", " was killed by signal 9 (Killed), "),
             ("os._exit(0)", "shared_memory", " exited with code 0, "),
-            ("os._exit(2)", "gloo", " exited with code 2, "),
-            ("raise KeyboardInterrupt", "shared_memory", ": interrupted, "),
-            ("sys.exit(3)", "gloo", ": sys.exit(3) was called, "),
         ],
         [
+            ("raise KeyboardInterrupt", "shared_memory", ": interrupted, "),
+            ("sys.exit(3)", "gloo", ": sys.exit(3) was called, "),
             (KILL, "gloo", " was killed by signal 9 (Killed), "),
-            ("os._exit(7)", "gloo", " exited with code 7, "),
         ],
     ),
 )
@@ -75,6 +79,28 @@ def test_launcher_reports_dead_process_and_cause(
     assert err.startswith(f"process 1 (pipeline rank 1){said}")
     # Another thread reads the batch of a step, during the step or before it.
     assert "in step " in err or "of step " in err
+
+
+@pytest.mark.parametrize(
+    ("exception", "said"),
+    [(KeyboardInterrupt(), "interrupted"), (SystemExit(3), "sys.exit(3) was called")],
+)
+def test_exception_that_ends_rank_is_its_error(
+    monkeypatch: pytest.MonkeyPatch, exception: BaseException, said: str
+) -> None:
+    def raise_exception(*settings: object) -> None:
+        raise exception
+
+    def stop(reason: str, **options: object) -> None:
+        raise EndedWithError(reason)
+
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(training, "read_config", raise_exception)
+    monkeypatch.setattr(training, "exit_with_error", stop)
+    with pytest.raises(EndedWithError) as error:
+        training.run("run.toml")
+    assert str(error.value).startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -392,8 +392,8 @@ attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def issues(self, *given):
-    is_dying = os.environ.get("RANK") == str(attempt)
-    if attempt < 2 and is_dying and self.last_issued_step == 2 + 4 * attempt:
+    now = int(os.environ.get("RANK", "0")), self.last_issued_step
+    if attempt < len({deaths}) and now == {deaths}[attempt]:
         os.kill(os.getpid(), signal.SIGKILL)
     issue(self, *given)
 
@@ -402,10 +402,13 @@ step_queue.StepQueue.issue = issues
 """
 
 
-def test_torchrun_restart_resumes_from_checkpoint(config: str, tmp_path: Path) -> None:
-    """One rank fails before the first checkpoint, and another rank fails after it."""
+@pytest.mark.parametrize("deaths", cases([[(1, 6)]], [[(0, 2), (1, 6)]]))
+def test_torchrun_restart_resumes_from_checkpoint(
+    config: str, tmp_path: Path, deaths: list[tuple[int, int]]
+) -> None:
+    """Each attempt ends with the death of a rank after a step. The first checkpoint has step 3."""
     schedule = tmp_path / "mine.py"
-    schedule.write_text(FAILING_RANKS)
+    schedule.write_text(FAILING_RANKS.format(deaths=deaths))
     settings = [*TWO_RANKS, f"pipeline.schedule={schedule}:mine"]
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3", "-m", "schedir"]
     sets = [*settings, *make_options(tmp_path, every=3)]

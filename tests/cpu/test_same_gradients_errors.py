@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 
 from schedir.errors import ExecutionError, SchedirError
 from schedir.testing import assert_same_gradients
+from tests.cases import campaign
 from tests.cpu.torch_pipelines import WIDTH, make_batch, make_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gradients.txt"
@@ -63,6 +64,17 @@ def plain_step(rank: int, ranks: int, model: Any, batch: Any) -> None:
     mse_loss(model(batch[0]), batch[1]).backward()
 
 
+def test_processes_are_spawned_if_caller_has_process_group(tmp_path: Path) -> None:
+    """Only a spawned process must pickle the step."""
+    dist.init_process_group("gloo", init_method=(tmp_path / "s").as_uri(), rank=0, world_size=1)
+    try:
+        with pytest.raises(SchedirError, match="start_method 'spawn' must pickle it"):
+            assert_same(lambda *_: None, make_model(1), make_batch(), ranks=1)
+    finally:
+        dist.destroy_process_group()
+
+
+@campaign
 def test_process_group_of_caller_is_unchanged(tmp_path: Path) -> None:
     """Forked processes would share the connections of the group, so processes are spawned."""
     dist.init_process_group("gloo", init_method=(tmp_path / "s").as_uri(), rank=0, world_size=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,7 +23,7 @@ from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import forward_only, one_f_one_b
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
-from tests.cases import each_value, pairs
+from tests.cases import cases, each_value, few_examples, pairs
 from tests.cpu.gloo_processes import RankError, run
 from tests.cpu.stage_chains import (
     BOUNDARY,
@@ -39,6 +39,9 @@ from tests.cpu.stage_chains import (
     squared_error,
 )
 from tests.cpu.tiny_stages import copy_gradients, have_same_bits
+
+USUAL = ["1f1b, fewest slots", "zb_h1", "one rank", "recomputed", "offloaded on one rank"]
+NAMES = cases(USUAL, [name for name in PROGRAMS if name not in USUAL])
 
 # ------------------------------------------------------------ outputs that are overwritten
 
@@ -67,9 +70,7 @@ class NewTensor(nn.Module):
         return x + 1
 
 
-@pytest.mark.parametrize(
-    ("name", "others"), each_value([*PROGRAMS], [[], [nn.Identity, nn.Identity]])
-)
+@pytest.mark.parametrize(("name", "others"), each_value(NAMES, [[], [nn.Identity, nn.Identity]]))
 def test_reused_output_buffer_has_same_bits_or_is_refused(name: str, others: list[Any]) -> None:
     """The reference returns new tensors. Several execution orders are tested."""
     program, refused = PROGRAMS[name](), 0
@@ -89,7 +90,7 @@ def test_reused_output_buffer_has_same_bits_or_is_refused(name: str, others: lis
         assert refused  # a value that is still being sent is overwritten
 
 
-@settings(max_examples=30, deadline=None)
+@few_examples(30)
 @given(seed=st.integers(0, 1000), kind=st.sampled_from([ReusedBuffer, ReusedBufferThroughData]))
 def test_reused_output_in_random_order_is_right_or_refused(seed: int, kind: Any) -> None:
     program = PROGRAMS["zb_h1"]()
@@ -181,7 +182,7 @@ OVERLAPPING: list[tuple[Any, Boundary]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "second", "boundary"), each_value([*PROGRAMS], OVERLAPPING))
+@pytest.mark.parametrize(("name", "second", "boundary"), each_value(NAMES, OVERLAPPING))
 def test_overlapping_outputs_have_gradients_of_plain_loop(
     name: str, second: Any, boundary: Boundary
 ) -> None:
@@ -224,7 +225,7 @@ class TwoHalves(Layer):
         return y[:, :WIDTH], y[:, WIDTH:]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_disjoint_outputs_in_one_storage_have_same_bits(name: str) -> None:
     reference_stages, stages = (
         make_stages(TwoHalves, lambda: InPlaceInput(0, is_declared=True)) for _ in range(2)
@@ -271,10 +272,20 @@ class InPlaceStage(Layer):
 
 @pytest.mark.parametrize(
     ("name", "kind", "is_declared"),
-    pairs(
+    each_value(
         ["1f1b, fewest slots", "zb_h1", "two stages per rank", *ON_ONE_RANK],
-        ["input", "view of input", "expanded", "transposed", "weight", "view of weight", "saved"],
-        [False, True],
+        pairs(
+            [
+                "input",
+                "view of input",
+                "expanded",
+                "transposed",
+                "weight",
+                "view of weight",
+                "saved",
+            ],
+            [False, True],
+        ),
     ),
 )
 def test_in_place_stage_changes_no_other_tensor(name: str, kind: str, is_declared: bool) -> None:

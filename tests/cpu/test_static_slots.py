@@ -52,8 +52,8 @@ def record_used_slots(rank: Executor, used: dict[Value, set[int]]) -> None:
     rank.runner.run_instruction = run_and_record  # type: ignore[method-assign]
 
 
-# One schedule of each placement, with whole, split and paired backwards.
-USUAL = ["one_f_one_b", "interleaved_zb", "wave", "zb_v", "dualpipe_v", "chimera"]
+# Schedules with whole, split and paired backwards.
+USUAL = ["interleaved_zb", "dualpipe_v", "chimera"]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, split_1f1b])
+@pytest.mark.parametrize("schedule", cases([split_1f1b], [gpipe, one_f_one_b]))
 def test_unchanged_inputs_and_gradients_are_not_overwritten(schedule: Any) -> None:
     """Some stages return their input, and several steps run."""
     shape = PipelineShape(4, 6)

@@ -22,6 +22,7 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import dualpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.transports.gloo import GlooTransport
+from tests.cases import cases
 from tests.cpu.gloo_processes import run
 from tests.cpu.tiny_stages import copy_gradients, gpt_executor, make_replica_batch
 
@@ -254,11 +255,10 @@ def train_process(
 
 @pytest.mark.parametrize(
     ("schedule", "shape", "shared", "dp", "copies"),
-    [
-        (zb_h1, PipelineShape(4, 4), THREE_LAYERS, 1, "copied"),
-        (zb_v, VEE, (), 2, "shared"),
-        (dualpipe, PipelineShape(4, 8, placement="mirror"), MIDDLE_LAYERS, 1, "shared"),
-    ],
+    cases(
+        [(zb_h1, PipelineShape(4, 4), THREE_LAYERS, 1, "copied"), (zb_v, VEE, (), 2, "shared")],
+        [(dualpipe, PipelineShape(4, 8, placement="mirror"), MIDDLE_LAYERS, 1, "shared")],
+    ),
 )
 def test_tied_weights_on_processes_train_like_plain_loop(
     schedule: Any, shape: PipelineShape, shared: Any, dp: int, copies: str

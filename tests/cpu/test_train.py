@@ -26,7 +26,7 @@ from tests.cpu.train_command import (
 )
 
 
-def test_four_processes_and_torchrun_equal_one_process(config: str, tmp_path: Path) -> None:
+def test_four_processes_equal_one_process(config: str, tmp_path: Path) -> None:
     traces = tmp_path / "traces"
     many_losses = train(config, tmp_path / "many", "output.record=true", f'output.trace="{traces}"')
     one_losses = train_in_this_process(config, tmp_path / "one")
@@ -55,14 +55,6 @@ def test_four_processes_and_torchrun_equal_one_process(config: str, tmp_path: Pa
     assert summary["loss"] == one_losses[-1] and "bubble" not in summary
     assert not (tmp_path / "one" / "timeline.png").exists()
 
-    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", "4", "-m", "schedir"]
-    code, _, err = run_launched(
-        [*torchrun, *make_arguments(config, tmp_path / "again")], tmp_path / "again"
-    )
-    assert code == 0, err
-    loss_files = [(tmp_path / name / "loss.csv").read_bytes() for name in ("many", "again")]
-    assert loss_files[0] == loss_files[1]
-
 
 def test_program_is_checked_once(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -74,10 +66,11 @@ def test_program_is_checked_once(
 
 
 def test_two_nodes_equal_one_process(config: str, tmp_path: Path) -> None:
+    sets = ["pipeline.tp=1", "train.steps=3"]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     nodes = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
-    command = ["-m", "schedir", *make_arguments(config, tmp_path / "two", "pipeline.tp=1")]
+    command = ["-m", "schedir", *make_arguments(config, tmp_path / "two", *sets)]
     agents = [
         Run(
             [*TORCHRUN, *nodes, "--nproc-per-node", "1", "--node-rank", node, *command],
@@ -89,31 +82,26 @@ def test_two_nodes_equal_one_process(config: str, tmp_path: Path) -> None:
         code, _, err = agent.finish()
         assert code == 0, err
     assert read_losses(tmp_path / "two") == pytest.approx(
-        train_in_this_process(config, tmp_path / "one"), rel=1e-5
+        train_in_this_process(config, tmp_path / "one", *sets), rel=1e-5
     )
 
 
-def test_replicas_with_uneven_stages_and_token_file(config: str, tmp_path: Path) -> None:
+def test_replicas_with_uneven_stages_dropout_and_token_file(config: str, tmp_path: Path) -> None:
+    """Two replicas of two stages are compared with one process and one stage."""
     tokens = tmp_path / "tokens.bin"
     np.random.default_rng(0).integers(300, size=500).astype("<u2").tofile(tokens)
-    sets = [
-        f'data.source="{tokens}"',
-        "model.vocab=300",
-        "model.tied=false",
-        "train.clip_grad_norm=0",
-    ]
+    sets = [f'data.source="{tokens}"', "model.vocab=300", "model.tied=false", "train.steps=3",
+            "train.clip_grad_norm=0", "pipeline.tp=1", "pipeline.schedule=gpipe",
+            "pipeline.stages_per_rank=1"]  # fmt: skip
     # Each replica has half of the microbatches, so both together have the same batch.
     one_replica = [*sets, "pipeline.microbatches=4"]
-    two_replicas = [*sets, "pipeline.microbatches=2", "pipeline.dp=2", "pipeline.tp=1"]
-    uneven = [
-        "pipeline.schedule=gpipe",
-        "pipeline.stages_per_rank=1",
-        "pipeline.layers_per_stage=[3, 1]",
-    ]
-    many_losses = train(config, tmp_path / "many", *two_replicas, *uneven, "output.record=true")
-    assert many_losses == pytest.approx(
-        train_in_this_process(config, tmp_path / "one", *one_replica), rel=1e-5
-    )
+    two_replicas = ["pipeline.microbatches=2", "pipeline.dp=2", "pipeline.layers_per_stage=[3, 1]"]
+    dropout = "model.dropout=0.2"
+    many_losses = train(config, tmp_path / "many", *sets, *two_replicas, dropout)
+    one_losses = train_in_this_process(config, tmp_path / "one", *one_replica, dropout)
+    assert many_losses == pytest.approx(one_losses, rel=1e-5)
+    no_dropout = train_in_this_process(config, tmp_path / "none", *one_replica)
+    assert no_dropout[0] != pytest.approx(one_losses[0], rel=1e-5)
 
 
 def test_pipedream_2bw_losses_are_independent_of_ranks(config: str, tmp_path: Path) -> None:
@@ -126,21 +114,6 @@ def test_pipedream_2bw_losses_are_independent_of_ranks(config: str, tmp_path: Pa
     assert train_in_this_process(config, tmp_path / "flushed", *settings)[-1] != pytest.approx(
         one[-1], rel=1e-2
     )
-
-
-def test_dropout_is_independent_of_layout(config: str, tmp_path: Path) -> None:
-    """Two replicas of two stages are compared with one process and one stage."""
-    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b",
-            "model.layers=2", "train.steps=3", "model.dropout=0.2"]  # fmt: skip
-    one_losses = train_in_this_process(config, tmp_path / "one", *sets, "pipeline.microbatches=4")
-    many_losses = train(
-        config, tmp_path / "many", *sets, "pipeline.microbatches=2", "pipeline.dp=2"
-    )
-    assert many_losses == pytest.approx(one_losses, rel=1e-5)
-    no_dropout = train_in_this_process(
-        config, tmp_path / "none", *sets[:-1], "pipeline.microbatches=4"
-    )
-    assert no_dropout[0] != pytest.approx(one_losses[0], rel=1e-5)
 
 
 def test_gradients_of_wrong_update_are_refused(config: str, tmp_path: Path) -> None:

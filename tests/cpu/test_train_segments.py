@@ -34,26 +34,21 @@ def read_evaluations(folder: Path) -> str:
 def test_segments_train_like_whole_stages(config: str, tmp_path: Path) -> None:
     """Four processes run a named schedule, and a program file.
 
-    The file fills the waits for sums. Checkpoints of one continue in the other.
+    The file fills the waits for sums. Checkpoints of one continue in the other. The model is tied,
+    with dropout, clipping and sequence parallelism.
     """
+    settings = [*DROPOUT, *EVALUATION, "pipeline.sequence_parallel=true"]
     saved = [f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=2"]
-    stage_losses = train(config, tmp_path / "whole", *DROPOUT, *EVALUATION)
-    segment_settings = [*DROPOUT, "pipeline.stage_segments=layers"]
-    train(
-        config,
-        tmp_path / "half",
-        *segment_settings,
-        *EVALUATION,
-        *saved,
-        "train.steps=2",
-        "output.record=true",
-    )
+    stage_losses = train(config, tmp_path / "whole", *settings)
+    half = ["pipeline.stage_segments=layers", "train.steps=2", "output.record=true"]
+    train(config, tmp_path / "half", *settings, *saved, *half)
     assert read_losses(tmp_path / "half") == stage_losses[:2]
     assert read_evaluations(tmp_path / "whole").startswith(read_evaluations(tmp_path / "half"))
     options: dict[str, Any] = {
         "tied_weights": True,
         "clip_grad_norm": True,
         "checkpoint_snapshots": True,
+        "sequence_parallel": True,
     }
     program = compile(
         schedules.one_f_one_b, PipelineShape(2, 3), tp=2, stage_segments=5,
@@ -63,7 +58,7 @@ def test_segments_train_like_whole_stages(config: str, tmp_path: Path) -> None:
     )  # fmt: skip
     (file := tmp_path / "filled.sched").write_text(to_text(program))
     filled = f'pipeline.schedule="{file}"'
-    train(config, tmp_path / "on", filled, *DROPOUT, *EVALUATION, *saved)
+    train(config, tmp_path / "on", filled, *settings, *saved)
     assert read_losses(tmp_path / "on") == stage_losses[2:]
 
 
@@ -101,17 +96,6 @@ def test_checkpoint_of_whole_stages_resumes_in_segments(config: str, tmp_path: P
         != stage_losses[:2]
     )
     assert read_evaluations(tmp_path / "chunks") == read_evaluations(tmp_path / "small")
-
-
-def test_segments_with_sequence_parallelism_train_like_stages(config: str, tmp_path: Path) -> None:
-    """The model is tied, with dropout and clipping."""
-    settings = [*DROPOUT, *EVALUATION, "pipeline.sequence_parallel=true", "train.steps=2"]
-    stage_losses = train(config, tmp_path / "whole", *settings)
-    assert (
-        train(config, tmp_path / "pieces", *settings, "pipeline.stage_segments=layers")
-        == stage_losses
-    )
-    assert read_evaluations(tmp_path / "pieces") == read_evaluations(tmp_path / "whole")
 
 
 def test_microbatch_chunks_train_like_microbatches(config: str, tmp_path: Path) -> None:

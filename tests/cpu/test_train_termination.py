@@ -16,6 +16,7 @@ from schedir.__main__ import main
 from schedir.errors import ConfigError, SchedirError, UsageError
 from schedir.io.black_box import read_process_state
 from schedir.models import gpt
+from schedir.training.processes.process_exit import interrupt_on_signals
 from schedir.training.train import run
 from tests.cases import cases
 from tests.cpu.train_command import ONE_PROCESS, Run, make_arguments, run_launched, wait_until
@@ -68,10 +69,12 @@ def gone(pid: int) -> bool:
             ("rank 1", signal.SIGSTOP, 1, "process 1 (pipeline rank 1) is stopped, "),
             ("launcher", signal.SIGINT, 130, ""),
             ("launcher", signal.SIGKILL, -signal.SIGKILL, ""),
+        ],
+        [
             ("launcher", signal.SIGTERM, -signal.SIGTERM, ""),
             ("launcher", signal.SIGQUIT, -signal.SIGQUIT, ""),
+            ("launcher", signal.SIGHUP, -signal.SIGHUP, ""),
         ],
-        [("launcher", signal.SIGHUP, -signal.SIGHUP, "")],
     ),
 )
 def test_all_processes_end_after_signal(
@@ -108,6 +111,23 @@ def test_all_processes_end_after_signal(
         )
     elif signal_number is not signal.SIGTERM:
         assert not (out / "boxes").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_signal_interrupts_run_and_then_ends_process(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    sent: list[tuple[int, int]] = []
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupt_on_signals():
+            monkeypatch.setattr(os, "kill", lambda *call: sent.append(call))
+            handler = signal.getsignal(number)
+            assert callable(handler)
+            handler(number, None)
+        assert sent == [(os.getpid(), number)] and signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def run_diagnose(capsys: pytest.CaptureFixture[str], folder: Path) -> str:

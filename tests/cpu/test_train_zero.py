@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from examples import zero as example
 from schedir.training.train import run
-from tests.cases import each_value
+from tests.cases import campaign, cases, each_value
 from tests.cpu.test_nonfinite_training import BACKWARD, FORWARD, ONE, poison, rows
 from tests.cpu.train_command import ROOT, run_forked, run_launched
 
@@ -30,10 +31,10 @@ def run_training(config: str, folder: Path, *sets: str) -> bytes:
 
 @pytest.mark.parametrize(
     ("transport", "zero", "settings"),
-    [
-        ("gloo", 1, ["train.clip_grad_norm=0", "pipeline.frozen_stages=1", "model.tied=false"]),
-        ("shared_memory", 3, ["train.precision=bfloat16", "model.dropout=0.1"]),
-    ],
+    cases(
+        [("shared_memory", 3, ["train.precision=bfloat16", "model.dropout=0.1"])],
+        [("gloo", 1, ["train.clip_grad_norm=0", "pipeline.frozen_stages=1", "model.tied=false"])],
+    ),
 )
 def test_zero_levels_have_losses_of_plain_replicas(
     config: str, tmp_path: Path, transport: str, zero: int, settings: list[str]
@@ -77,18 +78,31 @@ def test_nonfinite_update_is_skipped_on_all_replicas(
     assert [row["skipped"] for row in rows(tmp_path / "3")] == ["0", "1", "0"]
 
 
-def test_zero_example_trains_within_memory_limit(tmp_path: Path) -> None:
-    """Only ZeRO together with recomputation trains within the limit.
+def test_zero_and_recompute_together_train_within_memory_limit(tmp_path: Path) -> None:
+    sets = ["train.steps=2", example.ZERO]
+    code, _, err = run_forked(str(example.CONFIG), tmp_path / "refused", *sets)
+    assert code == 2 and err.count("MemoryLimitError: looped_bfs: rank 0 needs") == 1
+    code, out, err = run_forked(str(example.CONFIG), tmp_path / "out", *sets, example.RECOMPUTE)
+    assert code == 0, err
+    assert "recomputed, to use at most 26MB: " in out
+    assert_memory_as_predicted(tmp_path / "out")
 
-    Counted memory may be lower by one activation, which an instruction hands over.
-    """
+
+@campaign
+def test_zero_example_trains_within_memory_limit(tmp_path: Path) -> None:
+    """Only ZeRO together with recomputation trains within the limit."""
     command = [str(ROOT / "examples" / "zero.py"), str(tmp_path / "out")]
     code, out, err = run_launched(command, tmp_path / "out")
     assert code == 0, err
     assert err.count("MemoryLimitError: looped_bfs: rank 0 needs") == 3
     assert "sharded" in err and "recomputed, to use at most 26MB: " in out
-    memory = json.loads((tmp_path / "out" / "summary.json").read_text())["memory"]
-    (predicted,), (counted,) = memory["predicted"], memory["counted"]
-    assert 0 <= predicted - counted <= 4 * 2 * 64 * 128 and predicted <= 26e6
+    assert_memory_as_predicted(tmp_path / "out")
     losses = [float(row["loss"]) for row in rows(tmp_path / "out")]
     assert len(losses) == 4 and losses[-1] < losses[0]
+
+
+def assert_memory_as_predicted(folder: Path) -> None:
+    """Counted memory may be lower by one activation, which an instruction hands over."""
+    memory = json.loads((folder / "summary.json").read_text())["memory"]
+    (predicted,), (counted,) = memory["predicted"], memory["counted"]
+    assert 0 <= predicted - counted <= 4 * 2 * 64 * 128 and predicted <= 26e6

@@ -157,7 +157,7 @@ def run_rank(
     return results
 
 
-@pytest.mark.parametrize(("schedule", "shape"), cases(CASES[:1] + CASES[3:], CASES[1:3]))
+@pytest.mark.parametrize(("schedule", "shape"), cases(CASES[3:], CASES[:3]))
 def test_gathers_in_flight_have_reference_bits(schedule: Any, shape: PipelineShape) -> None:
     results = run(run_rank, 4, schedule, shape)
     assert all(same for checks in results for same, _ in checks)

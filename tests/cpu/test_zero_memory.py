@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.zero import list_byte_rows, run_row
+from tests.cases import cases
 
-NAMES = (
-    "interleaved zero 3, each turn",
-    "one_f_one_b zero 2, recomputed",
-    "looped_bfs zero 1, states on the host",
+NAMES = cases(
+    ["interleaved zero 3, each turn"],
+    ["one_f_one_b zero 2, recomputed", "looped_bfs zero 1, states on the host"],
 )
 
 

@@ -43,11 +43,6 @@ class DropoutStage(nn.Module):
         return nn.functional.dropout(self.layer(x), 0.25).float().double()
 
 
-# Processes fork from a server that has loaded torch.
-_CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "schedir.runtime"])
-
-
 def run(program: Program) -> InProcessExecutor:
     """Run two optimizer steps of a program in random legal orders, and compare the reference."""
     stages = [DropoutStage(stage) for stage in make_tiny_stages(program.shape.stages)]
@@ -95,7 +90,7 @@ def run_in_processes(options: dict[str, Any]) -> None:
         plain = [DropoutStage(stage) for stage in make_tiny_stages(2)]
         wanted = run_sequential(plain, *make_batch(4, 0), loss=squared_error, program=program)
         for rank, total, grads in run_processes(
-            _on_rank, 2 * tp, transport, tp, options, context=_CONTEXT
+            _on_rank, 2 * tp, transport, tp, options, context=get_context("fork")
         ):
             assert total is None or torch.equal(total, wanted)
             for p, grad in zip(plain[rank].parameters(), grads, strict=True):
