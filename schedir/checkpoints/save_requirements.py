@@ -99,7 +99,9 @@ def require_sliceable_state(optimizer: Any, local_state: LocalState) -> None:
         name = type(inner).__name__
         for p in _iterate_trained_params(inner):
             if id(p) not in weights_by_id:
-                raise CheckpointError(f"{name} steps a parameter {list(p.shape)} that no stage has")
+                raise CheckpointError(
+                    f"{name} steps a parameter of shape {list(p.shape)} that no stage has"
+                )
         for p, state in getattr(inner, "state", {}).items():
             if id(p) not in weights_by_id and state:
                 raise CheckpointError(

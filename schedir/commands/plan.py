@@ -347,8 +347,8 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--stack", metavar="NAME",
         help="the training software: megatron, megatron-fp8, megatron-2021, nanotron, torchtitan "
-        "or schedir; it sets the constants of its kernels and libraries, the bytes of model "
-        "states, the attention and the order of ranks",
+        "or schedir. The planner uses the constants of the kernels and libraries of this software, "
+        "its bytes of model states, its attention and its order of ranks",
     )  # fmt: skip
     group.add_argument(
         "--calibrate", metavar="RUNS.csv",

@@ -158,8 +158,8 @@ def _match_copy(job: DistributedJob, graph: Graph, ranks: tuple[int, ...]) -> Ma
     if num_ignored and not sequences:
         raise UsageError(
             f"none of the {num_ignored} messages of ranks {_abbreviate_ranks(ranks)} can be a "
-            "transfer of a program: each contains only integers or one number, as torch sends for "
-            "shapes and Python objects",
+            "transfer of a program: each has an integer dtype or at most one element. With "
+            "such messages, torch sends shapes and Python objects, and creates communicators",
             hint="leave out --program",
         )
     has_known_steps = all(sequence.previous_steps is not None for sequence in sequences)

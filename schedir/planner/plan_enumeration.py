@@ -400,12 +400,12 @@ def _no_batch_error(
     above = [size for size in candidates if size > batch][:1]
     replicas = sorted({degree.dp for degree in degrees})
     sizes = (
-        f" with microbatch_size {_join_with_or(field_filter.microbatch_size)}"
+        f" and microbatch_size {_join_with_or(field_filter.microbatch_size)}"
         if field_filter.microbatch_size
         else ""
     )
     return UsageError(
-        f"batch {batch} cannot be divided among dp {_join_with_or(replicas)} replicas{sizes}",
-        hint=f"the nearest batches that can be divided: {' and '.join(map(str, below + above))}",
+        f"batch {batch} does not fit any plan with dp {_join_with_or(replicas)}{sizes}",
+        hint=f"the nearest batches that fit: {' and '.join(map(str, below + above))}",
         fields=["batch", "dp"],
     )

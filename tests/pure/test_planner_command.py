@@ -103,8 +103,8 @@ REFUSED = {
     "of the cluster has 8 GPUs\n  hint: 8 or 16 GPUs",
     (*TINY, "--batch=8", "--cluster=a100", "--gpus=8", "--tp=3"): "tp 3 does not divide heads 8"
     "\n  hint: tp = 1 or 2 or 4 or 8",
-    (*TINY, "--batch=7", "--cluster=a100", "--gpus=8", "--dp=8"): "batch 7 cannot be divided "
-    "among dp 8 replicas\n  hint: the nearest batches that can be divided: 8",
+    (*TINY, "--batch=7", "--cluster=a100", "--gpus=8", "--dp=8"): "batch 7 does not fit "
+    "any plan with dp 8\n  hint: the nearest batches that fit: 8",
     ("--model=gpt-175b", "--batch=8", "--cluster=a100", "--gpus=8"): "plans fits into the 80 GB "
     "of a GPU: the smallest plan needs",
     (*AT[1:], "--select=99"): "--select: there is no plan 99, the plans are 1 to 10",

@@ -197,8 +197,8 @@ class ParameterTable:
             stage_ties = [stages for stages in tied_stages if s in stages]
             if len(stage_ties) > 1:
                 raise ModelError(
-                    f"stage {s} has several tied weights, of stages "
-                    f"{' and '.join(map(format_tied_stages, stage_ties))}, but it has only one "
+                    f"stage {s} has several tied weights "
+                    f"({', '.join(map(format_tied_stages, stage_ties))}), but it has only one "
                     "attribute `tied_weight`",
                     hint=TIES_HINT,
                 )
