@@ -375,9 +375,9 @@ class CodePosition(NamedTuple):
 def read_stack(thread: int) -> tuple[CodePosition, ...]:
     """Return the positions of the innermost 100 calls of a thread, the innermost one first.
 
-    The thread may run meanwhile. `sys._current_frames` is not used: in Python 3.11, `f_back` of a
-    frame of a running thread once returned an object that was no frame. faulthandler writes all
-    positions without a change of the thread.
+    The thread may run meanwhile, so this function does not use `sys._current_frames`. In Python
+    3.11, `f_back` of a frame of a running thread once returned an object that was no frame.
+    faulthandler writes all positions before the thread can run again.
 
     Args:
         thread: The `ident` of the thread.
