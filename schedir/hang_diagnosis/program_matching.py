@@ -158,7 +158,7 @@ def _match_copy(job: DistributedJob, graph: Graph, ranks: tuple[int, ...]) -> Ma
     if num_ignored and not sequences:
         raise UsageError(
             f"none of the {num_ignored} messages of ranks {_abbreviate_ranks(ranks)} can be a "
-            "transfer of a program: each has an integer dtype or at most one element. With "
+            "transfer of a program. Each has an integer dtype or at most one element. With "
             "such messages, torch sends shapes and Python objects, and creates communicators",
             hint="leave out --program",
         )

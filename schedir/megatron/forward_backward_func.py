@@ -201,9 +201,9 @@ class ForwardBackward:
                 )
             if any(map(find_delayed_modules, chunks)):
                 warn(
-                    "schedir.megatron has not been run with Transformer Engine yet, but only with "
-                    "modules that delay their weight gradients in the same way: compare the losses "
-                    "and the gradients of some steps with a run without delay_wgrad_compute",
+                    "schedir.megatron has not been run with Transformer Engine yet. It was run "
+                    "with modules that delay their weight gradients in the same way. Compare the "
+                    "losses and the gradients with those of a run without delay_wgrad_compute",
                     stacklevel=2,
                 )
             prepared_runs.append(_PreparedRun(program, transport))

@@ -10,7 +10,7 @@ def zb_h1(r: int, P: int, m: int) -> RankSchedule:
 
     A round is a forward and a backward. Let x = I + max(F-W, 0). For m >= P, each rank idles for
     (P-1) max(F, x). If W <= F and W <= I, this is the paper's (P-1)(F+I-W). A longer W does not
-    shorten the idle time further. In its active span, rank r idles for (P-1-r) x.
+    shorten the idle time further. In its active span, rank r idles for (P-1-r)x.
 
     There are min(P, m) activations in flight on each rank, as on the first rank of 1F1B.
 
@@ -40,8 +40,8 @@ def zb_h2(r: int, P: int, m: int) -> RankSchedule:
     """Run ZB-H2: ZB-H1 with twice the warmup and twice the deferral of W.
 
     Ranks end one after the other, in the order in which they began. Let x = max(0, F+I-2W, I-F,
-    I-W). For m >= 2P-1, rank r idles for (P-1-r) x in its active span, which is 0 at F = I = W.
-    From the first start to the last end, each rank idles for (P-1) max(F, x).
+    I-W), which is 0 if F = I = W. For m >= 2P-1, rank r idles for (P-1-r)x in its active span. From
+    the first start to the last end, each rank idles for (P-1) max(F, x).
 
     So the schedule is useful if ranks need not end together: without gradient clipping, or if the
     norm is checked after the step (`norm_check`). There are min(2P-1, m) activations in flight.

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from schedir.training.checkpointing import TrainingCheckpoints
 from schedir.training.config.train_config import TrainConfig
 from schedir.training.processes import process_exit
 from schedir.training.processes.process_exit import RunMember, exit_cleanly, join_run
-from schedir.training.processes.watchdog import Watchdog
+from schedir.training.processes.watchdog import Watchdog, find_user_location, read_stack
 from schedir.transports import process_groups
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.process_transport import ProcessTransport
@@ -317,3 +318,31 @@ def test_groups_use_timeout_of_torch() -> None:
         )
     finally:
         dist.destroy_process_group()
+
+
+def test_stack_of_running_thread_has_only_positions_of_its_code() -> None:
+    """A thread that calls functions and generators all the time is read many times."""
+    stopped = Event()
+
+    def numbers(depth: int) -> Iterator[int]:
+        if depth:
+            yield from numbers(depth - 1)
+        yield depth
+
+    def main() -> None:
+        while not stopped.is_set():
+            sum(numbers(8))
+
+    thread = Thread(target=main)
+    thread.start()
+    stacks = [read_stack(thread.ident or 0) for _ in range(200)]
+    stopped.set()
+    thread.join()
+    own = [[p.function for p in stack if p.file == __file__] for stack in stacks]
+    assert all(names[-1] == "main" and {*names[:-1]} <= {"numbers"} for names in own)
+    assert any(names[:-1] for names in own)
+    assert {find_user_location(stack).rpartition(" in ")[2] for stack in stacks} <= {
+        "main",
+        "numbers",
+    }
+    assert read_stack(thread.ident or 0) == ()

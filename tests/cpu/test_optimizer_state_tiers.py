@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from schedir.schedules import (
     looped_bfs,
     one_f_one_b,
 )
-from tests.cases import ALL, cases, few_examples
+from tests.cases import ALL, cases
 from tests.cpu.checkpoint_layouts import (
     Layout,
     Model,
@@ -100,7 +100,7 @@ def placement_options(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
     return options if ALL else {placement: options[placement]}
 
 
-@few_examples(30)
+@settings(max_examples=30)
 @given(
     shape=st.sampled_from(sorted(SMALL_SHAPES)),
     make=st.sampled_from(sorted(OPTIMIZER_FACTORIES)),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,7 +23,7 @@ from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import forward_only, one_f_one_b
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
-from tests.cases import cases, each_value, few_examples, pairs
+from tests.cases import cases, each_value, pairs
 from tests.cpu.gloo_processes import RankError, run
 from tests.cpu.stage_chains import (
     BOUNDARY,
@@ -90,7 +90,7 @@ def test_reused_output_buffer_has_same_bits_or_is_refused(name: str, others: lis
         assert refused  # a value that is still being sent is overwritten
 
 
-@few_examples(30)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 1000), kind=st.sampled_from([ReusedBuffer, ReusedBufferThroughData]))
 def test_reused_output_in_random_order_is_right_or_refused(seed: int, kind: Any) -> None:
     program = PROGRAMS["zb_h1"]()

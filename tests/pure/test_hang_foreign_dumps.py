@@ -57,4 +57,4 @@ def test_integer_messages_alone_do_not_match_program(tmp_path: Path) -> None:
         recorder.entries = [entry | {"input_dtypes": ["Byte"]} for entry in recorder.entries]
     with pytest.raises(UsageError) as caught:
         match_program(write_and_read_dumps(tmp_path, recorders), program)
-    assert "a program: each has an integer dtype or at most one element" in caught.value.fact
+    assert "a program. Each has an integer dtype or at most one element" in caught.value.fact

@@ -119,7 +119,7 @@ def _require_count_tensor(state: ProgramState, boundary: int, tensors: Sequence[
         raise ModelError(
             f"the second tensor of the boundary after stage {boundary} "
             f"({', '.join(map(str, tensors))}) must be an int64 vector with the number of rows "
-            f"of each expert: its length must be a multiple of ep ({ep})",
+            f"of each expert. Its length must be a multiple of ep ({ep})",
             program=state.program.name,
             hint=f"(Boundary((rows, hidden)), Boundary(({2 * ep},), torch.int64))",
         )

@@ -7,19 +7,21 @@ reads the black boxes to find the process that is the cause.
 
 from __future__ import annotations
 
+import faulthandler
 import linecache
 import os
 import re
 import select
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from tempfile import TemporaryFile
 from threading import Thread, current_thread, main_thread
 from time import monotonic, monotonic_ns
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -55,6 +57,7 @@ QUIET_SECONDS: Final = 0.3  # Seconds without progress before the position in th
 
 _SCHEDIR_PATH: Final = str(__file__).rpartition("training")[0]
 _TORCH_PATH: Final = str(torch.__file__).rpartition("__init__")[0]
+_POSITION_PATTERN: Final = re.compile(r'File "(.*)", line (\d+) in (.*)')
 _WAIT_PATTERN: Final = re.compile(
     r"\bwait\(|_take\(|\brecv\(|accept\(|barrier\(|all_reduce\(|all_gather|\.result\(\)|_take\("
 )
@@ -315,13 +318,13 @@ class Watchdog:
 
         Returns a number that identifies the current position in the code.
         """
-        frame = sys._current_frames().get(main_thread().ident or 0)
-        if frame is None or self.member.has_lost_peers:
+        positions = read_stack(main_thread().ident or 0)
+        if not positions or self.member.has_lost_peers:
             return last_note
-        key = id(frame) ^ frame.f_lasti << 1 | 1
+        key = hash(positions) | 1
         if key != last_note:
-            self.box_values[BlackBoxField.IS_WAITING] = is_waiting(frame)
-            self.member.black_box.write_note(find_user_location(frame))
+            self.box_values[BlackBoxField.IS_WAITING] = is_waiting(positions[0])
+            self.member.black_box.write_note(find_user_location(positions))
         return key
 
 
@@ -355,35 +358,70 @@ def is_rank_main_thread() -> bool:
     return "RANK" in os.environ and current_thread() is main_thread()
 
 
-def is_waiting(frame: FrameType) -> bool:
+class CodePosition(NamedTuple):
+    """A position in the code that a thread executes.
+
+    Args:
+        file: The path of the file.
+        line: The number of the line.
+        function: The name of the function.
+    """
+
+    file: str
+    line: int
+    function: str
+
+
+def read_stack(thread: int) -> tuple[CodePosition, ...]:
+    """Return the positions of the innermost 100 calls of a thread, the innermost one first.
+
+    The thread may run meanwhile, so this function does not use `sys._current_frames`. In Python
+    3.11, `f_back` of a frame of a running thread once returned an object that was no frame.
+    faulthandler writes all positions before the thread can run again.
+
+    Args:
+        thread: The `ident` of the thread.
+
+    Returns:
+        The positions. () if the thread does not exist, or no temporary file can be written.
+    """
+    try:
+        with TemporaryFile("w+", errors="replace") as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            text = file.read()
+    except OSError:
+        return ()
+    found = re.search(rf"^(?:Current t|T)hread 0x0*{thread:x}\b.*\n((?:  .*\n)*)", text, re.M)
+    lines = _POSITION_PATTERN.findall(found[1]) if found else ()
+    return tuple(CodePosition(file, int(line), function) for file, line, function in lines)
+
+
+def is_waiting(position: CodePosition) -> bool:
     """Return whether a thread waits in a collective or for a message.
 
     Args:
-        frame: The innermost frame of the thread.
+        position: The innermost position of the thread.
     """
-    file = frame.f_code.co_filename
-    if f"{_TORCH_PATH}distributed" in file:
+    if f"{_TORCH_PATH}distributed" in position.file:
         return True
-    line = linecache.getline(file, frame.f_lineno or 0)
-    return file.startswith(_SCHEDIR_PATH) and _WAIT_PATTERN.search(line) is not None
+    line = linecache.getline(position.file, position.line)
+    return position.file.startswith(_SCHEDIR_PATH) and _WAIT_PATTERN.search(line) is not None
 
 
-def find_user_location(frame: FrameType | None) -> str:
+def find_user_location(positions: Sequence[CodePosition]) -> str:
     """Return the innermost position of a thread in user code, outside of libraries.
 
     Args:
-        frame: The innermost frame of the thread.
+        positions: The positions of the thread, the innermost one first.
 
     Returns:
         A text such as "train.py:12 in main". "" if there is no user code.
     """
-    while frame is not None:
-        code = frame.f_code
-        file = code.co_filename
+    for file, line, function in positions:
         library = file.startswith((_SCHEDIR_PATH, _TORCH_PATH, sys.prefix, sys.base_prefix, "<"))
         if not library and "/lib/python" not in file:
-            return f"{os.path.basename(file)}:{frame.f_lineno or 0} in {code.co_name}"
-        frame = frame.f_back
+            return f"{os.path.basename(file)}:{line} in {function}"
     return ""
 
 
