@@ -266,7 +266,7 @@ def _describe_recipe(
     ]
 
 
-def _describe_bubble(timeline: Timeline, idle: NDArray[Any]) -> str:
+def _describe_bubble(timeline: Timeline, idle: Any) -> str:
     """Return a line with the bubble and its causes, the largest cause first."""
     from schedir.predict.bubble_causes import sum_by_cause
 
@@ -294,7 +294,7 @@ def _list_printed_causes(share: Floats) -> list[IdleCause]:
     return sorted((c for c in IdleCause if share[c] >= 0.0005), key=lambda c: -share[c])
 
 
-def _describe_ranks(timeline: Timeline, idle: NDArray[Any], source: str) -> list[str]:
+def _describe_ranks(timeline: Timeline, idle: Any, source: str) -> list[str]:
     """Return the lines of a table with the idle shares of each rank.
 
     For many ranks, return one line with a command that shows these shares.
@@ -320,7 +320,7 @@ def _describe_ranks(timeline: Timeline, idle: NDArray[Any], source: str) -> list
     return format_table(headings, rows).splitlines()
 
 
-def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
+def _describe_longest_wait(timeline: Timeline, idle: Any) -> list[str]:
     """Return a line with the instruction for which ranks wait longest, over all microbatches."""
     import numpy as np
 

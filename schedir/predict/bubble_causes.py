@@ -128,7 +128,7 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     return idle[np.lexsort((idle["start"], idle["rank"]))]
 
 
-def sum_by_cause(idle: NDArray[Any], ranks: int) -> Floats:
+def sum_by_cause(idle: Any, ranks: int) -> Floats:
     """Return the idle time of each rank by cause.
 
     Args:
@@ -213,7 +213,7 @@ def _find_followers(timeline: Timeline) -> tuple[Ints, Ints]:
     return computes[:-1][is_same_rank], computes[1:][is_same_rank]
 
 
-def _find_gaps(timeline: Timeline) -> NDArray[Any]:
+def _find_gaps(timeline: Timeline) -> Any:
     """Return the gaps of all compute lanes, by rank and start, with the fields of `GAP_DTYPE`.
 
     `before` and `after` are the indices of the instructions around a gap, or -1.
@@ -230,7 +230,7 @@ def _find_gaps(timeline: Timeline) -> NDArray[Any]:
     return gaps[gaps["end"] > gaps["start"]]
 
 
-def _find_waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
+def _find_waits(timeline: Timeline, gaps: Any) -> Any:
     """Return the waits of all gaps, in any order, with the fields of `WAIT_DTYPE`.
 
     The loop walks through all gaps in parallel, from their ends to their beginnings. At each step,
@@ -276,9 +276,7 @@ def _find_waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
     return waits[waits["end"] > waits["start"]]
 
 
-def _make_waits(
-    gap: Ints, cause: ArrayLike, awaited_span: Ints, start: Floats, end: Floats
-) -> NDArray[Any]:
+def _make_waits(gap: Ints, cause: ArrayLike, awaited_span: Ints, start: Floats, end: Floats) -> Any:
     waits = np.empty(len(gap), WAIT_DTYPE)
     waits["gap"], waits["cause"], waits["awaited_span"] = gap, cause, awaited_span
     waits["start"], waits["end"] = start, end
@@ -319,7 +317,7 @@ def _find_latest(timeline: Timeline) -> Ints:
     return timeline.graph.find_last_predecessors(end_order[:-1])
 
 
-def _find_phase_causes(timeline: Timeline, gaps: NDArray[Any]) -> Ints:
+def _find_phase_causes(timeline: Timeline, gaps: Any) -> Ints:
     """Return the cause of waits for other ranks in each gap: the phase of the waiting rank."""
     begins, ends = (times[gaps["rank"]] for times in find_steady_phase(timeline))
     is_filling = np.isfinite(begins) & (gaps["end"] <= begins)
@@ -330,7 +328,7 @@ def _find_phase_causes(timeline: Timeline, gaps: NDArray[Any]) -> Ints:
     )
 
 
-def _mark_imbalance(timeline: Timeline, gaps: NDArray[Any], idle: NDArray[Any]) -> NDArray[Any]:
+def _mark_imbalance(timeline: Timeline, gaps: Any, idle: Any) -> NDArray[Any]:
     """Change the cause of some waits for other ranks to IMBALANCE.
 
     For each rank, the total time of the changed waits is at most the busy time of the busiest rank

@@ -34,7 +34,9 @@ from schedir.retired_names import raise_attribute_error
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-Spans = NDArray[Any]  # a structured array with the fields of SPAN_DTYPE
+# A structured array with the fields of SPAN_DTYPE. It is not NDArray[Any], because mypy takes up to
+# seconds for a line with arithmetic of two such fields.
+Spans = Any
 Times = NDArray[np.float64]
 TimelineKind = Literal["predicted", "measured"]
 
