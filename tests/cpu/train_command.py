@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from schedir.__main__ import main
 from schedir.training.config.config_file import read_config
-from schedir.training.processes import launcher
+from schedir.training.processes import launcher, process_exit
 from schedir.training.train import run
 from schedir.transports.local_processes import run_processes
 from tests.cpu.gloo_processes import CONTEXT
@@ -259,6 +259,8 @@ def fork_processes(
 
 def _process(words: list[str], said: Path, cwd: str, environment: dict[str, str]) -> None:
     os.environ |= environment
+    if "RANK" in environment:  # no launcher waits for the first process to end
+        vars(process_exit)["EXIT_GRACE"] = 0.5
     _heed()
     os.chdir(cwd)
     vars(launcher)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _fork_rank})
