@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from schedir.errors import ExecutionError
 from schedir.ir.program import Program
 from schedir.megatron.delayed_weight_gradients import (
     DelayedModules,
@@ -73,6 +74,7 @@ class ForwardBackward:
         self._prepared: dict[Any, _PreparedRun] = {}
         # The group of each pipeline group that sends shapes. All ranks create it in the same call.
         self._shape_groups: dict[Any, Any] = {}
+        self._has_failed = False
 
     def __call__(
         self,
@@ -121,9 +123,15 @@ class ForwardBackward:
             UsageError: A setting is not supported, or the schedule does not fit the run. All
                 ranks raise the same error, before the first message.
             ModelError: A model chunk does not match its stage.
-            ExecutionError: An earlier step failed while it reduced gradients.
+            ExecutionError: An earlier step of this rank failed.
             SchedirError: The schedule is wrong, or could hang with these process groups.
         """
+        if self._has_failed:
+            raise ExecutionError(
+                "this rank failed in an earlier step, and the messages of that step may be "
+                "incomplete",
+                hint="restart the processes from a checkpoint",
+            )
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config: Any = get_model_config(chunks[0])
@@ -165,7 +173,12 @@ class ForwardBackward:
             None if has_variable_lengths else tuple(boundary_shape),
             groups.cp.size(),
         )
-        return _run_step(run, call, groups, force_all_reduce)
+        try:
+            return _run_step(run, call, groups, force_all_reduce)
+        except BaseException:
+            # Without a pipeline, a step has no messages. A trainer may then run another step.
+            self._has_failed = groups.pp.size() > 1
+            raise
 
     def _prepare(
         self,
@@ -389,7 +402,7 @@ def _copy_to_last_rank(
 ) -> None:
     """Copy the losses of the rank with the last stage to the device of the last pipeline rank.
 
-    `forward_data` may contain tensors, numbers and strings, in lists, tuples and dictionaries.
+    `forward_data` may contain all values that `pickle` supports, such as NumPy arrays.
     """
     last_rank = group.size() - 1
     if group.rank() == source:
@@ -404,7 +417,7 @@ def _copy_to_last_rank(
         content = torch.empty(int(size), dtype=torch.uint8, device=device)
         dist.recv(content, group=group, group_src=source)
         file = io.BytesIO(content.cpu().numpy().tobytes())
-        forward_data.extend(torch.load(file, map_location=device, weights_only=True))
+        forward_data.extend(torch.load(file, map_location=device, weights_only=False))
 
 
 def _device_of(chunks: list[Any]) -> torch.device:

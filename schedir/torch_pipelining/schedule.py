@@ -359,14 +359,13 @@ class Schedule(CheckedRuntime):
                 "loss_fn",
             )
         given_microbatches = (arg_mbs, kwarg_mbs, target_mbs)
-        if any(microbatches is not None for microbatches in given_microbatches):
-            if args or kwargs or target is not None:
-                raise UsageError(
-                    "step got a complete batch and microbatches: give only one of them",
-                    program=self.program.name,
-                    hint="step(x, target=y), or step(arg_mbs=[(x0,), (x1,)], target_mbs=[y0, y1])",
-                )
-            self._given_microbatches = given_microbatches
+        has_microbatches = any(microbatches is not None for microbatches in given_microbatches)
+        if has_microbatches and (args or kwargs or target is not None):
+            self._refuse_step(
+                "step got a complete batch and microbatches: give only one of them",
+                "step(x, target=y), or step(arg_mbs=[(x0,), (x1,)], target_mbs=[y0, y1])",
+                "arg_mbs",
+            )
         if target is not None and not isinstance(target, Tensor):
             self._refuse_step(
                 f"target must be a tensor, not {describe(target)}",
@@ -377,6 +376,7 @@ class Schedule(CheckedRuntime):
         inputs = (*args, *kwargs.values(), arg_mbs, kwarg_mbs)
         if reason := find_missing_input(self._stages, inputs):
             self._refuse_step(reason, "step(x) on the rank of stage 0", "args")
+        self._given_microbatches = given_microbatches if has_microbatches else None
         try:
             return super().step(
                 *args,

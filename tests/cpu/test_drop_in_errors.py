@@ -138,6 +138,13 @@ WRONG: dict[str, Callable[[int], Any]] = {
         *[torch.ones(N_MICROBATCHES + 1, 8)] * (r == 0),
         target=torch.ones(N_MICROBATCHES, 8) if r else None,
     ),
+    "a whole batch and microbatches on one rank of schedir's executor": lambda r: make_two_stages(
+        r, runtime="schedir"
+    ).step(
+        *[torch.ones(N_MICROBATCHES, 8)] * (r == 0),
+        arg_mbs=None if r else [(torch.ones(1, 8),)] * N_MICROBATCHES,
+        target=torch.ones(N_MICROBATCHES, 8) if r else None,
+    ),
     "microbatches that are no tuples": lambda r: run_refused_step(
         r,
         arg_mbs=[*torch.ones(N_MICROBATCHES, 1, 8)],

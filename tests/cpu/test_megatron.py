@@ -15,6 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from schedir import B, F, I, Opcode, Program, W, compile, from_text, to_text
 from schedir.errors import SchedirError, UsageError
 from schedir.transports.local_processes import run_processes
 from tests.cases import ALL, cases
+from tests.cpu import megatron_gpt
 from tests.cpu.megatron_gpt import (
     Case,
     build_chunks,
@@ -406,8 +408,11 @@ def test_gradient_hooks_are_called_as_in_megatron() -> None:
         assert is_equal and own_calls == calls > 0
 
 
-def step_after_failed_step() -> str:
-    """Return the error of a step after a step that failed before the end of its reduction."""
+def step_after_failed_step() -> list[str]:
+    """Return errors after a step that failed before the end of its reduction.
+
+    The first error is that of the same function, and the second that of another function.
+    """
     from megatron.core.utils import get_model_config
 
     import schedir.megatron
@@ -424,12 +429,35 @@ def step_after_failed_step() -> str:
             run_step(case, step, chunks, 0)
         config.finalize_model_grads_func = finalize
         chunks[0].zero_grad_buffer()
-        return read_error(partial(run_step, case, step, chunks, 0))
+        other = schedir.megatron.forward_backward("gpipe")
+        return [read_error(partial(run_step, case, f, chunks, 0)) for f in (step, other)]
 
 
-def test_step_after_failed_reduction_is_refused() -> None:
-    for error in run_forks(2)[step_after_failed_step.__name__]:
-        assert "an earlier step has not ended" in error
+def test_step_after_failed_step_is_refused() -> None:
+    for same, other in run_forks(2)[step_after_failed_step.__name__]:
+        assert "this rank failed in an earlier step" in same
+        assert "an earlier step has not ended" in other
+
+
+def collect_arrays() -> list[Any]:
+    """Return what an evaluation of a vee returns if the loss function reports NumPy arrays."""
+    import schedir.megatron
+
+    def forward(data: Any, model: Any) -> Any:
+        tokens, labels, _, mask, positions = next(data)
+        output = model(tokens, positions, mask, labels=labels)
+        return output, lambda losses, non_loss_data: losses.detach().numpy()
+
+    step = partial(schedir.megatron.forward_backward("zb_v"), collect_non_loss_data=True)
+    with megatron_on_cpu(VEE), patch.object(megatron_gpt, "forward_step", forward):
+        chunks = build_chunks(VEE, partial(schedir.megatron.model_provider, schedule="zb_v"))
+        return run_step(replace(VEE, forward_only=True), step, chunks, 0)
+
+
+def test_vee_returns_arrays_on_last_rank() -> None:
+    first, last = run_forks(2)[collect_arrays.__name__]
+    assert len(last) == VEE.microbatches
+    assert [array.tolist() for array in first] == [array.tolist() for array in last]
 
 
 def find_wrong_checkpoint_keys() -> list[set[str]]:
@@ -578,6 +606,7 @@ PROBES: tuple[Any, ...] = (
     refuse_hook_on_delayed_weight,
     count_hook_calls,
     step_after_failed_step,
+    collect_arrays,
     find_wrong_checkpoint_keys,
 )
 
