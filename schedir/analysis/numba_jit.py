@@ -10,6 +10,7 @@ with and without numba are bitwise equal. `enable_numba` imports numba immediate
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -107,6 +108,8 @@ def is_installed() -> bool:
 @cache
 def _import_numba() -> Any:
     """Return the module numba, or None if its import fails or compiling is disabled."""
+    if os.environ.get("NUMBA_DISABLE_JIT") == "1":
+        return None  # The import alone takes a second.
     try:
         import numba.extending
     except Exception:  # numba raises its own errors for an unsupported numpy or Python

@@ -17,7 +17,7 @@ import schedir
 from schedir import Costs, PipelineShape, Sizes, compile, schedules, simulate, viz
 from schedir.errors import ShapeError, UsageError
 from schedir.schedule_search.memory_frontier import MemoryFrontier, memory_frontier
-from tests.cases import campaign
+from tests.cases import ALL, campaign
 from tests.commands import run_command, run_refused_command
 
 SIZES = Sizes(saved=1e9, deferred_wgrad=4e8, activation=1e8, model_states=5e9)
@@ -25,7 +25,12 @@ UNEVEN_PAIR = Costs(F=(1, 1.5), I=(1, 1.5), W=(1, 1.5))
 UNEVEN = Costs(F=(1, 1, 1.5), I=(1, 1, 1.5), W=(1, 1, 1.5))
 CASES: dict[str, dict[str, Any]] = {
     "counts": {"shape": PipelineShape(3, 6), "costs": Costs(F=2, I=2, W=1, send=0.1)},
-    "bytes": {"shape": PipelineShape(2, 4), "costs": UNEVEN_PAIR, "sizes": SIZES},
+    "bytes": {
+        "shape": PipelineShape(2, 4),
+        "costs": UNEVEN_PAIR,
+        "sizes": SIZES,
+        "levels": 16 if ALL else 6,
+    },
     "whole": {"shape": PipelineShape(3, 5), "costs": UNEVEN, "split_backward": False},
     "vee": {"shape": PipelineShape(2, 4, 2, "vee"), "costs": Costs()},
     "one rank": {"shape": PipelineShape(1, 3), "costs": Costs()},
@@ -154,7 +159,8 @@ def test_search_frontier_prints_and_draws_levels(
         for v in frontier.levels
     ]
     assert facts["is_complete"] and facts["memory_unit"] == "in flight"
-    sized = run_command(capsys, *SEARCH, "--frontier", "--sizes=saved=1GB,deferred_wgrad=0.4GB")
+    small = ("--ranks=2", "--microbatches=2", "--max-evaluations=5", "--frontier")
+    sized = run_command(capsys, "search", *small, "--sizes=saved=1GB,deferred_wgrad=0.4GB")
     assert "1 GB" in sized and "in flight" not in sized
     for options in (
         ("--memory-limit=4GB", "--sizes=saved=1GB"),
