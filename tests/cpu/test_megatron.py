@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import register_parametrization
 
 from schedir import B, F, I, Opcode, Program, W, compile, from_text, to_text
-from schedir.errors import SchedirError, UsageError
+from schedir.errors import SchedirError
 from schedir.transports.local_processes import run_processes
 from tests.cases import ALL, cases
 from tests.cpu import megatron_gpt
@@ -504,17 +504,6 @@ def exchange_shapes() -> list[tuple[int, ...]]:
 def test_shapes_are_received_in_order_of_sends() -> None:
     for rank, shapes in enumerate(run_forks(2)[exchange_shapes.__name__]):
         assert shapes == [(1 - rank, mb, 3) for mb in range(2)]
-
-
-def test_receive_before_shape_is_known_is_refused() -> None:
-    from schedir.megatron.schedule_compilation import require_shapes_before_receives
-
-    program = compile("gpipe", ranks=2, microbatches=2, progress_model="per_edge")
-    require_shapes_before_receives(program)
-    text = to_text(program).replace("recv_grad 0.0+; B 0.0+", "B 0.0+")
-    text = text.replace("rank 0\n", "rank 0\n  recv_grad 0.0\n  recv_grad 0.1\n")
-    with pytest.raises(UsageError, match="rank 0 waits at recv_grad"):
-        require_shapes_before_receives(from_text(text))
 
 
 def record_param_syncs() -> list[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from schedir import compile
+from schedir import compile, from_text, to_text
 from schedir.errors import UsageError
 from tests.cpu.megatron_on_cpu import import_megatron, skip_without_megatron
 
@@ -136,3 +136,14 @@ def test_unknown_options_are_refused_before_first_step() -> None:
     with pytest.raises(UsageError, match="Megatron gives it at each step") as refused:
         schedir.megatron.forward_backward("zb_h1", num_microbatches=4)
     assert refused.value.hint == "leave out num_microbatches"
+
+
+def test_receive_before_shape_is_known_is_refused() -> None:
+    from schedir.megatron.schedule_compilation import require_shapes_before_receives
+
+    program = compile("gpipe", ranks=2, microbatches=2, progress_model="per_edge")
+    require_shapes_before_receives(program)
+    text = to_text(program).replace("recv_grad 0.0+; B 0.0+", "B 0.0+")
+    text = text.replace("rank 0\n", "rank 0\n  recv_grad 0.0\n  recv_grad 0.1\n")
+    with pytest.raises(UsageError, match="rank 0 waits at recv_grad"):
+        require_shapes_before_receives(from_text(text))
