@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pickle import PickleError
 from typing import Any, Final
 from warnings import warn
 from weakref import ref
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -17,7 +20,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from schedir.errors import ExecutionError
+from schedir.errors import ExecutionError, ModelError
 from schedir.ir.program import Program
 from schedir.megatron.delayed_weight_gradients import (
     DelayedModules,
@@ -46,6 +49,15 @@ from schedir.megatron.weight_gradients import split_linear_backward
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.transports.rank_agreement import gather_or_raise, require_same
 
+# What `torch.load` may call with `weights_only` to read NumPy arrays and numbers.
+_NUMPY_GLOBALS: Final[list[Any]] = [
+    np.ndarray,
+    np.dtype,
+    codecs.encode,
+    np.empty(0).__reduce__()[0],
+    np.float64(0).__reduce__()[0],
+    *{type(np.dtype(code)) for code in "?bhilqBHILQefdFD"},
+]
 _SAME_HINT: Final = "give all processes the same schedule and the same arguments"
 
 
@@ -402,22 +414,44 @@ def _copy_to_last_rank(
 ) -> None:
     """Copy the losses of the rank with the last stage to the device of the last pipeline rank.
 
-    `forward_data` may contain all values that `pickle` supports, such as NumPy arrays.
+    `forward_data` may contain tensors, NumPy arrays, numbers and strings, in lists, tuples and
+    dictionaries. For other values, both ranks raise a ModelError.
     """
     last_rank = group.size() - 1
     if group.rank() == source:
         file = io.BytesIO()
-        torch.save(forward_data, file)
+        try:
+            torch.save(forward_data, file)
+            _load_losses(file.getvalue(), device)
+        except (PickleError, AttributeError, TypeError):
+            # A size of 0 tells the last rank to raise the error, too.
+            dist.send(torch.tensor([0], device=device), group=group, group_dst=last_rank)
+            raise _make_report_error() from None
         content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(device)
         dist.send(torch.tensor([len(content)], device=device), group=group, group_dst=last_rank)
         dist.send(content, group=group, group_dst=last_rank)
     elif group.rank() == last_rank:
         size = torch.zeros(1, dtype=torch.int64, device=device)
         dist.recv(size, group=group, group_src=source)
+        if not size:
+            raise _make_report_error()
         content = torch.empty(int(size), dtype=torch.uint8, device=device)
         dist.recv(content, group=group, group_src=source)
-        file = io.BytesIO(content.cpu().numpy().tobytes())
-        forward_data.extend(torch.load(file, map_location=device, weights_only=False))
+        forward_data.extend(_load_losses(content.cpu().numpy().tobytes(), device))
+
+
+def _load_losses(content: bytes, device: torch.device) -> Any:
+    """Read losses from another rank. NumPy arrays are the only objects besides those of torch."""
+    with torch.serialization.safe_globals(_NUMPY_GLOBALS):
+        return torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+
+
+def _make_report_error() -> ModelError:
+    return ModelError(
+        "the loss function reports a value that cannot be sent to the last pipeline rank",
+        hint="report tensors, NumPy arrays, numbers and strings, in lists, tuples and dictionaries",
+        fields=["forward_step_func"],
+    )
 
 
 def _device_of(chunks: list[Any]) -> torch.device:

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from schedir import Program, compile, from_text, to_text
+
 VOCABULARY, SEQUENCES = 64, 2
 
 
@@ -421,3 +423,13 @@ def compare(case: Case, schedule: Any) -> Comparison:
     ]
     losses = [loss for _, megatron_losses, _ in pipeline for loss in megatron_losses]
     return Comparison(losses, ours.losses, wrong, len(ours.gradients), ours.max_stored)
+
+
+def interleaved_with_crossed_messages() -> Program:
+    """Return a program in which rank 1 receives two activations in the wrong order."""
+    program = compile(
+        "interleaved", ranks=2, microbatches=4, stages_per_rank=2, progress_model="per_edge"
+    )
+    first, second = "  recv_act 1.1\n", "  recv_act 3.0\n"
+    text = to_text(program).replace(second, "").replace(first, second + first)
+    return from_text(text)

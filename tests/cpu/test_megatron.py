@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import register_parametrization
 
-from schedir import B, F, I, Opcode, Program, W, compile, from_text, to_text
+from schedir import B, F, I, Opcode, W, compile, to_text
 from schedir.errors import SchedirError
 from schedir.transports.local_processes import run_processes
 from tests.cases import ALL, cases
@@ -33,6 +34,7 @@ from tests.cpu.megatron_gpt import (
     Case,
     build_chunks,
     compare,
+    interleaved_with_crossed_messages,
     megatron_on_cpu,
     run_step,
     train,
@@ -248,16 +250,6 @@ def fail_all(rank: int, runs: list[tuple[Any, Case, dict[str, Any]]]) -> list[st
     return errors
 
 
-def interleaved_with_crossed_messages() -> Program:
-    """Return a program in which rank 1 receives two activations in the wrong order."""
-    program = compile(
-        "interleaved", ranks=2, microbatches=4, stages_per_rank=2, progress_model="per_edge"
-    )
-    first, second = "  recv_act 1.1\n", "  recv_act 3.0\n"
-    text = to_text(program).replace(second, "").replace(first, second + first)
-    return from_text(text)
-
-
 WRONG: dict[str, tuple[Any, Case, dict[str, Any], str]] = {
     "loop": ("zb_v", LOOP, {}, "is stage 2 of zb_v, so post_process must be False, but it is True"),
     "chunks": ("one_f_one_b", LOOP, {}, "does not run the 2 model chunks"),
@@ -440,22 +432,27 @@ def test_step_after_failed_step_is_refused() -> None:
 
 
 def collect_arrays() -> list[Any]:
-    """Return what an evaluation of a vee returns if the loss function reports NumPy arrays."""
+    """Return what evaluations of a vee return if the loss function reports arrays or objects."""
     import schedir.megatron
 
     def forward(data: Any, model: Any) -> Any:
         tokens, labels, _, mask, positions = next(data)
         output = model(tokens, positions, mask, labels=labels)
-        return output, lambda losses, non_loss_data: losses.detach().numpy()
+        return output, lambda losses, non_loss_data: convert(losses.detach().numpy())
 
     step = partial(schedir.megatron.forward_backward("zb_v"), collect_non_loss_data=True)
     with megatron_on_cpu(VEE), patch.object(megatron_gpt, "forward_step", forward):
         chunks = build_chunks(VEE, partial(schedir.megatron.model_provider, schedule="zb_v"))
-        return run_step(replace(VEE, forward_only=True), step, chunks, 0)
+        convert: Any = np.asarray
+        arrays = run_step(replace(VEE, forward_only=True), step, chunks, 0)
+        convert = iter  # an object that cannot be sent
+        error = read_error(lambda: run_step(replace(VEE, forward_only=True), step, chunks, 0))
+        return [arrays, error]
 
 
 def test_vee_returns_arrays_on_last_rank() -> None:
-    first, last = run_forks(2)[collect_arrays.__name__]
+    (first, first_error), (last, last_error) = run_forks(2)[collect_arrays.__name__]
+    assert first_error == last_error and "reports a value that cannot be sent" in last_error
     assert len(last) == VEE.microbatches
     assert [array.tolist() for array in first] == [array.tolist() for array in last]
 
