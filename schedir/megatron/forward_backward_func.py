@@ -49,7 +49,7 @@ from schedir.megatron.weight_gradients import split_linear_backward
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.transports.rank_agreement import gather_or_raise, require_same
 
-# What `torch.load` may call with `weights_only` to read NumPy arrays and numbers.
+# The objects that `torch.load` may call with `weights_only`, to read NumPy arrays and numbers.
 _NUMPY_GLOBALS: Final[list[Any]] = [
     np.ndarray,
     np.dtype,
@@ -424,7 +424,7 @@ def _copy_to_last_rank(
             torch.save(forward_data, file)
             _load_losses(file.getvalue(), device)
         except (PickleError, AttributeError, TypeError):
-            # A size of 0 tells the last rank to raise the error, too.
+            # After a size of 0, the last rank raises the same error.
             dist.send(torch.tensor([0], device=device), group=group, group_dst=last_rank)
             raise _make_report_error() from None
         content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(device)
