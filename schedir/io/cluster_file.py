@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 
 from schedir.errors import ConfigError, UsageError, describe, require_type
 from schedir.io.files import atomic_write, read_text
-from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml, suggest_file_kind
+from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml, suggest_field
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.units import format_cluster_field
 from schedir.retired_names import RENAMED_CLUSTER_FIELDS
@@ -56,14 +55,10 @@ def load_cluster(path: str | Path) -> Cluster:
     table = parse_toml(text, str(path))
     for name, value in table.items():
         if name not in _FIELD_NAMES:
-            new_names = [new for old, new in RENAMED_CLUSTER_FIELDS.items() if old == name]
-            suggestions = new_names or get_close_matches(name, _FIELD_NAMES, 1)
+            new_name = RENAMED_CLUSTER_FIELDS.get(name, "")
             raise _make_setting_error(
                 f"a cluster has no field {describe(name)}", name, path, text,
-                hint=suggest_file_kind(table, _FIELD_NAMES) or (
-                    f"did you mean {suggestions[0]!r}?"
-                    if suggestions else f"the fields are {', '.join(_FIELD_NAMES)}"
-                ),
+                hint=suggest_field(name, table, _FIELD_NAMES, new_name),
             )  # fmt: skip
         if not isinstance(value, str | int | float) or isinstance(value, bool):
             raise _make_setting_error(

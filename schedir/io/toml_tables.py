@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
+from difflib import get_close_matches
 from typing import Any, Final
 
 from schedir.errors import ConfigError
@@ -108,6 +109,14 @@ def find_position(text: str, section: str, name: str = "") -> tuple[int, int]:
     return 0, 0
 
 
+# Name at the top of a TOML file -> hint if the caller does not read files with this name.
+_FILE_KIND_HINTS: Final = {
+    "gpus_per_node": "the file is a cluster: give it to --cluster",
+    "pipeline": "the file is a configuration: give it to schedir train",
+    "train": "the file is a configuration: give it to schedir train",
+}
+
+
 def suggest_file_kind(table: Mapping[str, Any], known_names: Container[str]) -> str:
     """Return a hint if a TOML file with an unknown name is a file of another kind, or "".
 
@@ -115,18 +124,24 @@ def suggest_file_kind(table: Mapping[str, Any], known_names: Container[str]) -> 
         table: The file.
         known_names: The names at the top of the files that the caller reads.
     """
-    return next(
-        (
-            hint
-            for name, hint in _FILE_KIND_HINTS.items()
-            if name in table and name not in known_names
-        ),
-        "",
-    )
+    names = (name for name in _FILE_KIND_HINTS if name in table and name not in known_names)
+    return next((_FILE_KIND_HINTS[name] for name in names), "")
 
 
-_FILE_KIND_HINTS: Final = {
-    "gpus_per_node": "the file is a cluster: give it to --cluster",
-    "pipeline": "the file is a configuration: give it to schedir train",
-    "train": "the file is a configuration: give it to schedir train",
-}
+def suggest_field(
+    name: str, table: Mapping[str, Any], known_names: Collection[str], new_name: str = ""
+) -> str:
+    """Return a hint for an unknown name at the top of a TOML file.
+
+    Args:
+        name: The unknown name.
+        table: The file.
+        known_names: The names at the top of the files that the caller reads.
+        new_name: The new name of a renamed field, or "".
+    """
+    if hint := suggest_file_kind(table, known_names):
+        return hint
+    suggestions = [new_name] if new_name else get_close_matches(name, known_names, 1)
+    if suggestions:
+        return f"did you mean {suggestions[0]!r}?"
+    return f"the fields are {', '.join(known_names)}"

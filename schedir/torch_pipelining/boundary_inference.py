@@ -40,8 +40,8 @@ class ExecutorRequirements(NamedTuple):
         trained_ids: The `id()` of each parameter in the order of the modules, 0 for frozen ones.
         dtypes: The dtype of autocast, or None if autocast is off, and the dtypes of the parameters.
         name_prefixes: The prefix of parameter names in each module, which `torch.compile` adds.
-        names_hash: The hash of the names of all parameters, which other modules inside a stage
-            change.
+        names_hash: The hash of the names of all parameters. The names change if another module
+            wraps a layer. All ranks exchange this number instead of the names.
         num_failures: The number of steps that have failed.
     """
 

@@ -111,7 +111,8 @@ def collect_requirements(
     for stage in stages:
         _require_executor_support(stage)
     modules = [stage.submod for stage in stages]
-    parameters = [*dict.fromkeys(p for module in modules for p in module.parameters())]
+    named_parameters = [pair for module in modules for pair in module.named_parameters()]
+    parameters = [*dict.fromkeys(p for _, p in named_parameters)]
     return ExecutorRequirements(
         has_backward,
         shapes,
@@ -119,7 +120,7 @@ def collect_requirements(
         tuple(id(p) if p.requires_grad else 0 for p in parameters),
         _boundary_dtypes(stages[0].device, parameters),
         tuple(_parameter_prefix(module) for module in modules),
-        hash(tuple(name for module in modules for name, _ in module.named_parameters())),
+        hash(tuple(name for name, _ in named_parameters)),
         num_failures,
     )
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from schedir.errors import CommandHint, ConfigError, UsageError, describe
 from schedir.io.files import read_text, require_path
-from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml, suggest_file_kind
+from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml, suggest_field
 from schedir.planner.transformer.huggingface_config import (
     describe_keys,
     describe_missing_keys,
@@ -182,13 +182,9 @@ def load_model_fields(name: str | Path) -> dict[str, Any]:
                 fields=[key],
             )
         elif key not in _IGNORED_KEYS:
-            matches = get_close_matches(key, SPEC_FIELDS, 1)
             raise ConfigError(
                 f"a model has no field {describe(key)}", location=str(path), fields=[key],
-                hint=suggest_file_kind(tables, SPEC_FIELDS) or (
-                    f"did you mean {matches[0]!r}?"
-                    if matches else f"the fields are {', '.join(SPEC_FIELDS)}"
-                ),
+                hint=suggest_field(key, tables, SPEC_FIELDS),
             )  # fmt: skip
     return result
 

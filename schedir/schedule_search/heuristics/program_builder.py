@@ -174,16 +174,13 @@ class ProgramBuilder:
         choices of `buffer_sharing`.
         """
         choices = _BUFFER_SHARING_CHOICES if self.counts_messages else _BUFFER_SHARING_CHOICES[:1]
-        for sharing in choices[:-1]:
-            sharing_program = self._share_slots(program, sharing)
-            if self._compute_peak_bytes(sharing_program).max() <= add_tolerance(memory_limit):
-                return sharing_program if sharing is None else check(sharing_program)
-        sharing_program = self._share_slots(program, choices[-1])
-        check_memory(sharing_program, self._sizes, memory_limit)
-        return sharing_program if choices[-1] is None else check(sharing_program)
-
-    def _share_slots(self, program: Program, sharing: BufferSharing | None) -> Program:
-        return program if sharing is None else share_slots(program, sharing, self._costs)
+        for sharing in choices:
+            candidate = program if sharing is None else share_slots(program, sharing, self._costs)
+            if self._compute_peak_bytes(candidate).max() <= add_tolerance(memory_limit):
+                break
+        else:
+            check_memory(candidate, self._sizes, memory_limit)  # raises the error
+        return candidate if candidate is program else check(candidate)
 
     def _compute_peak_bytes(self, program: Program) -> NDArray[np.float64]:
         """Return the peak memory of each rank with its messages, shape (ranks,)."""
