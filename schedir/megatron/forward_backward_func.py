@@ -81,10 +81,11 @@ class ForwardBackward:
         require_compile_options(options)
         self.schedule: Schedule | Program = load_schedule(schedule)
         self.options = options
-        # Each key contains all inputs of the checks in `_prepare`. It refers to the model chunks by
-        # weak references.
+        # A call with a new key runs the checks in `_prepare`. A key does not contain the sequence
+        # length, or other settings of `config` than `variable_seq_lengths`. It refers to the model
+        # chunks by weak references.
         self._prepared: dict[Any, _PreparedRun] = {}
-        # The group of each pipeline group that sends shapes. All ranks create it in the same call.
+        # Pipeline group -> the group that sends its shapes. All ranks create it in the same call.
         self._shape_groups: dict[Any, Any] = {}
         self._has_failed = False
 
@@ -135,7 +136,7 @@ class ForwardBackward:
             UsageError: A setting is not supported, or the schedule does not fit the run. All
                 ranks raise the same error, before the first message.
             ModelError: A model chunk does not match its stage.
-            ExecutionError: An earlier step of this rank failed.
+            ExecutionError: An earlier step of this rank failed, or its reductions have not ended.
             SchedirError: The schedule is wrong, or could hang with these process groups.
         """
         if self._has_failed:
@@ -261,18 +262,21 @@ class ForwardBackward:
 
 
 def forward_backward(schedule: str | Schedule | Program, **options: Any) -> ForwardBackward:
-    """Return a function to use in the place of Megatron's `get_forward_backward_func()`.
+    """Return a function that replaces the result of Megatron's `get_forward_backward_func()`.
 
     The schedule is compiled at the first call, for the pipeline size, the number of model chunks
-    and the number of microbatches of the call. Before the first message, schedir proves that the
-    program finishes with Megatron's process groups, and all ranks compare their programs.
-    Megatron's own `forward_step` and `backward_step` run the forwards and backwards, so losses and
-    gradients are bitwise equal to those of Megatron's schedules. Gradients are reduced by
-    Megatron's DistributedDataParallel and finalized by `config.finalize_model_grads_func`.
+    and the number of microbatches of the call. If one of these changes, it is compiled again.
+    Before the first message, schedir proves that the program finishes with Megatron's process
+    groups, and all ranks compare their programs. Megatron's own `forward_step` and `backward_step`
+    run the forwards and backwards. Losses and gradients are bitwise equal to those of Megatron's
+    schedules, with a few exceptions such as dropout (see docs/how-to/run-in-megatron.md). Gradients
+    are reduced by Megatron's DistributedDataParallel, and finalized by
+    `config.finalize_model_grads_func`.
 
-    A schedule with split backwards (I and W) runs the weight gradients of Megatron's
-    ColumnParallelLinear and RowParallelLinear in W, and those of modules that were built with
-    `delay_wgrad_compute` (Transformer Engine). It runs all other gradients in I.
+    A schedule with split backwards (I and W) computes the weight gradients of Megatron's
+    ColumnParallelLinear and RowParallelLinear in W. `weight_gradients` lists exceptions. W also
+    computes those of modules that were built with `delay_wgrad_compute` (Transformer Engine). I
+    computes all other gradients.
 
     Args:
         schedule: The name of a built-in schedule, "FILE.py:FUNCTION", "FILE.sched", a schedule
@@ -357,8 +361,8 @@ class _GradientReduction:
 
     Without `overlap_grad_reduce`, Megatron reduces all gradients at the end, in
     `finalize_model_grads_func`. With `defer_embedding_wgrad_compute`, Megatron computes gradients
-    of the output layer after the last backward. So the reduction of the last stage is postponed
-    until then.
+    of the output layer after the last backward. So the reduction of the last stage starts after
+    these gradients.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ def require_supported_settings(chunks: Sequence[Any], config: Any) -> None:
         config: Megatron's TransformerConfig of the chunks.
 
     Raises:
-        UsageError: A setting is not supported. The error names the setting and its value.
+        UsageError: A setting or a wrapper of the model is not supported. The error names it.
     """
     for name, (is_unsupported, reason) in _UNSUPPORTED_SETTINGS.items():
         value = getattr(config, name, None)

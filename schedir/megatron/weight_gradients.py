@@ -3,13 +3,14 @@
 A split backward has two halves. `I` computes the gradient of the stage's input, and `W` computes
 the gradients of weights. Megatron's `ColumnParallelLinear` and `RowParallelLinear` compute both
 gradients in one autograd function. `split_linear_backward` replaces this function during a step.
-The replacement computes the input gradient in the backward. The replacement stores the computation
-of the weight gradient, which `W` runs later.
+The replacement computes the input gradient in the backward. In `I`, it stores the computation of
+the weight gradient, and `W` runs this computation later. In an unsplit backward, it computes the
+weight gradient immediately.
 
-The weight is no autograd input of the replacement. Otherwise autograd would call the gradient hook
-of Megatron's DistributedDataParallel in `I`, when no gradient of the weight exists yet. With
-`overlap_grad_reduce` this hook raises an AssertionError. The stored computation adds the gradient
-to `weight.main_grad`, as the hook does.
+Autograd does not see the weight as an input of the replacement. Otherwise autograd would call the
+gradient hook of Megatron's DistributedDataParallel in `I`, when no gradient of the weight exists
+yet. With `overlap_grad_reduce` this hook raises an AssertionError. The computation adds the
+gradient to `weight.main_grad`, as the hook does. A weight without `main_grad` gets it in `grad`.
 
 Three kinds of weights keep Megatron's function, so their gradients are computed in `I`:
 

@@ -54,8 +54,8 @@ def reshard(state: ProgramState, i: Instr) -> Call:
 def reduce_scatter(state: ProgramState, i: Instr) -> Call:
     """Return the call of ReduceScatter: reduce a stage's gradients to the replicas' shards.
 
-    From ZeRO level 2 on, each ReduceScatter of a stage adds its result to the shard of the
-    gradient, and releases the full buffers.
+    From ZeRO level 2 on, the first ReduceScatter of a stage overwrites the shard of the gradient,
+    and the others add to it. Each one releases the full buffers.
     """
     gradients = state.stages[i.stage].gradients
     start, index = state.transport.start_collective, state.index_of[i]

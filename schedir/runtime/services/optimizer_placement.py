@@ -1,4 +1,4 @@
-"""OptimizerPlacement: move the optimizer states of a rank between memory tiers, and step them."""
+"""OptimizerPlacement: move a rank's optimizer states between memory tiers, and step its stages."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ class OptimizerPlacement(RankService):
         """Move all states to the tier in which they stay between steps.
 
         States may be on the device after the load of a checkpoint, or after the creation of the
-        optimizer. With steps on the host, the method also allocates host parameters, and finds the
-        weights on the device again.
+        optimizer. With steps on the host, the method also allocates host parameters. It looks up
+        the memory of the weights on the device again, because the user may have replaced it.
 
         Args:
             batch: The inputs of the step. The method returns them unchanged.
@@ -581,8 +581,9 @@ class OptimizerPlacement(RankService):
     def finish(self, *, is_last_update: bool = True) -> None:
         """Wait until weights are on the device, and states are in their tier between steps.
 
-        After the last update the host waits, and may read the states. After earlier updates, which
-        only steps on the host allow, the computation waits for the weights.
+        After the last update the host waits, and may read the states. Of the placements that
+        use this service, only "cpu_step" allows several updates. After an earlier update, the
+        computation waits for the weights.
 
         Args:
             is_last_update: True if this is the last update of the step.

@@ -12,8 +12,9 @@ The step loop, warm-up steps, evaluations, checkpoints and the count of live mem
 below for all services of a program and its rank. These callers do not depend on particular
 services.
 
-If a method raises an error before the first instruction of a step, the executor restores its state
-and can run the next step. After a later error in a step, the executor refuses all further steps.
+If a method raises an error before the first instruction of a step, the executor restores the
+state that it had before the step, and can run another step. After a later error in a step, the
+executor refuses all further steps.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ class Service:
         return batch
 
     def begin_update(self) -> None:
-        """Begin an update of a step, before the executor sets its gradients to zero."""
+        """Begin an update of a step, before the executor sets its gradients to zero.
+
+        An evaluation also calls this method, but keeps the gradients.
+        """
 
     def begin_step(self) -> None:
         """Begin a step or an evaluation, after its inputs, weights and gradients are prepared."""

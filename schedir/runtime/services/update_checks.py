@@ -1,4 +1,4 @@
-"""UpdateChecks: check and clip the gradients of each update, and run the optimizer step."""
+"""UpdateChecks and RankOptimizer: check and clip gradients, and run the optimizer step."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ class UpdateChecks(ProgramService):
             gradients may reduce the norm of the next update early.
         checked_updates: Update -> True if its gradients are finite, 0-dim bool. An update has an
             entry from its check to its end.
-        judge: Returns the `NormVerdict` of an update. Without clipping the factor is None.
+        judge: Returns whether an update is finite, and the factor that clips its gradients. Without
+            clipping the factor is None.
         read_result: Returns `Executor.grad_norm` and `Executor.finite_updates` of the last step.
     """
 
