@@ -159,13 +159,15 @@ RETIRED_HINTS: Final = MappingProxyType(
 _RENAMED_ARGUMENTS: Final = MappingProxyType(
     {
         "about": "comment", "adds": "accumulate_grads", "alike": "allow_identical_stages",
-        "b": "microbatch_size", "c": "cp", "choice": "plan", "code": "allow_code",
+        "axis": "axis_label", "b": "microbatch_size", "c": "cp", "choice": "plan",
+        "code": "allow_code", "colours": "colors",
         "copies": "parameter_copies", "cut": "segments", "d": "dp", "e": "ep", "each": "values",
         "evaluations": "max_evaluations", "exact": "bitwise", "examples": "max_examples",
         "extra": "extra_state", "folder": "directory spill_dir", "grad": "requires_grad",
         "in_flight": "max_in_flight", "instructions": "max_instructions",
         "layers_of": "layers_per_stage", "late": "defer_weights", "lead": "warmup",
-        "m": "microbatches", "message": "max_message_bytes", "microbatch": "microbatch_size",
+        "limits": "memory_limits", "m": "microbatches",
+        "message": "max_message_bytes", "microbatch": "microbatch_size",
         "models": "progress_models", "more": "extra_programs", "most": "max_instructions",
         "names": "name_map", "numbers": "parameter_counts", "order": "rank_order message_order",
         "others": "other_rank_stages", "p": "pp", "plans": "shapes", "prefer": "priority",
@@ -173,7 +175,8 @@ _RENAMED_ARGUMENTS: Final = MappingProxyType(
         "seconds": "time_limit", "split": "split_backward",
         "start": "initial_schedules start_method",
         "state": "optimizer_state", "states": "optimizer_placement state_bytes", "t": "tp",
-        "taken": "received_shape", "unchecked": "skip_checks", "v": "stages_per_rank",
+        "taken": "received_shape", "time": "time_range", "unchecked": "skip_checks",
+        "v": "stages_per_rank",
     }
 )  # fmt: skip
 # Arguments of executors that moved into an options object or were removed -> what to write instead.

@@ -9,6 +9,7 @@ import pytest
 from schedir.errors import UsageError
 from schedir.planner import (
     ParallelPlan,
+    all_plans,
     estimate_step,
     peak_memory,
     plan,
@@ -50,6 +51,12 @@ def test_wrong_plan_options_are_refused(asked_for: dict[str, Any], fact: str, hi
     with pytest.raises(UsageError) as caught:
         plan(model, cluster, asked_for.pop("batch", 64), exact=False, **asked_for)
     assert fact in caught.value.fact and hint in caught.value.hint
+
+
+def test_unknown_filter_is_refused() -> None:
+    with pytest.raises(UsageError, match="no filter 'schedule'") as caught:
+        all_plans(SMALL, make_cluster(2), 64, schedule="zb_v")
+    assert caught.value.hint == "did you mean 'schedules'?"
 
 
 def test_hinted_batches_are_nearest_valid() -> None:
