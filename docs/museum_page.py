@@ -74,7 +74,7 @@ def format_case(case: Case) -> str:
     links = ", ".join(map(format_source_link, case.sources)) or _format_file_link(case)
     entries = [
         (f"- **Seen** in {links}: ", case.seen),
-        ("- **Analysis**: ", case.follows),
+        (f"- **Analysis**{format_program_links(case)}: ", case.follows),
         ("- **Not confirmed**: ", case.unconfirmed),
         ("- **No program**: ", case.missing),
     ]
@@ -91,6 +91,15 @@ def format_case(case: Case) -> str:
         first_line = f"{format_first_line(refusal[1])}\n" if refusal else ""
         parts.append(f"```\n$ {format_command(case)}\n{first_line}```")
     return "\n\n".join(parts)
+
+
+def format_program_links(case: Case) -> str:
+    """Return links to the programs of a case, and to its corrected program."""
+    rows = case.runs or [case.replicas or [case.name] * bool(case.program)]
+    names = [*dict.fromkeys(name for row in rows for name in row)]
+    links = ", ".join(f"[{name}](../../tests/museum/{name}.sched)" for name in names)
+    corrected = f" ([corrected](../../tests/museum/{case.name}.corrected.sched))"
+    return f" of {links}{corrected * bool(case.corrected)}" * bool(links)
 
 
 def format_first_line(error: SchedirError) -> str:
