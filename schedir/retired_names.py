@@ -1,7 +1,7 @@
 """Suggest schedir's present name for a retired name or for a name of another library.
 
 A name belongs to an option, a setting, a field, an argument or a function. Each table of this
-module maps an old name to its present name, or to a hint. `docs/decisions/47-deleted-features.md`
+module maps an old name to its present name, or to a hint. `docs/decisions/deleted-features.md`
 explains the deleted features.
 """
 

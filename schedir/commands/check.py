@@ -333,7 +333,7 @@ def _describe_eager_limit(
     if error.eager_limit is not None:
         return [describe_eager_limit(error.eager_limit)]
     if not _find_finishing_models(
-        program, [progress_model], **host_options, eager_limit=1, sizes=Sizes(activation=1)
+        program, [progress_model], **host_options, eager_limit=1, sizes=Sizes(activation=1, skip=1)
     ):
         return []
     return ["it finishes if no message waits for its receive (--sizes computes the eager limit)"]
