@@ -266,7 +266,8 @@ class _Parser(argparse.ArgumentParser):
                     return str(error.fact)
                 return f"did you mean -O {field}{value}?"
         hint = RETIRED_HINTS.get(name, "")
-        if hint and any(word in option_actions for word in hint.partition(" is now ")[2].split()):
+        present_words = hint.partition(" is now ")[2].split()  # Empty if nothing has replaced it.
+        if hint and (not present_words or any(word in option_actions for word in present_words)):
             return hint
         if name == "--costs-from" and "--costs" in option_actions:  # an option of `search`
             return '--costs "$(schedir calibrate RUN.timeline)" has the mean times of a run'

@@ -23,7 +23,7 @@ _RENAMED_OPTIONS = {
     "no-exact": "closed-form-only", "on": "rank-programs", "order": "rank-order",
     "prove": "bound", "scale": "gpu-counts", "search": "improve-schedules",
     "seconds": "time-limit", "start": "initial-schedules", "take": "select",
-    "time": "time-range", "whole": "no-split-backward", "why": "explain-start",
+    "time": "time-range", "whole": "no-split-backward",
 }  # fmt: skip
 # Commands of the command line.
 _RENAMED_COMMANDS = {"best": "recommend", "show": "print", "where": "diagnose"}
@@ -141,6 +141,10 @@ RETIRED_HINTS: Final = MappingProxyType(
         **{f"--{old}": f"--{old} is now --{new}" for old, new in _RENAMED_OPTIONS.items()},
         **{f"schedir {old}": f"it is now schedir {new}" for old, new in _RENAMED_COMMANDS.items()},
         "--ties": "--ties is now -O tied_weights=STAGES",
+        **dict.fromkeys(
+            ("--explain-start", "--why"),
+            "schedir draw -o FILE.html writes a page that shows what each instruction waits for",
+        ),
         **{old: f"it is now {new}" for old, new in {**RENAMED_FIELDS, **RENAMED_SETTINGS}.items()},
         "open": "use one program with more microbatches, which accumulates their gradients",
         "kind = bert": "examples/bert.py trains it with schedir.runtime.Executor",

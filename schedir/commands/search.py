@@ -270,6 +270,7 @@ def _load_costs(source: str, *, full_backward_only: bool) -> tuple[Timeline, Cos
         compute_prediction_error,
         compute_unexplained_share,
         fill_missing_backwards,
+        simulate_at_mean_times,
     )
     from schedir.schedule_search.heuristics.initial_orders import describe_unsearchable
 
@@ -282,9 +283,7 @@ def _load_costs(source: str, *, full_backward_only: bool) -> tuple[Timeline, Cos
     if reason := describe_unsearchable(program):
         raise UsageError(f"{source} {reason}")
     costs = fill_missing_backwards(calibrate(run), program)
-    prediction = simulate(
-        program, costs, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
-    )
+    prediction = simulate_at_mean_times(run, costs)
     relative_error = compute_prediction_error(prediction, run)
     note = (
         f"costs: mean times of {source}, which has {int(run.peak_in_flight.max())} in flight; its "

@@ -27,7 +27,7 @@ from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.predict.recorded_timeline import build_timeline
 from schedir.predict.timeline import Timeline
-from schedir.runtime.arguments import require_factory, require_program, require_stages
+from schedir.runtime.arguments import require_optimizer_factory, require_program, require_stages
 from schedir.runtime.autograd.evaluation_mode import evaluation_mode
 from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike
 from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable, PerMicrobatchBoundary
@@ -120,7 +120,7 @@ class InProcessExecutor:
         execution: ExecutionOptions = ExecutionOptions(),
     ) -> None:
         program = require_program(program)
-        make_optimizer = require_factory(optimizer, "the optimizer", _suggest_optimizer(optimizer))
+        make_optimizer = require_optimizer_factory(optimizer, _suggest_optimizer(optimizer))
         if (program.tp, program.dp) != (1, 1):
             raise ModelError(
                 f"InProcessExecutor needs a program with tp 1 and dp 1, not tp {program.tp} and "

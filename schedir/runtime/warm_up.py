@@ -14,7 +14,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from schedir.errors import ModelError
 from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.model_checks.tensor_fingerprint import get_write_traces, has_same_bits
-from schedir.runtime.parameters.optimizer_inspection import has_known_effects, unwrap_optimizer
+from schedir.runtime.parameters.optimizer_inspection import (
+    has_known_effects,
+    list_stepped_parameters,
+    map_main_parameters,
+)
 from schedir.runtime.parameters.step_skipping import has_gated_step
 from schedir.runtime.parameters.unvalidated_update_guard import list_optimizer_tables
 from schedir.runtime.program_state import ProgramState
@@ -149,10 +153,7 @@ class UnsteppedParameters:
     """
 
     def __init__(self, state: ProgramState) -> None:
-        optimizer = unwrap_optimizer(state.resources.optimizer)
-        stepped_parameters = {
-            p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]
-        }
+        stepped_parameters = {*list_stepped_parameters(state.resources.optimizer)}
         stepped_parameters.update(getattr(state.resources.optimizer, "parameters", ()))
         modules = [(f"of stage {s}", stage.module) for s, stage in state.stages.items()]
         modules += [("of the loss", module) for module in state.options.loss_modules]
@@ -251,12 +252,9 @@ def find_unmanaged_parameters(state: ProgramState) -> set[nn.Parameter]:
         state: The state of the program.
     """
     stage_parameters = {p for stage in state.stages.values() for p in stage.module.parameters()}
-    groups = getattr(unwrap_optimizer(state.resources.optimizer), "param_groups", ())
-    other_parameters = {p for group in groups for p in group["params"]}
+    other_parameters = {*list_stepped_parameters(state.resources.optimizer)}
     other_parameters.update(p for loss in state.options.loss_modules for p in loss.parameters())
-    return other_parameters - stage_parameters.union(
-        getattr(state.resources.optimizer, "main_parameters", ())
-    )
+    return other_parameters - stage_parameters.union(map_main_parameters(state.resources.optimizer))
 
 
 class ProbedCopies(MicrobatchView):

@@ -94,13 +94,8 @@ def test_collective_times_match_simulated_rings(
     assert cluster.all_reduce_time(size, ring) == pytest.approx(twice)
 
 
-def test_times_of_single_gpu_and_link() -> None:
+def test_times_of_links() -> None:
     cluster = make_cluster(host_bandwidth=12e9, disk_bandwidth=2e9)
-    assert cluster.gemm_time(4096, 4096, 4096) == 2 * 4096**3 / 300e12  # limited by compute
-    assert cluster.gemm_time(4096, 1, 4096) == 2 * (4096**2 + 2 * 4096) / 2e12  # limited by memory
-    # These two are limited by the launch of the kernel.
-    assert cluster.gemm_time(1, 1, 1) == 5e-6 == cluster.elementwise_time(2)
-    assert cluster.elementwise_time(2e9) == 1e-3
     assert cluster.host_transfer_time(12e9) == 1 + 1e-5
     assert cluster.disk_transfer_time(2e9) == 1 + 1e-5
     assert cluster.send_time(3e9, 0, 3) == 0.01 + 1e-5

@@ -90,7 +90,7 @@ class PostValidation(ProgramService):
         self.must_repeat = self.waits_for_norm = self.is_warm_up = False
         self.repeated_steps = 0
         self.guard: UnvalidatedUpdateGuard | None = None
-        self.scalar_buffer = AsyncScalarBuffer(self.device, 1, 2)
+        self.scalar_buffer = AsyncScalarBuffer(self.device, 1)
         self.side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     # ------------------------------------------------------------ within a step
