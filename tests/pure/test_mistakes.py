@@ -101,6 +101,12 @@ def test_schedule_names_of_other_projects_get_hint(name: str, expected: str) -> 
         ("zero_stage=2", "-O zero"),
         ("max_grad_norm=1", "-O clip_grad_norm"),
         ("num_microbatches=8", "--microbatches"),
+        ("tensor_parallel=2", "-O tp"),
+        ("tensor_model_parallel=2", "-O tp"),
+        ("data_parallel=2", "-O dp"),
+        ("pipeline_parallel=2", "--ranks"),
+        ("expert_model_parallel_size=2", "-O ep"),
+        ("fsdp", "-O zero"),
     ],
 )
 def test_option_names_of_other_projects_get_hint(

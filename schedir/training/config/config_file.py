@@ -297,17 +297,20 @@ def _require_known_name(
             for setting_type in section_types
             if setting_type in present and name not in known_names
         ]
-        kinds = [
-            kind
+        names_by_kind = {
+            kind: name if name in settings else find_present_name(name, settings)
             for kind, model_kind in MODEL_KINDS.items()
-            if name in get_setting_types(model_kind.config_class)
-        ]
+            for settings in [get_setting_types(model_kind.config_class)]
+        }
+        kinds = [kind for kind, present_name in names_by_kind.items() if present_name]
         if name in SECTION_CLASSES:
             hint = suggest_section(name)
         elif full_names:
             hint = f"did you mean {' or '.join(full_names)}?"
         elif subject == "setting model" and kinds:
-            hint = f"it is a setting of kind = {' or '.join(kinds)}"
+            present_name = names_by_kind[kinds[0]]
+            shown_name = "it" if present_name == name else present_name
+            hint = f"{shown_name} is a setting of kind = {' or '.join(kinds)}"
         hint = RETIRED_HINTS.get(setting_name.removeprefix("setting "), hint)
     raise setting.make_error(f"no {setting_name}", hint)
 
