@@ -320,6 +320,18 @@ RENAMED_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
     }
 )  # fmt: skip
+# Name that a user may try -> expression that works.
+_EXECUTOR_ATTRIBUTES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("run", "train", "train_step", "forward"), "executor.step(inputs, targets)"),
+    **dict.fromkeys(("zero_grad", "backward"), "executor.step, which includes this"),
+    "clip_grad_norm_": "compile(..., clip_grad_norm=True)",
+    **dict.fromkeys(
+        ("save", "state_dict"), "schedir.checkpoints.save(executor, directory, step=1)"
+    ),
+    **dict.fromkeys(("load", "load_state_dict"), "schedir.checkpoints.load(executor, directory)"),
+    "eval": "executor.evaluate(inputs, targets)",
+    "parameters": "the parameters of the stages",
+}
 # Module or class -> name that a user may try -> expression that works.
 OTHER_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
@@ -379,18 +391,8 @@ OTHER_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             **dict.fromkeys(("num_microbatches", "n_microbatches"), "shape.microbatches"),
             "num_ranks": "shape.ranks",
         },
-        "Executor": {
-            **dict.fromkeys(
-                ("run", "train", "train_step", "forward"), "executor.step(inputs, targets)"
-            ),
-            **dict.fromkeys(
-                ("save", "state_dict"), "schedir.checkpoints.save(executor, directory, step=1)"
-            ),
-            **dict.fromkeys(
-                ("load", "load_state_dict"), "schedir.checkpoints.load(executor, directory)"
-            ),
-            "parameters": "the parameters of the stages",
-        },
+        "Executor": _EXECUTOR_ATTRIBUTES,
+        "InProcessExecutor": _EXECUTOR_ATTRIBUTES,
     }
 )  # fmt: skip
 
