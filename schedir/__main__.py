@@ -200,8 +200,10 @@ class _Parser(argparse.ArgumentParser):
         hint = f"see {parser.prog} --help"
         reason, _, details = message.partition(": ")
         if reason == "the following arguments are required":
-            names = map(parser._add_value_name, details.split(", "))
+            names = [*map(parser._add_value_name, details.split(", "))]
             message = f"{parser.prog} needs {', '.join(names)}"
+            option = parser._option_string_actions.get(details.split(", ")[0])
+            hint = f"{names[0]}: {option.help}" if option else hint
         if reason == "unrecognized arguments":
             word = details.split()[0].partition("=")[0]
             message = f"{parser.prog} has no option {word}"
@@ -211,7 +213,9 @@ class _Parser(argparse.ArgumentParser):
 
                 word = details.split()[0]
                 message = f"{parser.prog} does not take {word!r}"
-                hint = suggest_separator(word) or hint
+                hint = suggest_separator(word) or (
+                    f"if {word!r} belongs to a list, write the list with commas and without spaces"
+                )
                 if "--set" in parser._option_string_actions and "=" in word:
                     hint = f"--set {word}"
                 if "--initial-schedules" in parser._option_string_actions and "=" not in word:

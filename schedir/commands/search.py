@@ -137,6 +137,11 @@ def _parse_counts(text: str) -> int | tuple[int, ...]:
             f"argument --max-in-flight: {text!r} is not an integer",
             hint=f"--memory-limit {text} limits the bytes of a rank; it needs --sizes",
         )
+    if re.fullmatch(r"\d+(,\d+)+", text):
+        raise UsageError(
+            f"argument --max-in-flight: {text!r} is not an integer",
+            hint=f"--max-in-flight {text.replace(',', ':')} has one number per rank",
+        )
     return tuple(map(parse_count, text.split(":"))) if ":" in text else parse_count(text)
 
 

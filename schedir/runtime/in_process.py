@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.predict.recorded_timeline import build_timeline
 from schedir.predict.timeline import Timeline
+from schedir.retired_names import raise_attribute_error
 from schedir.runtime.arguments import require_optimizer_factory, require_program, require_stages
 from schedir.runtime.autograd.evaluation_mode import evaluation_mode
 from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike
@@ -103,6 +104,9 @@ class InProcessExecutor:
         >>> ranks.timeline().unit
         's'
     """
+
+    if not TYPE_CHECKING:  # With `__getattr__`, a type checker would allow any attribute.
+        __getattr__ = raise_attribute_error
 
     def __init__(
         self,
