@@ -1,10 +1,10 @@
 """A GPT of two layers on p x t x d processes, compared with one process in plain torch.
 
-Each case is two steps of SGD with momentum, and three with ALL_CASES=1. A case is right if three conditions hold. Losses,
-norms, the gradients of the first step and the weights after the last step differ from those of one
-process by at most 1e-6, relative to their norm. All processes that hold a weight have the same bits
-of it. These bits are those of plain data parallelism under 1F1B on a mesh of the same shape,
-whatever the level of ZeRO, the schedule, recomputation and offload.
+Each case is two steps of SGD with momentum, and three with ALL_CASES=1. A case is right if three
+conditions hold. Losses, norms, the gradients of the first step and the weights after the last step
+differ from those of one process by at most 1e-6, relative to their norm. All processes that hold a
+weight have the same bits of it. These bits are those of plain data parallelism under 1F1B on a mesh
+of the same shape, whatever the level of ZeRO, the schedule, recomputation and offload.
 """
 
 from __future__ import annotations
