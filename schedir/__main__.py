@@ -336,7 +336,10 @@ def _build_parser(argv: Sequence[str]) -> _Parser:
         raise UsageError(
             f"schedir has no command {asked!r}", hint=RETIRED_HINTS.get(f"schedir {asked}", hint)
         )
-    for name, about in COMMANDS.items():
+    # Without a command, `--help` and the shell's completion list all commands.
+    names = [asked] if asked in COMMANDS else [*COMMANDS]
+    for name in names:
+        about = COMMANDS[name]
         sub = subparsers.add_parser(name, help=about, description=about, allow_abbrev=False)
         if name == asked:  # importing all commands would take longer than most commands run
             command = import_command(name)
