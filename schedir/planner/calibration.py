@@ -251,8 +251,8 @@ def predict(
     """
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         return estimate_step(
-            model, resize_cluster(cluster, plan.gpus), stack.complete(model, plan), exact=False,
-            constants=stack.constants, state_bytes=stack.state_bytes,
+            model, resize_cluster(cluster, plan.gpus), stack.complete(model, plan),
+            closed_form_only=True, constants=stack.constants, state_bytes=stack.state_bytes,
         )  # fmt: skip
 
 

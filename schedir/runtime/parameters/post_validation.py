@@ -36,7 +36,7 @@ from schedir.runtime.program_state import ProgramService, ProgramState
 from schedir.runtime.recording.async_scalars import AsyncScalarBuffer, AsyncScalars
 from schedir.runtime.services.update_checks import NormVerdict, UpdateChecks, compute_clip_factor
 from schedir.runtime.step_inputs import StepInputs
-from schedir.runtime.warm_up import UnsteppedParameters, preserve_step
+from schedir.runtime.step_rollback import UnsteppedParameters, preserve_step
 from schedir.transports.transport import Work
 
 

@@ -1,4 +1,4 @@
-"""Figures are values that benchmarks measure on a GPU, with their goals. No torch is needed."""
+"""Metrics are values that benchmarks measure on a GPU, with their goals. No torch is needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 
 class Goal(NamedTuple):
-    """A goal of a figure: an upper bound, or a lower bound if `at_least` is set."""
+    """A goal of a metric: an upper bound, or a lower bound if `at_least` is set."""
 
     name: str
     bound: float
@@ -33,7 +33,7 @@ MEMORY: Final = Goal("peak memory, predicted, off by", 2, "%")
 GOALS: Final = (WAITS, GAP, EXPOSED, STAGE, STEP, MEMORY)
 
 
-class Figure(NamedTuple):
+class Metric(NamedTuple):
     """A measured value: one line of a table."""
 
     name: str
@@ -52,26 +52,26 @@ class Figure(NamedTuple):
         )
 
 
-def append_figure(path: Path | None, figure: Figure) -> None:
-    """Append a figure to a file, or do nothing if `path` is None."""
+def append_metric(path: Path | None, metric: Metric) -> None:
+    """Append a metric to a file, or do nothing if `path` is None."""
     if path is not None:
-        goal = figure.goal and figure.goal.name
-        line = json.dumps([figure.name.strip(), figure.value, figure.unit, goal])
+        goal = metric.goal and metric.goal.name
+        line = json.dumps([metric.name.strip(), metric.value, metric.unit, goal])
         with path.open("a") as file:
             file.write(f"{line}\n")
 
 
-def read_figures(path: Path) -> list[Figure]:
-    """Return the figures of a file. Ignore an incomplete last line."""
+def read_metrics(path: Path) -> list[Metric]:
+    """Return the metrics of a file. Ignore an incomplete last line."""
     text = path.read_text() if path.exists() else ""
     complete_lines, _, _ = text.rpartition("\n")
-    return parse_figures(map(json.loads, complete_lines.splitlines()))
+    return parse_metrics(map(json.loads, complete_lines.splitlines()))
 
 
-def parse_figures(lines: Iterable[list[object]]) -> list[Figure]:
-    """Return the figures of lines that `append_figure` has written."""
+def parse_metrics(lines: Iterable[list[object]]) -> list[Metric]:
+    """Return the metrics of lines that `append_metric` has written."""
     goals = {goal.name: goal for goal in GOALS}
     return [
-        Figure(str(name), float(str(value)), str(unit), goals.get(str(goal)))
+        Metric(str(name), float(str(value)), str(unit), goals.get(str(goal)))
         for name, value, unit, goal in lines
     ]

@@ -1,6 +1,6 @@
 """Measure whether all processes end in time after a fault in one, and whether reports name it.
 
-    TORCH_CPP_LOG_LEVEL=FATAL python benchmarks/hangs.py [--seed 0] [--trials 100] [--only 7 89]
+    TORCH_CPP_LOG_LEVEL=FATAL python benchmarks/faults.py [--seed 0] [--trials 100] [--only 7 89]
 
 Each trial draws a configuration and a fault. The configuration has up to 4 processes (pp, tp and
 dp) over shared memory or Gloo. Its options include ZeRO, offload, optimizer states on the host or
