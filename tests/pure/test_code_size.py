@@ -24,7 +24,7 @@ BUDGET = {
     "schedir/models": 1_230,
     "schedir/passes": 2_800,
     "schedir/planner": 4_450,
-    "schedir/predict": 1_600,
+    "schedir/predict": 1_580,
     "schedir/runtime": 10_190,
     "schedir/schedule_search": 2_980,
     "schedir/schedules": 850,
