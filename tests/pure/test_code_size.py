@@ -23,7 +23,7 @@ BUDGET = {
     "schedir/megatron": 1_180,
     "schedir/models": 1_240,
     "schedir/passes": 2_800,
-    "schedir/planner": 4_500,
+    "schedir/planner": 4_590,
     "schedir/predict": 1_660,
     "schedir/runtime": 10_270,
     "schedir/schedule_search": 3_010,
