@@ -423,9 +423,11 @@ def print_mlperf() -> None:
         plan = run.choice
         cluster = replace(planner.cluster_preset(accelerator), nodes=plan.gpus // 8)
         predicted, predicted_16_bit = (
-            planner.estimate_step(run.model, cluster, plan, exact=False, constants=constants)
-            .step_time for constants in (stack.constants, planner.SoftwareConstants())
-        )  # fmt: skip
+            planner.estimate_step(
+                run.model, cluster, plan, closed_form_only=True, constants=constants
+            ).step_time
+            for constants in (stack.constants, planner.SoftwareConstants())
+        )
         errors.append(predicted / run.seconds - 1)
         print_row(
             run.name,

@@ -58,7 +58,7 @@ def prefer_simplest(plans: Sequence[PlanEstimate]) -> list[PlanEstimate]:
     Example:
         >>> from schedir import planner
         >>> gpt = planner.TransformerSpec(layers=4, hidden=256, heads=4, vocab=8192, sequence=256)
-        >>> plans = planner.plan(gpt, planner.cluster_preset("a100"), 64, exact=False)
+        >>> plans = planner.plan(gpt, planner.cluster_preset("a100"), 64, closed_form_only=True)
         >>> preferred, fastest, *_ = planner.prefer_simplest(plans)
         >>> preferred.zero, fastest.zero, preferred.step_time <= 1.02 * fastest.step_time
         (1, 3, True)

@@ -32,10 +32,10 @@ def test_closed_form_and_program_agree(name: str, degrees: ParallelPlan) -> None
     plan = stack.complete(MODEL, degrees)
     formula, program = (
         planner.estimate_step(
-            MODEL, cluster, plan, exact=exact,
+            MODEL, cluster, plan, closed_form_only=closed_form_only,
             constants=stack.constants, state_bytes=stack.state_bytes,
         )
-        for exact in (False, True)
+        for closed_form_only in (True, False)
     )  # fmt: skip
     assert formula.step_time == pytest.approx(program.step_time, rel=0.05)  # stages are uneven
     assert formula.memory.total == pytest.approx(program.memory.total, rel=0.03)
@@ -45,7 +45,7 @@ def estimate_seconds(plan: ParallelPlan, nodes: int = 2, **changes: float) -> fl
     constants = replace(NANOTRON.constants, **changes)
     cluster = planner.cluster_preset("h100-efa", nodes=nodes)
     return planner.estimate_step(
-        MODEL, cluster, NANOTRON.complete(MODEL, plan), exact=False, constants=constants
+        MODEL, cluster, NANOTRON.complete(MODEL, plan), closed_form_only=True, constants=constants
     ).step_time
 
 
@@ -109,7 +109,7 @@ def test_replicas_wait_for_slowest() -> None:
     even, uneven = (
         planner.estimate_step(
             MODEL, replace(planner.cluster_preset("h100", nodes=2), jitter=jitter), plan,
-            exact=False,
+            closed_form_only=True,
         ).step_time
         for jitter in (0, 0.1)
     )  # fmt: skip
@@ -126,7 +126,9 @@ def test_layers_divide_by_compute() -> None:
 
 def test_plan_search_with_stack_options() -> None:
     cluster = planner.cluster_preset("h100-efa", nodes=2)
-    best = planner.plan(MODEL, cluster, 256, top=1, exact=False, pp=4, **NANOTRON.options)[0]
+    best = planner.plan(
+        MODEL, cluster, 256, top=1, closed_form_only=True, pp=4, **NANOTRON.options
+    )[0]
     assert best.layers_per_stage == (5, 5, 5, 1)
 
 
@@ -166,7 +168,7 @@ def test_fp8_needs_supporting_gpu(cluster: Cluster, speedup: float, message: str
     with pytest.raises(UsageError, match=message):
         planner.estimate_step(MODEL, cluster, ParallelPlan(dp=8), constants=constants)
     with pytest.raises(UsageError, match=message):
-        planner.plan(MODEL, cluster, 64, constants=constants, exact=False)
+        planner.plan(MODEL, cluster, 64, constants=constants, closed_form_only=True)
 
 
 def test_no_plan_has_stage_without_weights() -> None:

@@ -424,43 +424,7 @@ class Cluster:
         )
         return (ring.size - 1) * ring.latency + transfer_time
 
-    # ------------------------------------------------------------ one GPU
-
-    def gemm_time(self, m: int, n: int, k: int, *, itemsize: int | None = None) -> float:
-        """Return the time of the matrix product (m, k) x (k, n), in seconds.
-
-        Args:
-            m: Rows of the first matrix.
-            n: Columns of the second matrix.
-            k: Columns of the first matrix, and rows of the second.
-            itemsize: Bytes of a number. The default is `Cluster.itemsize`.
-
-        Returns:
-            max(2mnk/flops, itemsize (mk + kn + mn)/hbm_bandwidth), and at least the time to issue a
-            kernel.
-
-        References:
-            The roofline model: Williams, Waterman and Patterson (2009).
-        """
-        return max(
-            2.0 * m * n * k / self.flops,
-            (itemsize or self.itemsize) * (m * k + k * n + m * n) / self.hbm_bandwidth,
-            self.kernel_us / 1e6,
-        )
-
-    def elementwise_time(self, size: float) -> float:
-        """Return the time of a memory-bound kernel, in seconds.
-
-        Args:
-            size: Bytes that the kernel reads and writes.
-
-        Returns:
-            size/hbm_bandwidth, and at least the time to issue a kernel.
-
-        References:
-            The memory bound of the roofline model: Williams, Waterman and Patterson (2009).
-        """
-        return max(size / self.hbm_bandwidth, self.kernel_us / 1e6)
+    # ------------------------------------------------------------ host and disk
 
     def host_transfer_time(self, size: float) -> float:
         """Return the time of a copy between a GPU and the memory of its host, in seconds.

@@ -130,8 +130,8 @@ def compute_costs(
         optimizer_placement=plan.optimizer_placement, offload=plan.offload != "none",
         recomputed=recomputed,
     )  # fmt: skip
-    layers = np.array(get_layers_per_stage(model, plan), float)
-    bucket_time = _compute_bucket_latencies(cluster, plan, numbers.common, layers, constants)
+    layer_counts = np.array(get_layers_per_stage(model, plan), float)
+    bucket_time = _compute_bucket_latencies(cluster, plan, numbers.common, layer_counts, constants)
     overlap = np.full(shape.stages, constants.get_reduction_overlap(plan.zero))
     overlap[0] *= 1 - count_end_params(model, plan.tp)[0] / numbers.total[0]
     changed = {
@@ -140,7 +140,7 @@ def compute_costs(
         for full in [to_grid(getattr(costs, name) or 0.0) + bucket_time[:, None]]
     }
     if plan.zero and replicas > 1 and costs.unshard is not None and constants.shard_copy_us:
-        copies = constants.tensors_per_layer * layers * replicas
+        copies = constants.tensors_per_layer * layer_counts * replicas
         copy_time = copies * constants.shard_copy_us / 1e6
         changed["unshard"] = from_grid(to_grid(costs.unshard) + copy_time[:, None])
     return replace(costs, **changed)
