@@ -10,6 +10,7 @@ import numpy as np
 from schedir.call_errors import explain_wrong_calls
 from schedir.errors import UsageError, describe, require_bool, require_type
 from schedir.ir.cost.cluster import Cluster
+from schedir.ir.cost.units import find_forgotten_unit
 from schedir.planner.bottleneck import attach_bottleneck, attach_relative_bottleneck, no_fit_error
 from schedir.planner.estimate.offload_plans import (
     attach_offload_comparison,
@@ -328,6 +329,11 @@ def _require_types(model: TransformerSpec, cluster: Cluster) -> None:
     require_type(model, "model", TransformerSpec, 'planner.load_model("gpt-22b")')
     model.require_supported()
     require_type(cluster, "cluster", Cluster, 'planner.cluster_preset("a100", nodes=8)')
+    for name in ("flops", "hbm_bandwidth", "nvlink_bandwidth", "network_bandwidth", "latency"):
+        base, unit = find_forgotten_unit(name, number := getattr(cluster, name))
+        if unit:
+            fact = f"cluster: {name} = {number:g} is a number of {base}"
+            raise UsageError(fact, hint=f'{name}="{number:g}{unit}"', fields=["cluster"])
 
 
 def _require_state_bytes(state_bytes: StateBytes | None) -> None:

@@ -59,6 +59,20 @@ def test_unknown_filter_is_refused() -> None:
     assert caught.value.hint == "did you mean 'schedules'?"
 
 
+@pytest.mark.parametrize(
+    ("field", "fact", "hint"),
+    [
+        ("flops", "flops = 312 is a number of operations per second", 'flops="312TFLOP/s"'),
+        ("nvlink_bandwidth", "nvlink_bandwidth = 312 is", 'nvlink_bandwidth="312GB/s"'),
+        ("latency", "latency = 312 is a number of seconds", 'latency="312us"'),
+    ],
+)
+def test_clusters_with_forgotten_units_are_refused(field: str, fact: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan(SMALL, make_cluster(2, **{field: 312}), 64, closed_form_only=True)
+    assert fact in caught.value.fact and caught.value.hint == hint
+
+
 def test_hinted_batches_are_nearest_valid() -> None:
     cluster = make_cluster(2)
     for batch in (30, 33, 50):
