@@ -23,7 +23,7 @@ BUDGET = {
     "schedir/megatron": 1_180,
     "schedir/models": 1_230,
     "schedir/passes": 2_800,
-    "schedir/planner": 4_530,
+    "schedir/planner": 4_610,
     "schedir/predict": 1_580,
     "schedir/runtime": 10_190,
     "schedir/schedule_search": 2_980,
