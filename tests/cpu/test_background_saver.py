@@ -42,11 +42,11 @@ IN_PROCESS_LAYOUTS = {
     "recompute": Layout(one_f_one_b, PipelineShape(2, 4), options=ON | {"recompute": "all"}),
 }
 PROCESS_LAYOUTS = {
-    "zero 0": Layout(one_f_one_b, PipelineShape(1, 4), dp=2, options=ON),
-    "zero 1": Layout(looped_bfs, PipelineShape(1, 4, 2), dp=2, zero=1, options=ON),
-    "zero 2": Layout(looped_bfs, PipelineShape(1, 4, 2), dp=2, zero=2, options=ON),
-    "zero 3": Layout(looped_bfs, PipelineShape(1, 4, 2), dp=2, zero=3, options=ON),
-    "slices": Layout(one_f_one_b, PipelineShape(1, 4), tp=2, options=ON),
+    "zero 0": Layout(one_f_one_b, PipelineShape(1, 2), dp=2, options=ON),
+    "zero 1": Layout(looped_bfs, PipelineShape(1, 2, 2), dp=2, zero=1, options=ON),
+    "zero 2": Layout(looped_bfs, PipelineShape(1, 2, 2), dp=2, zero=2, options=ON),
+    "zero 3": Layout(looped_bfs, PipelineShape(1, 2, 2), dp=2, zero=3, options=ON),
+    "slices": Layout(one_f_one_b, PipelineShape(1, 2), tp=2, options=ON),
 }
 MODEL = Model(dropout=0.1, clip=True)
 
