@@ -25,6 +25,7 @@ from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float3
 from schedir.transports.gloo import GlooTransport
 
 BATCH, CONTEXT, HIDDEN, VOCAB, LAYERS, SAMPLES = 2, 8, 16, 31, 4, 4
+SAVED_STEP, LAST_STEP = 2, 4  # the steps of the checkpoints of a run
 
 
 class Layout(NamedTuple):
@@ -155,20 +156,21 @@ def read_checkpoint_tensors(folder: Path, step: int) -> dict[str, Tensor]:
 
 
 def train_and_save(layout: Layout, model: Model, folder: Path) -> None:
-    """Run six steps, and save after three and at the end."""
+    """Run all steps, and save after `SAVED_STEP` and at the end."""
     executor = create_executor(layout, model)
-    run_steps(executor, 0, 3)
-    save(executor, folder, step=3, name_map=keep_name)
-    run_steps(executor, 3, 6)
-    save(executor, folder, step=6, name_map=keep_name)
+    run_steps(executor, 0, SAVED_STEP)
+    save(executor, folder, step=SAVED_STEP, name_map=keep_name)
+    run_steps(executor, SAVED_STEP, LAST_STEP)
+    save(executor, folder, step=LAST_STEP, name_map=keep_name)
 
 
 def load_and_resume(executor: Executor | InProcessExecutor, folder: Path, name: str) -> None:
-    """Load a checkpoint, and save again before and after three more steps."""
-    assert load(executor, folder, step=3, name_map=keep_name) == {"step": 3, "extra": {}}
-    save(executor, folder / name, step=3, name_map=keep_name)
-    run_steps(executor, 3, 6)
-    save(executor, folder / name, step=6, name_map=keep_name)
+    """Load a checkpoint, and save again before and after the other steps."""
+    state = load(executor, folder, step=SAVED_STEP, name_map=keep_name)
+    assert state == {"step": SAVED_STEP, "extra": {}}
+    save(executor, folder / name, step=SAVED_STEP, name_map=keep_name)
+    run_steps(executor, SAVED_STEP, LAST_STEP)
+    save(executor, folder / name, step=LAST_STEP, name_map=keep_name)
 
 
 def run_all_layouts(
@@ -178,7 +180,7 @@ def run_all_layouts(
     models: dict[str, Model],
     folder: Path,
 ) -> None:
-    """Run the base layout in a process, and three more steps in each of a model's layouts."""
+    """Run the base layout in a process, and its last steps in each of a model's layouts."""
     for name, model in models.items():
         train_and_save(base, model, folder / name)
         for other, layout in layouts[name].items():

@@ -34,13 +34,13 @@ __all__ = ["CONTEXT", "RankError", "run", "run_fresh"]
 # The children fork from a server that has torch loaded and no threads yet, which is as quick as
 # fork and as safe as spawn. The server also loads pytest because each child imports the parent's
 # main module, torch._dynamo because every optimizer imports it (a second per child), and the
-# picture because every successful run draws it.
+# picture because every successful run draws it. The last module reads the state of all modules once
+# for all children.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["torch._dynamo", "numpy", "pytest", "schedir.training.trainer", "schedir.torch_pipelining",
-     "schedir.viz.figures.gantt_chart", __name__]
+     "schedir.viz.figures.gantt_chart", __name__, "tests.cpu.initial_globals"]
 )  # fmt: skip
-gc.freeze()  # comes last, so that no child searches the server's objects for garbage
 
 
 def run_fresh(
@@ -64,7 +64,7 @@ def run(
     """Return the results of `fn(rank, *args)` in processes that stay alive for the next call.
 
     Each call has a new process group and the same seed. The processes end if a call fails, or if
-    it leaves a change that the next call would see (`_Globals`).
+    it leaves a change that the next call would see (`Globals`).
     """
     return _WORLD.run((fn, args), world_size, limit, grace)
 
@@ -123,17 +123,20 @@ def _read_changes(pipe: Connection, limit: float) -> list[str]:
 
 
 def _serve(rank: int, pipe: Connection) -> None:
+    from tests.cpu.initial_globals import INITIAL  # loaded by the server
+
     set_up_child()
-    before, seed = _Globals(), torch.initial_seed()
+    INITIAL.start_process()
+    seed = torch.initial_seed()
     while True:
         torch.manual_seed(seed)
         world_size, folder, limit, pickled = pipe.recv()
         call_in_group(rank, world_size, folder, limit, pipe, pickled)
-        pipe.send(before.find_changes())
+        pipe.send(INITIAL.find_changes())
         gc.collect()
 
 
-class _Globals:
+class Globals:
     """The state of a process that a function could change for the next one.
 
     It contains the functions, classes and constants of modules, which tests replace.
@@ -142,6 +145,11 @@ class _Globals:
     def __init__(self) -> None:
         self.modules: dict[str, _ModuleIds] = {}
         self.names: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}
+        self._add_modules()
+
+    def start_process(self) -> None:
+        """Read the state of this process, and the names in modules that only this process has."""
         self.state = _read_state()
         self._add_modules()
 

@@ -13,6 +13,8 @@ from schedir import PipelineShape
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
 from tests.cases import cases
 from tests.cpu.checkpoint_layouts import (
+    LAST_STEP,
+    SAVED_STEP,
     Layout,
     Model,
     create_in_process_executor,
@@ -95,14 +97,14 @@ def compute_differences(first: dict[str, Any], second: dict[str, Any]) -> dict[s
 @pytest.mark.parametrize(("name", "model"), CASES)
 def test_any_layout_loads_saved_values(name: str, model: str, folder: Path) -> None:
     assert not compute_differences(
-        read_tensors(folder / model, 3), read_tensors(folder / model / name, 3)
+        read_tensors(folder / model, SAVED_STEP), read_tensors(folder / model / name, SAVED_STEP)
     )
 
 
 @pytest.mark.parametrize(("name", "model"), [case for case in CASES if case[0] in SAME_SUMS])
 def test_layouts_with_equal_sums_resume_bit_for_bit(name: str, model: str, folder: Path) -> None:
     assert not compute_differences(
-        read_tensors(folder / model, 6), read_tensors(folder / model / name, 6)
+        read_tensors(folder / model, LAST_STEP), read_tensors(folder / model / name, LAST_STEP)
     )
 
 
@@ -110,7 +112,7 @@ def test_layouts_with_equal_sums_resume_bit_for_bit(name: str, model: str, folde
 def test_other_layouts_resume_with_nearly_equal_values(name: str, model: str, folder: Path) -> None:
     """Dropout of tensor-parallel ranks differs between layouts, so these cases are not compared."""
     differences = compute_differences(
-        read_tensors(folder / model, 6), read_tensors(folder / model / name, 6)
+        read_tensors(folder / model, LAST_STEP), read_tensors(folder / model / name, LAST_STEP)
     )
     assert differences
     if not (MODELS[model].dropout and OTHERS[name].tp > 1):

@@ -140,31 +140,30 @@ class Run:
         save(self.schedule, folder, step=step, optimizer=self.optimizer, name_map=keep_name)
 
     def load(self, folder: Path) -> None:
-        state = load(self.schedule, folder, step=3, optimizer=self.optimizer, name_map=keep_name)
-        assert state == {"step": 3, "extra": {}}
+        state = load(self.schedule, folder, step=2, optimizer=self.optimizer, name_map=keep_name)
+        assert state == {"step": 2, "extra": {}}
 
 
 def run_base(layout: Layout, folder: Path) -> None:
-    """Run six steps, and save after steps 3, 4 and 6."""
+    """Run four steps, and save after steps 2, 3 and 4."""
     training = Run(layout)
-    training.steps(0, 3)
-    training.save(folder, 3)
-    _run_three_more_steps(training, folder)
+    training.steps(0, 2)
+    training.save(folder, 2)
+    _run_two_more_steps(training, folder)
 
 
-def _run_three_more_steps(training: Run, folder: Path) -> None:
-    training.steps(3, 4)
-    training.save(folder, 4)
-    training.steps(4, 6)
-    training.save(folder, 6)
+def _run_two_more_steps(training: Run, folder: Path) -> None:
+    for step in (3, 4):
+        training.steps(step - 1, step)
+        training.save(folder, step)
 
 
 def run_resumed(layout: Layout, folder: Path, name: str) -> None:
-    """Load step 3, save it again, and continue to step 6."""
+    """Load step 2, save it again, and continue to step 4."""
     training = Run(layout)
     training.load(folder)
-    training.save(folder / name, 3)
-    _run_three_more_steps(training, folder / name)
+    training.save(folder / name, 2)
+    _run_two_more_steps(training, folder / name)
 
 
 def run_all_layouts(
@@ -268,7 +267,7 @@ CLOSE = [("two ranks", name) for name in TWO_REPLICAS | FOUR_RANKS] + [("replica
 @pytest.mark.parametrize(("base", "name"), SAME_BITS + CLOSE)
 def test_any_layout_loads_saved_values(base: str, name: str, folder: Path) -> None:
     assert not compute_differences(
-        read_checkpoint_tensors(folder / base, 3), read_checkpoint_tensors(folder / base / name, 3)
+        read_checkpoint_tensors(folder / base, 2), read_checkpoint_tensors(folder / base / name, 2)
     )
 
 
@@ -278,24 +277,24 @@ def test_layouts_with_equal_sums_resume_bit_for_bit(base: str, name: str, folder
 
     From the second step on, every weight depends on the tied weight.
     """
-    at_4, at_6 = (
+    at_3, at_4 = (
         compute_differences(
             read_checkpoint_tensors(folder / base, step),
             read_checkpoint_tensors(folder / base / name, step),
         )
-        for step in (4, 6)
+        for step in (3, 4)
     )
     if name in ONE_TIED_COPY:
-        assert {key.split("/")[1] for key in at_4} <= {TIED}
-        assert max(at_6.values(), default=0.0) < 1e-6
+        assert {key.split("/")[1] for key in at_3} <= {TIED}
+        assert max(at_4.values(), default=0.0) < 1e-6
     else:
-        assert not at_4 and not at_6
+        assert not at_3 and not at_4
 
 
 @pytest.mark.parametrize(("base", "name"), CLOSE)
 def test_other_layouts_resume_with_nearly_equal_values(base: str, name: str, folder: Path) -> None:
     differences = compute_differences(
-        read_checkpoint_tensors(folder / base, 6), read_checkpoint_tensors(folder / base / name, 6)
+        read_checkpoint_tensors(folder / base, 4), read_checkpoint_tensors(folder / base / name, 4)
     )
     assert differences
     assert max(differences.values()) < 1e-6
@@ -305,10 +304,10 @@ def test_other_layouts_resume_with_nearly_equal_values(base: str, name: str, fol
 @pytest.mark.parametrize("stages", [2, 4])
 def test_executor_resumes_from_schedule_checkpoint(stages: int, folder: Path) -> None:
     ranks = in_process(stages)
-    load(ranks, folder / "two ranks", step=3, name_map=keep_name)
-    steps_in_process(ranks, 3, 6)
+    load(ranks, folder / "two ranks", step=2, name_map=keep_name)
+    steps_in_process(ranks, 2, 4)
     target = folder / "two ranks" / f"executor {stages}"
-    save(ranks, target, step=6, name_map=keep_name)
+    save(ranks, target, step=4, name_map=keep_name)
     assert not compute_differences(
-        read_checkpoint_tensors(folder / "two ranks", 6), read_checkpoint_tensors(target, 6)
+        read_checkpoint_tensors(folder / "two ranks", 4), read_checkpoint_tensors(target, 4)
     )

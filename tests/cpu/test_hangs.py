@@ -1,7 +1,7 @@
 """Tests that no rank waits forever when another rank fails, is stopped or dies.
 
 They check the errors and their times. Executors run over Gloo and shared memory, in processes with
-a timeout of torch.distributed. `benchmarks/hangs.py` runs `schedir train` with random faults.
+a timeout of torch.distributed. `benchmarks/faults.py` runs `schedir train` with random faults.
 """
 
 from __future__ import annotations

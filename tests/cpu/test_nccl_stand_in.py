@@ -70,7 +70,7 @@ class Case(NamedTuple):
         )  # fmt: skip
 
 
-SHARED = Case(one_f_one_b, PipelineShape(2, 4), tp=2, buffer_sharing="minimal")
+SHARED = Case(one_f_one_b, PipelineShape(2, 3), tp=2, buffer_sharing="minimal")
 SPLIT = SHARED._replace(schedule=split_1f1b, record=True)
 CASES = dict(
     cases(

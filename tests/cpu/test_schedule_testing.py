@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,9 +11,16 @@ import pytest
 from hypothesis import given, settings
 from torch import Tensor
 
+import schedir
 from schedir import schedules
 from schedir.analysis.progress_models import MODELS
-from schedir.errors import DeadlockError, SchedirError, ScheduleError, UsageError
+from schedir.errors import (
+    DeadlockError,
+    SchedirError,
+    ScheduleError,
+    UsageError,
+)
+from schedir.extras import MissingPackageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, weave
@@ -191,15 +197,18 @@ def test_compute_programs_strategy_gives_complete_drafts(made: Program) -> None:
     )
 
 
-def test_missing_hypothesis_is_reported() -> None:
-    """`assert_same_gradients` needs no hypothesis."""
-    code = (
-        "import sys; sys.modules['hypothesis'] = None\n"
-        "from schedir.testing import assert_same_gradients\n"
-        "from schedir.testing import assert_schedule"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "MissingPackageError: schedir.testing.assert_schedule needs hypothesis" in done.stderr
+def test_missing_hypothesis_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`assert_same_gradients` needs no hypothesis. Its modules are imported again."""
+    for name in [name for name in sys.modules if name.startswith("schedir.testing")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    monkeypatch.setattr(schedir, "testing", schedir.testing)  # restores it after the test
+    names: dict[str, Any] = {}
+    exec("from schedir.testing import assert_same_gradients", names)
+    assert callable(names["assert_same_gradients"])
+    with pytest.raises(MissingPackageError) as error:
+        exec("from schedir.testing import assert_schedule", names)
+    assert "schedir.testing.assert_schedule needs hypothesis" in str(error.value)
 
 
 def test_page_example_passes_and_fails_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,6 @@ def run(args: argparse.Namespace) -> str:
     from schedir.analysis.progress_models import MODELS
 
     for option, name in (
-        ("explain_start", "--explain-start"),
         ("blocking_hosts", "--blocking-hosts"),
         ("host_device_sync", "--host-device-sync"),
         ("lazy_communicators", "--lazy-communicators"),

@@ -14,7 +14,7 @@ from schedir.planner.parallel_plan import GpuMemory, ParallelPlan
 from schedir.planner.plan_columns import SCHEDULE_NAMES, Floats, PlanColumns, RankGroupShares
 from schedir.planner.transformer.layer_ops import require_even_division
 from schedir.planner.transformer.transformer_spec import TransformerSpec
-from schedir.predict.activation_bytes import compute_layer_terms
+from schedir.predict.layer_activation_bytes import compute_layer_terms
 
 
 class StateBytes(NamedTuple):
