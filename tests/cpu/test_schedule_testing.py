@@ -16,11 +16,11 @@ from schedir import schedules
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import (
     DeadlockError,
-    MissingPackageError,
     SchedirError,
     ScheduleError,
     UsageError,
 )
+from schedir.extras import MissingPackageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, weave
