@@ -11,8 +11,15 @@ export OMP_NUM_THREADS ?= 1
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# These run one after the other. In .ci/run some of them run in parallel.
-test: lint pure cpu pages
+# `lint` and `pages` use one core each, so they run in parallel with the tests of other folders. Their
+# output is printed at the end.
+test: $(READY)
+	@mkdir -p build
+	@$(MAKE) --keep-going lint pages >build/lint_and_pages.log 2>&1 & job=$$!; code=0; \
+	$(MAKE) --keep-going pure cpu || code=$$?; \
+	wait $$job || code=$$?; \
+	echo "== make lint pages"; cat build/lint_and_pages.log; \
+	exit $$code
 
 pure: $(READY)
 	$(BIN)/pytest -n 2 tests/pure

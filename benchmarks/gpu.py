@@ -1,10 +1,10 @@
-"""Measure stages, instructions and four virtual ranks on one GPU, and compare figures with goals.
+"""Measure stages, instructions and four virtual ranks on one GPU, and compare metrics with goals.
 
     python benchmarks/gpu.py
     python benchmarks/gpu.py --only stage
 
-The script prints the machine and its versions, and then one table with a row per figure: name,
-value, unit, goal and "missed". Without a GPU, it ends with exit code 2. If a figure misses its goal
+The script prints the machine and its versions, and then one table with a row per metric: name,
+value, unit, goal and "missed". Without a GPU, it ends with exit code 2. If a metric misses its goal
 or a part fails, the script runs the other parts and ends with exit code 1. All times are between
 CUDA events.
 
@@ -35,7 +35,7 @@ with the costs of the previous step.
   includes weights, gradients, optimizer state and saved activations of all ranks, in the order in
   which the host issues instructions.
 
-No part uses NCCL. Processes that share a GPU run in time slices of milliseconds, so figures of
+No part uses NCCL. Processes that share a GPU run in time slices of milliseconds, so metrics of
 overlap would mean nothing.
 """
 
@@ -68,8 +68,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import schedir
-from benchmarks import figures
-from benchmarks.figures import Figure
+from benchmarks import gpu_metrics
+from benchmarks.gpu_metrics import Metric
 from benchmarks.harness import parse, report_missing
 from schedir import Costs, PipelineShape, Program, Timeline, compile
 from schedir.errors import UsageError
@@ -126,7 +126,7 @@ def main() -> int:
     )
     parser.add_argument("--forward", type=float, default=1.0, help="ms of a forward in part sleep")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each kind")
-    parser.add_argument("--figures", type=Path, help="append each figure to this file")
+    parser.add_argument("--metrics", type=Path, help="append each metric to this file")
     options = parse(
         parser, hidden=128, context=16, layers=1, product=128, microbatches=4, steps=2,
         forward=0.1, streams=2, high=1,
@@ -140,19 +140,19 @@ def main() -> int:
     except UsageError as error:
         return report_missing(str(error), options.smoke)
     print()
-    return int(not print_figures(options))
+    return int(not print_metrics(options))
 
 
-def print_figures(options: argparse.Namespace) -> bool:
-    """Print and write each figure. Return whether all parts ran and met their goals."""
+def print_metrics(options: argparse.Namespace) -> bool:
+    """Print and write each metric. Return whether all parts ran and met their goals."""
     print(f"{'':44} {'':>9} {'':8} {'goal':>6}")
     met = True
     for name in options.only or PARTS:
         try:
-            for figure in PARTS[name](options):
-                print(figure, flush=True)
-                figures.append_figure(options.figures, figure)
-                met = met and not figure.is_missed
+            for metric in PARTS[name](options):
+                print(metric, flush=True)
+                gpu_metrics.append_metric(options.metrics, metric)
+                met = met and not metric.is_missed
         except Exception as error:
             traceback.print_exc()
             print(f"not measured, or not all of it: {name}: {type(error).__name__}", flush=True)
@@ -160,54 +160,54 @@ def print_figures(options: argparse.Namespace) -> bool:
     return met
 
 
-def measure_machine(options: argparse.Namespace) -> Iterator[Figure]:
+def measure_machine(options: argparse.Namespace) -> Iterator[Metric]:
     """Measure nothing, because `main` prints the machine."""
     yield from ()
 
 
-def measure_queues(options: argparse.Namespace) -> Iterator[Figure]:
+def measure_queues(options: argparse.Namespace) -> Iterator[Metric]:
     streams = [torch.cuda.default_stream(), *(torch.cuda.Stream() for _ in range(options.streams))]
     streams += [torch.cuda.Stream(priority=-1) for _ in range(options.high)]
     pairs = find_shared_queues(streams)
     for first, second in pairs:
         print(f"stream {second} waits for stream {first}")
-    yield Figure("pairs of streams that share a queue", len(pairs), "")
-    yield Figure("  of pairs", len(streams) * (len(streams) - 1), "")
+    yield Metric("pairs of streams that share a queue", len(pairs), "")
+    yield Metric("  of pairs", len(streams) * (len(streams) - 1), "")
 
 
-def measure_stage(options: argparse.Namespace) -> Iterator[Figure]:
+def measure_stage(options: argparse.Namespace) -> Iterator[Metric]:
     shape = options.hidden, options.context, options.layers
     product_rate = measure_product_rate(options.product)
-    yield Figure(f"product of side {options.product}", product_rate / 1e12, "TFLOP/s")
+    yield Metric(f"product of side {options.product}", product_rate / 1e12, "TFLOP/s")
     kernel_rate, stage_rate = measure_kernel_rate(*shape), measure_stage_rate(*shape)
-    yield Figure(f"products of a stage of hidden {options.hidden}", kernel_rate / 1e12, "TFLOP/s")
-    yield Figure(f"stage of hidden {options.hidden}", stage_rate / 1e12, "TFLOP/s")
-    yield Figure("  of the large product's", 100 * stage_rate / product_rate, "%")
-    yield Figure("  of its own products'", 100 * stage_rate / kernel_rate, "%", figures.STAGE)
+    yield Metric(f"products of a stage of hidden {options.hidden}", kernel_rate / 1e12, "TFLOP/s")
+    yield Metric(f"stage of hidden {options.hidden}", stage_rate / 1e12, "TFLOP/s")
+    yield Metric("  of the large product's", 100 * stage_rate / product_rate, "%")
+    yield Metric("  of its own products'", 100 * stage_rate / kernel_rate, "%", gpu_metrics.STAGE)
 
 
-def measure_instruction(options: argparse.Namespace) -> Iterator[Figure]:
-    yield Figure("one rank, an instruction", measure_instruction_overhead(), "us", figures.GAP)
-    yield Figure("two events, one after the other", 1e6 * measure_event_gap(), "us")
+def measure_instruction(options: argparse.Namespace) -> Iterator[Metric]:
+    yield Metric("one rank, an instruction", measure_instruction_overhead(), "us", gpu_metrics.GAP)
+    yield Metric("two events, one after the other", 1e6 * measure_event_gap(), "us")
 
 
-def measure_sleeping_ranks(options: argparse.Namespace) -> Iterator[Figure]:
+def measure_sleeping_ranks(options: argparse.Namespace) -> Iterator[Metric]:
     boundary = Boundary((1, options.context, options.hidden), torch.bfloat16)
     ranks = build_sleeping_ranks(16, boundary, round(options.forward / 1e3 * measure_clock_rate()))
     inputs = torch.randn(16, *boundary.shape, device=DEVICE, dtype=boundary.dtype)
     step = partial(ranks.step, inputs, inputs)
-    yield from compute_rank_figures(
+    yield from compute_rank_metrics(
         "ranks that sleep", record_timelines(ranks, step, options.steps)
     )
 
 
-def measure_gpt(options: argparse.Namespace) -> Iterator[Figure]:
+def measure_gpt(options: argparse.Namespace) -> Iterator[Metric]:
     layers, hidden, context = RANKS * options.layers, options.hidden, options.context
     config = gpt.GPTConfig(256, layers, hidden, max(1, hidden // 128), context, tied=False)
     yield from measure_gpt_ranks(config, options.microbatches, options.steps)
 
 
-PARTS: Final[dict[str, Callable[[argparse.Namespace], Iterator[Figure]]]] = {
+PARTS: Final[dict[str, Callable[[argparse.Namespace], Iterator[Metric]]]] = {
     "machine": measure_machine,
     "queues": measure_queues,
     "stage": measure_stage,
@@ -487,15 +487,18 @@ def record_timelines(
     return timelines[WARM_UP_STEPS:]
 
 
-def compute_rank_figures(name: str, runs: Sequence[Timeline]) -> Iterator[Figure]:
-    """Yield the figures of at least two Timelines of virtual ranks."""
+def compute_rank_metrics(name: str, runs: Sequence[Timeline]) -> Iterator[Metric]:
+    """Yield the metrics of at least two Timelines of virtual ranks."""
     gaps = 1e6 * np.concatenate([find_ready_gaps(run) for run in runs])
-    yield Figure(f"{name}: gap, median", float(np.median(gaps)), "us", figures.GAP)
-    yield Figure("  gap, 9 of 10 are less", float(np.percentile(gaps, 90)), "us")
-    yield Figure(
-        "  exposed transfers", 100 * median(map(compute_exposed_share, runs)), "%", figures.EXPOSED
+    yield Metric(f"{name}: gap, median", float(np.median(gaps)), "us", gpu_metrics.GAP)
+    yield Metric("  gap, 9 of 10 are less", float(np.percentile(gaps, 90)), "us")
+    yield Metric(
+        "  exposed transfers",
+        100 * median(map(compute_exposed_share, runs)),
+        "%",
+        gpu_metrics.EXPOSED,
     )
-    yield Figure("  step", 1e3 * median(run.span for run in runs), "ms")
+    yield Metric("  step", 1e3 * median(run.span for run in runs), "ms")
     errors = [
         schedir.simulate(
             run.program,
@@ -507,11 +510,11 @@ def compute_rank_figures(name: str, runs: Sequence[Timeline]) -> Iterator[Figure
         - 1
         for run, next_run in pairwise(runs)
     ]
-    yield Figure("  step, predicted, off by", 100 * median(map(abs, errors)), "%", figures.STEP)
+    yield Metric("  step, predicted, off by", 100 * median(map(abs, errors)), "%", gpu_metrics.STEP)
 
 
-def measure_gpt_ranks(config: gpt.GPTConfig, microbatches: int, steps: int) -> Iterator[Figure]:
-    """Yield the figures of the ranks of a GPT, and of their memory."""
+def measure_gpt_ranks(config: gpt.GPTConfig, microbatches: int, steps: int) -> Iterator[Metric]:
+    """Yield the metrics of the ranks of a GPT, and of their memory."""
     gc.collect()
     torch.cuda.empty_cache()
     bytes_before = torch.cuda.memory_allocated()
@@ -539,22 +542,22 @@ def measure_gpt_ranks(config: gpt.GPTConfig, microbatches: int, steps: int) -> I
     allocations_before = count_allocations(device)
     runs = record_timelines(ranks, partial(ranks.step, inputs, targets, scale), steps)
     peak_bytes = torch.cuda.max_memory_allocated() - bytes_before
-    yield from compute_rank_figures("ranks of a GPT", runs)
+    yield from compute_rank_metrics("ranks of a GPT", runs)
     with record_host_waits() as waits:
         ranks.step(inputs, targets, scale)
-    yield Figure("  host waits in a step", len(waits), "", figures.WAITS)
-    yield Figure(
+    yield Metric("  host waits in a step", len(waits), "", gpu_metrics.WAITS)
+    yield Metric(
         "  device asked for memory, in all steps",
         count_allocations(device) - allocations_before,
         "",
     )
     predicted = predict_peak_memory(ranks, sizes) + inputs.nbytes + targets.nbytes
-    yield Figure("  peak memory", peak_bytes / 2**30, "GiB")
-    yield Figure(
+    yield Metric("  peak memory", peak_bytes / 2**30, "GiB")
+    yield Metric(
         "  peak memory, predicted, off by",
         100 * abs(predicted / peak_bytes - 1),
         "%",
-        figures.MEMORY,
+        gpu_metrics.MEMORY,
     )
 
 

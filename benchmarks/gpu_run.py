@@ -10,7 +10,7 @@ output of a step is in `FOLDER/STEP.txt`, and in `STEP.txt.part` while the step 
 step, the script rewrites `FOLDER/README.md`, so an interrupted run keeps its results. The page
 lists the machine, the steps, and a table of goals and measured values. `--rest` runs only steps
 without a result in the folder, to continue an interrupted run. `--device cpu` is a rehearsal: it
-tests that the steps run, without steps that need a GPU. Its figures mean nothing.
+tests that the steps run, without steps that need a GPU. Its metrics mean nothing.
 
 The exit code is 0 if all steps succeed and meet their goals, 2 without a GPU, and 1 otherwise.
 """
@@ -32,15 +32,15 @@ from typing import Any, Final, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import figures
+from benchmarks import gpu_metrics
 from benchmarks.harness import parse
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 STATE = "results.json"
-FIGURES, FOLDER = (
-    "FIGURES",
+METRICS, FOLDER = (
+    "METRICS",
     "FOLDER",
-)  # placeholders in commands for the file of figures and the folder
+)  # placeholders in commands for the file of metrics and the folder
 OUT_OF_TIME = "cut, as the run's time was over"
 NOT_REHEARSED = "needs a GPU", "skipped"
 SANITIZER = "TORCH_CUDA_SANITIZER"
@@ -82,7 +82,7 @@ def make_test_command(*arguments: str) -> list[str]:
 
 
 def make_part_command(name: str) -> list[str]:
-    return ["benchmarks/gpu.py", "--only", name, "--figures", FIGURES]
+    return ["benchmarks/gpu.py", "--only", name, "--metrics", METRICS]
 
 
 def make_training_command(*sets: str) -> list[str]:
@@ -142,12 +142,12 @@ STEPS: Final = (
 
 
 class Result(NamedTuple):
-    """The outcome of a step, its seconds, the last line of its output, and its figures."""
+    """The outcome of a step, its seconds, the last line of its output, and its metrics."""
 
     outcome: str
     seconds: float
     last_line: str
-    figures: list[list[Any]]
+    metrics: list[list[Any]]
 
     @property
     def is_ok(self) -> bool:
@@ -182,10 +182,10 @@ class Run:
 
     def _run_process(self, step: Step, command: Sequence[str], limit: float) -> Result:
         output_path = self.folder / f"{name_output_file(step)}.part"
-        figures_path = self.folder / f"{name_output_file(step)}.figures"
-        figures_path.unlink(missing_ok=True)
+        metrics_path = self.folder / f"{name_output_file(step)}.metrics"
+        metrics_path.unlink(missing_ok=True)
         arguments = [
-            word.replace(FIGURES, str(figures_path)).replace(FOLDER, str(self.folder))
+            word.replace(METRICS, str(metrics_path)).replace(FOLDER, str(self.folder))
             for word in command
         ]
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -211,9 +211,9 @@ class Run:
         ]
         measured = [
             [f.name, f.value, f.unit, f.goal and f.goal.name]
-            for f in figures.read_figures(figures_path)
+            for f in gpu_metrics.read_metrics(metrics_path)
         ]
-        figures_path.unlink(missing_ok=True)
+        metrics_path.unlink(missing_ok=True)
         output_path.replace(self.folder / name_output_file(step))
         last_line = lines[-1].strip("= ") if lines else ""
         # `last_line` is the last line of pytest's output.
@@ -261,22 +261,22 @@ def format_page(folder: Path, results: Mapping[str, Result], device: str) -> str
         r = results.get(step.name, Result("not run", 0, "", []))
         rows.append(f"| [{step.name}]({name_output_file(step)}) | {step.about} | {r.outcome} "
                     f"| {r.seconds:.0f} | {format_cell(r.last_line)} |")  # fmt: skip
-    all_figures = [
-        (name, f) for name, r in results.items() for f in figures.parse_figures(r.figures)
+    all_metrics = [
+        (name, f) for name, r in results.items() for f in gpu_metrics.parse_metrics(r.metrics)
     ]
     rows += ["", "| goal | | measured | met |", "| --- | --- | --- | --- |"]
-    for goal in figures.GOALS:
-        goal_figures = [(name, f) for name, f in all_figures if f.goal == goal]
-        for name, f in goal_figures:
+    for goal in gpu_metrics.GOALS:
+        goal_metrics = [(name, f) for name, f in all_metrics if f.goal == goal]
+        for name, f in goal_metrics:
             rows.append(
                 f"| {goal.name} ({name}: {f.name}) | {goal} {goal.unit} "
                 f"| {f.value:.2f} {f.unit} | {'no' if f.is_missed else 'yes'} |"
             )
-        if not goal_figures:
+        if not goal_metrics:
             rows.append(f"| {goal.name} | {goal} {goal.unit} | not measured | |")
-    rows += ["", "| other figures | |", "| --- | --- |"]
+    rows += ["", "| other metrics | |", "| --- | --- |"]
     rows += [
-        f"| {name}: {f.name} | {f.value:.2f} {f.unit} |" for name, f in all_figures if not f.goal
+        f"| {name}: {f.name} | {f.value:.2f} {f.unit} |" for name, f in all_metrics if not f.goal
     ]
     return "\n".join(rows) + "\n"
 
@@ -334,7 +334,7 @@ def run_steps(options: argparse.Namespace, folder: Path) -> int:
         is_rehearsed = options.device == "cpu" and (
             step == STEPS[0] or result.outcome in NOT_REHEARSED
         )
-        misses_goal = any(f.is_missed for f in figures.parse_figures(result.figures))
+        misses_goal = any(f.is_missed for f in gpu_metrics.parse_metrics(result.metrics))
         is_ok = is_ok and (result.is_ok or is_rehearsed) and not misses_goal
     print(f"\n{run.folder / 'README.md'}")
     return 2 if not has_gpu else int(not is_ok)

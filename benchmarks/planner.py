@@ -137,7 +137,9 @@ def predict_step(
 ) -> PlanEstimate:
     """Return the predicted step of a run, with processes numbered as in Megatron-LM."""
     cluster = cluster or choose_cluster(run.choice)
-    return planner.estimate_step(run.model, cluster, run.choice, exact=EXACT, constants=constants)
+    return planner.estimate_step(
+        run.model, cluster, run.choice, closed_form_only=not EXACT, constants=constants
+    )
 
 
 def simulate_step(
@@ -426,11 +428,15 @@ def print_large() -> None:
     for name, model, batch, nodes, paper in SMALL if SMOKE else LARGE:
         cluster = planner.cluster_preset("a100", nodes=nodes)
         start = process_time()
-        planner_plans = planner.plan(model, cluster, batch, rank_order=paper.rank_order, exact=True)
+        planner_plans = planner.plan(
+            model, cluster, batch, rank_order=paper.rank_order, closed_form_only=False
+        )
         planning_time = process_time() - start
         print(f"\n### {name}: planned in {planning_time:.1f} s of processor time, {numba}\n")
         print_header("plan", "layout", "also", "step, s", *StepBreakdown._fields, "GB", "MFU")
-        print_plan("the paper's", planner.estimate_step(model, cluster, paper, exact=True))
+        print_plan(
+            "the paper's", planner.estimate_step(model, cluster, paper, closed_form_only=False)
+        )
         print_plan("ours", planner_plans[0])
         paper_sizes = {name: getattr(paper, name) for name in ("pp", "tp", "dp")}
         for what, restriction in (
@@ -443,7 +449,7 @@ def print_large() -> None:
                     batch,
                     rank_order=paper.rank_order,
                     top=1,
-                    exact=True,
+                    closed_form_only=False,
                     **restriction,
                 )
                 print_plan(f"ours: {what}", best)
@@ -551,7 +557,7 @@ def train_one(_: int, text: str, steps: int) -> MeasuredStep:
 def list_plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[PlanEstimate]:
     """Return all plans that the trainer can run, the shortest predicted step first."""
     return plan(
-        HERE_MODEL, cluster, HERE_BATCH, top=10**6, schedules=SCHEDULES, exact=True,
+        HERE_MODEL, cluster, HERE_BATCH, top=10**6, schedules=SCHEDULES, closed_form_only=False,
         microbatch_size=(1, 2, 4) if microbatch is None else microbatch, stages_per_rank=(1, 2),
         zero=zero,
         recompute=("none", "full"), sequence_parallel=False, attention="flash",

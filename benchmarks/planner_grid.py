@@ -49,12 +49,13 @@ MIN_MFU = 0.10  # the lowest MFU of runs in the summary of errors
 NANOTRON, CLUSTER = planner.stack_preset("nanotron"), planner.cluster_preset("h100-efa")
 # Fitted constants -> (lower bound, start value, upper bound).
 STACK_CONSTANTS = {
-    "speed_share": (0.2, 0.74, 1.0), "kernels_per_op": (0.2, 3.0, 20.0),
-    "loss_share": (0.1, 0.54, 2.0), "crossing_us": (1.0, 192.0, 1000.0),
+    "speed_share": (0.2, 0.75, 1.0), "kernels_per_op": (0.2, 3.07, 20.0),
+    "loss_share": (0.1, 0.5, 2.0), "crossing_us": (1.0, 191.0, 1000.0),
+    "shard_copy_us": (0.1, 8.2, 100.0),
 }  # fmt: skip
 CLUSTER_CONSTANTS = {
-    "network_bandwidth": (1e9, 40e9, 1e11), "network_latency": (1e-6, 54e-6, 5e-4),
-    "jitter": (1e-3, 0.045, 0.3),
+    "network_bandwidth": (1e9, 24e9, 1e11), "network_latency": (1e-6, 26e-6, 5e-4),
+    "jitter": (1e-3, 0.027, 0.3),
 }  # fmt: skip
 MEMORY_CONSTANTS = {
     "logit_bytes": (1.0, 8.5, 20.0), "gathered_bytes": (0.1, 5.1, 12.0),
@@ -233,10 +234,18 @@ def print_errors(name: str, runs: Sequence[GridRun], prediction: Prediction) -> 
 
 
 def choose_run(runs: Sequence[GridRun], subset: Sequence[int], prediction: Prediction) -> int:
-    """Return the index of the run that `schedir plan` prefers: the simplest within 2 %."""
+    """Return the index of the run that `schedir plan` prefers: the simplest within 2 %.
+
+    Of equally simple runs, the result is the run with the shortest predicted step.
+    """
     longest = (1 + PREFERENCE_TOLERANCE) * min(prediction.seconds[k] for k in subset)
     fast = [k for k in subset if prediction.seconds[k] <= longest]
-    return min(fast, key=lambda k: measure_complexity(runs[k].choice, prediction.memory[k]))
+    return min(
+        fast,
+        key=lambda k: (
+            measure_complexity(runs[k].choice), prediction.seconds[k], prediction.memory[k],
+        ),
+    )  # fmt: skip
 
 
 def compute_regrets(runs: Sequence[GridRun], prediction: Prediction) -> list[float]:
@@ -414,9 +423,11 @@ def print_mlperf() -> None:
         plan = run.choice
         cluster = replace(planner.cluster_preset(accelerator), nodes=plan.gpus // 8)
         predicted, predicted_16_bit = (
-            planner.estimate_step(run.model, cluster, plan, exact=False, constants=constants)
-            .step_time for constants in (stack.constants, planner.SoftwareConstants())
-        )  # fmt: skip
+            planner.estimate_step(
+                run.model, cluster, plan, closed_form_only=True, constants=constants
+            ).step_time
+            for constants in (stack.constants, planner.SoftwareConstants())
+        )
         errors.append(predicted / run.seconds - 1)
         print_row(
             run.name,

@@ -1,9 +1,9 @@
 """Generate the reference of all public names. `generate.py` writes the page.
 
-A name is public if the `__all__` of a public module lists it.  `docs/reference/api.md` lists the
-public names, each with the first sentence of its docstring, for readers of the repository.  On the
-site `sphinx.ext.autodoc` renders each of them in full: `docs/conf.py` replaces the sentences by
-directives.
+A name is public if the `__all__` of a public module lists it.  `docs/reference/api.md` has tables
+of the public names, each with the first sentence of its docstring, for readers of the repository.
+On the site `sphinx.ext.autodoc` renders each of them in full: `docs/conf.py` replaces the tables by
+headings and directives.
 """
 
 from __future__ import annotations
@@ -156,14 +156,33 @@ def get_docstring(value: object) -> str:
     return inspect.cleandoc(documented.__doc__)
 
 
-def format_summary(title: str, value: object) -> str:
-    """Return the first sentence of an entry, and a link to its source."""
-    if inspect.ismodule(value):
-        module = value
-    else:
-        module = sys.modules[(type(value) if is_constant(value) else value).__module__]
-    path = Path(str(module.__file__)).resolve().relative_to(pages.ROOT)
-    return f"{pages.get_first_sentence(get_docstring(value))} [Source](../../{path})"
+def format_summary(titles: list[str], values: dict[str, object]) -> str:
+    """Return a table of names with links to their sources, and their first sentences.
+
+    A row has the same link target as the heading of the name on the site.
+    """
+    rows = []
+    for title in titles:
+        value = values[title.split(", ")[0]]
+        module = value if inspect.ismodule(value) else sys.modules[_find_module_name(value)]
+        path = Path(str(module.__file__)).resolve().relative_to(pages.ROOT)
+        anchor = "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")
+        sentence = pages.get_first_sentence(get_docstring(value)).replace("|", "\\|")
+        rows.append([f'<a id="{anchor}"></a>[`{title}`](../../{path})', sentence])
+    return pages.format_table(["name", "description"], rows)
+
+
+def _find_module_name(value: object) -> str:
+    """Return the name of the module that defines a public name."""
+    return (type(value) if is_constant(value) else value).__module__
+
+
+def format_directives(titles: list[str], values: dict[str, object]) -> str:
+    """Return the headings of names, each with the directive by which autodoc renders it."""
+    return "\n\n".join(
+        f"### {title}\n\n{format_directive(title, values[title.split(', ')[0]])}"
+        for title in titles
+    )
 
 
 def format_directive(title: str, value: object) -> str:
@@ -190,23 +209,24 @@ def list_members(module: ModuleType) -> list[str]:
     return list(getattr(module, "__all__", classes))
 
 
-def build_blocks(note: str, entry: Callable[[str, object], str]) -> dict[str, str]:
-    """Return the note, and all groups with the text `entry(title, value)` below each heading."""
+def build_blocks(
+    note: str, entries: Callable[[list[str], dict[str, object]], str]
+) -> dict[str, str]:
+    """Return the note, and all groups with the text `entries(titles, values)` of their names."""
     values = list_public_names()
     listed = [n for _, titles in GROUPS.values() for title in titles for n in title.split(", ")]
     expected = sorted(name for name in values if not name.startswith("schedules."))
     assert sorted(listed) == expected, {*listed} ^ {*expected}
     groups = []
     for heading, (intro, titles) in GROUPS.items():
-        entries = [f"### {t}\n\n{entry(t, values[t.split(', ')[0]])}" for t in titles]
-        groups.append("\n\n".join([f"## {heading}", intro, *entries]))
+        groups.append(f"## {heading}\n\n{intro}\n\n{entries(titles, values)}")
     return {"note": note, "groups": "\n\n".join(groups)}
 
 
 SUMMARY_NOTE = """\
-- This page has the first sentence of each docstring. The source has signatures, arguments and
-  examples. The site that `make docs` builds has them, too."""
+- The tables have the first sentence of each docstring, and link to the source. The source has
+  signatures, arguments and examples. The site that `make docs` builds has them, too."""
 PAGES = pages.define_page("reference/api", partial(build_blocks, SUMMARY_NOTE, format_summary))
 SITE = pages.define_page(
-    "reference/api", partial(build_blocks, "- Every example is a test.", format_directive)
+    "reference/api", partial(build_blocks, "- Every example is a test.", format_directives)
 )["reference/api.md"]

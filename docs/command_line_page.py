@@ -102,7 +102,9 @@ def find_shared(parsers: dict[str, argparse.ArgumentParser]) -> Shared:
     program = [
         option
         for option in list_options(parsers["compile"])
-        if option in shared and option not in everywhere and option.flags.startswith("`-")
+        if option in list_options(parsers["explain"])
+        and option not in everywhere
+        and option.flags.startswith("`-")
     ]
     other_options = {o: n for o, n in shared.items() if o not in everywhere and o not in program}
     return Shared(everywhere, program, other_options)
@@ -111,24 +113,28 @@ def find_shared(parsers: dict[str, argparse.ArgumentParser]) -> Shared:
 def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared) -> Iterator[str]:
     """Yield the blocks of the section of a command."""
     about = f"{format_cell(str(parser.description)).rstrip('.')}."
-    yield f"### schedir {name}\n\n{about[0].upper()}{about[1:]}"
+    examples = getattr(import_command(name.split()[0]), "EXAMPLES", "")
+    more_link = MORE.search(examples)
+    more = f" More: [{read_title(more_link[1])}]({make_link(more_link[1])})." if more_link else ""
+    settings = " Settings: [Configuration](configuration.md)." * (name == "train")
+    yield f"### schedir {name}\n\n{about[0].upper()}{about[1:]}{more}{settings}"
     positionals = [
         f"[{value}]" if a.nargs == "?" else f"{value}{' ...' * (a.nargs in ('+', '*'))}"
         for a in parser._get_positional_actions()
         for value in [a.metavar or a.dest.upper()]
     ]
-    yield f"```text\nschedir {' '.join([name, *positionals])} [OPTION ...]\n```"
+    usage = f"schedir {' '.join([name, *positionals])} [OPTION ...]"
+    lines = inspect.cleandoc("\n" + MORE.sub("", examples)).strip()
+    yield f"```text\n{usage}\n\n{lines}".rstrip() + "\n```"
     common = {*shared.everywhere, *shared.program, *shared.other}
-    tables: dict[str, list[list[str]]] = {}
+    rows: list[list[str]] = []
     for title, options in list_groups(parser):
-        has_default_title = title in ("positional arguments", "options")
         new_options = [list(option) for _, option in options if option not in common]
-        tables.setdefault("" if has_default_title else f"*{format_cell(title)}*\n\n", []).extend(
-            new_options
-        )
-    for title, rows in tables.items():
-        if rows:
-            yield title + format_table(["option", "meaning"], rows)
+        has_title = title not in ("positional arguments", "options")
+        rows += [[f"*{format_cell(title)}*", ""]] * (has_title and bool(new_options))
+        rows += new_options
+    if rows:
+        yield format_table(["option", "meaning"], rows)
     all_options = list_options(parser)
     shared_options = [option.flags for option in all_options if option in shared.other]
     programs = [option.flags for option in all_options if option in shared.program]
@@ -138,13 +144,6 @@ def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared)
     shared_options += programs * (len(programs) < len(shared.program))
     if shared_options:
         yield f"Shared options: {', '.join(shared_options)}."
-    examples = getattr(import_command(name.split()[0]), "EXAMPLES", "")
-    lines = inspect.cleandoc("\n" + MORE.sub("", examples)).strip()
-    if lines:
-        yield f"```text\n{lines}\n```"
-    if more_link := MORE.search(examples):
-        settings = ", [Configuration](configuration.md)" * (name == "train")
-        yield f"More: [{read_title(more_link[1])}]({make_link(more_link[1])}){settings}"
 
 
 def make_link(path: str) -> str:

@@ -186,15 +186,35 @@ def link_source(app: Sphinx, tree: nodes.document) -> None:
             node.replace_self(nodes.reference("", "", *node.children, refuri=uri))
 
 
+SOURCE_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark">
+<title>{title} - schedir</title>
+<link rel="stylesheet" href="{root}/_static/pygments.css">
+<p><a href="{root}/docs/index.html">schedir</a></p>
+<h1 style="overflow-wrap: anywhere">{title}</h1>
+<div style="overflow-x: auto">{code}</div>
+</html>
+"""
+
+
 def show_files(app: Sphinx) -> Iterator[tuple[str, dict[str, str], str]]:
-    """Yield a page for each source file in `SOURCES`, and a redirect to the first page."""
+    """Write a page for each source file in `SOURCES`, and yield a redirect to the first page.
+
+    The pages of source files have no sidebar, which would take a third of the time of the build.
+    """
     redirect = '<meta http-equiv="refresh" content="0; url=docs/index.html">'
     yield "index", {"title": "schedir", "body": "", "metatags": redirect}, "page.html"
     assert isinstance(app.builder, StandaloneHTMLBuilder)
     for path, text in sorted(SOURCES.items()):
         language = {".py": "python", ".toml": "toml"}.get(Path(path).suffix, "none")
         code = app.builder.highlighter.highlight_block(text, language)
-        yield f"source/{path}", {"title": path, "body": f"<h1>{path}</h1>{code}"}, "page.html"
+        page = Path(app.outdir, f"source/{path}.html")
+        page.parent.mkdir(parents=True, exist_ok=True)
+        root = posixpath.relpath(".", f"source/{posixpath.dirname(path)}")
+        page.write_text(SOURCE_PAGE.format(title=path, root=root, code=code))
 
 
 def export_studio(app: Sphinx, exception: Exception | None) -> None:

@@ -42,26 +42,41 @@ def capitalize(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def format_section(section: str, about: str, settings: list[Setting]) -> str:
-    """Return a section of the page: its prose, and a table of its settings."""
+def format_section(
+    section: str, about: str, settings: list[Setting], shared: list[list[str]]
+) -> str:
+    """Return a section of the page: its prose, and a table of its settings.
+
+    A section about another kind of model omits the rows in `shared`, which are those of [model].
+    """
     prose, meanings = split_docstring(about)
     meanings |= {"kind": "The kind of the model."} if section == "model" else {}
     unknown = {*meanings} - {setting.name for setting in settings}
     undocumented = [setting.name for setting in settings if not setting.meaning]
     assert not unknown, f"[{section}]: {unknown} are documented, but no settings"
     assert not undocumented, f"[{section}]: {undocumented} have no meaning"
-    rows = [
-        [f"`{setting.name}`", shorten_type(setting.accepted), format_default(setting.default),
-         capitalize(format_cell_text(setting.meaning))]
-        for setting in settings
-    ]  # fmt: skip
+    rows = format_rows(settings)
+    if section != "model" and section.startswith("model"):
+        same = [row[0] for row in rows if row in shared]
+        rows = [row for row in rows if row not in shared]
+        prose += f"\n\nThese settings are the same as in [[model]](#model): {', '.join(same)}."
     settings_table = format_table(["setting", "value", "default", "meaning"], rows)
     return f"## {format_heading(section)}\n\n{prose}\n\n{settings_table}"
 
 
+def format_rows(settings: list[Setting]) -> list[list[str]]:
+    """Return the rows of the table of settings."""
+    return [
+        [f"`{setting.name}`", shorten_type(setting.accepted), format_default(setting.default),
+         capitalize(format_cell_text(setting.meaning))]
+        for setting in settings
+    ]  # fmt: skip
+
+
 def build_blocks() -> dict[str, str]:
     """Return the sections with their settings, and the transports."""
-    sections = [format_section(name, *section) for name, section in list_settings().items()]
+    shared = format_rows(list_settings()["model"][1])
+    sections = [format_section(name, *section, shared) for name, section in list_settings().items()]
     transports = [
         [row.device, f"`{row.name}`", row.doc, f"`{row.progress_model}`"]
         for row in TRANSPORTS.values()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import unified_diff
 from functools import partial
 from textwrap import fill
 
@@ -17,9 +16,6 @@ from schedir.errors import (
 )
 from schedir.viz.deadlock_diagram import draw_deadlock
 from tests.museum.cases import CHAPTERS, Case, cases
-
-# The attributes that the page leaves out, because they are the defaults.
-DEFAULTS = "tp 1  dp 1  tied_weights no  clip_grad_norm no\n"
 
 
 def find_refusal(case: Case) -> tuple[ProgressModel, SchedirError] | None:
@@ -75,68 +71,63 @@ def make_anchor(title: str) -> str:
 
 def format_case(case: Case) -> str:
     """Return the section of the page about a case."""
-    parts = [
-        f"### {case.title}",
-        f"{', '.join(map(format_source_link, case.sources)) or _format_file_link(case)}",
+    links = ", ".join(map(format_source_link, case.sources)) or _format_file_link(case)
+    entries = [
+        (f"- **Seen** in {links}: ", case.seen),
+        (f"- **Analysis**{format_program_links(case)}: ", case.follows),
+        ("- **Not confirmed**: ", case.unconfirmed),
+        ("- **No program**: ", case.missing),
     ]
-    for name, text in (
-        ("Seen", case.seen),
-        ("Analysis", case.follows),
-        ("Not confirmed", case.unconfirmed),
-        ("Why there is no program", case.missing),
-    ):
-        if text:
-            parts.append(fill(f"**{name}.** {text.strip()}", 118, break_on_hyphens=False))
-    if case.runs:
-        rows = [f"rank {rank}: {', '.join(row)}" for rank, row in enumerate(case.runs)]
-        parts.append("```\n" + "\n".join(rows) + "\n```")
-    if case.replicas:
-        rows = [f"replica {number}: {name}" for number, name in enumerate(case.replicas)]
-        parts.append("```\n" + "\n".join(rows) + "\n```")
+    lines = [
+        fill(f"{label}{text.strip()}", 118, subsequent_indent="  ", break_on_hyphens=False)
+        for label, text in entries
+        if text
+    ]
+    parts = [f"### {case.title}", "\n".join(lines)]
     if is_drawn(case):
         parts.append(f"![{case.title}](../images/museum/{case.name}.svg)")
-    if refusal := find_refusal(case) if case.is_said else None:
-        model, error = refusal
-        parts.append(
-            f"{format_conditions(case, model)}\n\n```\n{type(error).__name__}: {error}\n```"
-        )
-    elif case.is_said:
-        parts.append("The program finishes under every progress model.")
-    if case.steps:
-        texts = "\n".join(text.replace(DEFAULTS, "").strip() + "\n" for text in case.steps.values())
-        parts.append(format_details("The programs", f"```\n{texts.strip()}\n```"))
-    if text := case.program.replace(DEFAULTS, "") or case.make:
-        parts.append(format_details("The program", f"```\n{text.strip()}\n```"))
-    if case.mended:
-        summary = "The correction: the program then finishes under every progress model"
-        parts.append(format_details(summary, f"```diff\n{format_correction(case)}\n```"))
+    if case.is_said:
+        refusal = find_refusal(case)
+        first_line = f"{format_first_line(refusal[1])}\n" if refusal else ""
+        parts.append(f"```\n$ {format_command(case)}\n{first_line}```")
     return "\n\n".join(parts)
 
 
-def format_correction(case: Case) -> str:
-    """Return the corrected Streams, with the lines that the correction removes and adds."""
-    before, after = (text.strip().splitlines() for text in (case.program, case.mended))
-    ranks: list[list[str]] = [[]]
-    for line in unified_diff(before, after, lineterm="", n=len(before)):
-        ranks += [[]] * line.startswith(" rank")
-        ranks[-1] = [*ranks[-1], line.rstrip()]
-    changed = [rank for rank in ranks[1:] if any(line[:1] in ("+", "-") for line in rank)]
-    return "\n".join("\n".join(rank).strip("\n") for rank in changed)
+def format_program_links(case: Case) -> str:
+    """Return links to the programs of a case, and to its corrected program."""
+    rows = case.runs or [case.replicas or [case.name] * bool(case.program)]
+    names = [*dict.fromkeys(name for row in rows for name in row)]
+    links = ", ".join(f"[{name}](../../tests/museum/{name}.sched)" for name in names)
+    corrected = f" ([corrected](../../tests/museum/{case.name}.corrected.sched))"
+    return f" of {links}{corrected * bool(case.corrected)}" * bool(links)
 
 
-def format_details(summary: str, text: str) -> str:
-    """Return a collapsible block."""
-    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
+def format_first_line(error: SchedirError) -> str:
+    """Return the first line that a command prints about an error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def format_conditions(case: Case, model: ProgressModel) -> str:
-    """Return the line above an error: the conditions under which the checker raises it."""
-    if all(case.expected(other) for other in MODELS) and not (case.activation or case.show):
-        return "Under every progress model:"
-    lazy_text = " with `--lazy-communicators`" * (model in case.lazy)
-    limit = format_bytes(case.activation).replace(" ", "")
-    size_text = f" (with `--eager-limit {limit}` the program finishes under every progress model)"
-    return f"Under `{model}`{lazy_text}{size_text * bool(case.activation)}:"
+def format_command(case: Case) -> str:
+    """Return the command that checks the programs of a case, in the folder of the museum."""
+    refusal = find_refusal(case)
+    model = refusal[0] if refusal else "per_device"
+    options = [f"--progress-model {model}"] * (model != "per_device")
+    options += ["--lazy-communicators"] * (model in case.lazy)
+    if case.activation:
+        options.append(f"--sizes activation={format_bytes(case.activation).replace(' ', '')}")
+    if case.runs:
+        longest = max(case.runs, key=len)
+        arguments = " ".join(f"{name}.sched" for name in longest)
+        options += [
+            f"--rank-programs {rank}:{'+'.join(f'{name}.sched' for name in row)}"
+            for rank, row in enumerate(case.runs)
+            if row != longest
+        ]
+    elif case.replicas:
+        arguments = " ".join(["--replicas", *(f"{name}.sched" for name in case.replicas)])
+    else:
+        arguments = " ".join(case.arguments.split()) or f"{case.name}.sched"
+    return " ".join(["schedir check", arguments, *options])
 
 
 def format_verdicts(shown_cases: list[Case]) -> str:

@@ -143,7 +143,7 @@ def build_blocks() -> dict[str, str]:
         for name in by_memory
     ]
     sections = "\n\n".join(
-        f"### {name}\n\n{format_description(getattr(schedules, name))}\n\n"
+        f"### {name}\n\n{format_description(getattr(schedules, name))} "
         f"**When to use:** {when}\n\n"
         f"![{name} on 4 ranks with 8 microbatches](../images/schedules/{name}.svg)"
         for name, when in WHEN.items()

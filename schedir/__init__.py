@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from schedir.ir.program import Program, Stream
     from schedir.ir.text_format import from_text, to_text
     from schedir.passes.splitting.stage_segmentation import split_costs
-    from schedir.predict.activation_bytes import activation_bytes_per_layer
+    from schedir.predict.layer_activation_bytes import activation_bytes_per_layer
     from schedir.predict.simulate import simulate
     from schedir.predict.timeline import Timeline
     from schedir.schedule_search.bounds.lower_bound import lower_bound
@@ -106,7 +106,7 @@ _LAZY_IMPORTS: Final = {
     "split_costs": "passes.splitting.stage_segmentation:split_costs",
     "instrument": "instrumentation.instrument:instrument",
     "kernels": "kernels",
-    "activation_bytes_per_layer": "predict.activation_bytes:activation_bytes_per_layer",
+    "activation_bytes_per_layer": "predict.layer_activation_bytes:activation_bytes_per_layer",
     "load_cluster": "io.cluster_file:load_cluster",
     "load_timeline": "io.timeline_file:load_timeline",
     "zero_model_states": "ir.cost.zero_states:zero_model_states",

@@ -200,8 +200,10 @@ class _Parser(argparse.ArgumentParser):
         hint = f"see {parser.prog} --help"
         reason, _, details = message.partition(": ")
         if reason == "the following arguments are required":
-            names = map(parser._add_value_name, details.split(", "))
+            names = [*map(parser._add_value_name, details.split(", "))]
             message = f"{parser.prog} needs {', '.join(names)}"
+            option = parser._option_string_actions.get(details.split(", ")[0])
+            hint = f"{names[0]}: {option.help}" if option else hint
         if reason == "unrecognized arguments":
             word = details.split()[0].partition("=")[0]
             message = f"{parser.prog} has no option {word}"
@@ -211,7 +213,9 @@ class _Parser(argparse.ArgumentParser):
 
                 word = details.split()[0]
                 message = f"{parser.prog} does not take {word!r}"
-                hint = suggest_separator(word) or hint
+                hint = suggest_separator(word) or (
+                    f"if {word!r} belongs to a list, write the list with commas and without spaces"
+                )
                 if "--set" in parser._option_string_actions and "=" in word:
                     hint = f"--set {word}"
                 if "--initial-schedules" in parser._option_string_actions and "=" not in word:
@@ -266,7 +270,8 @@ class _Parser(argparse.ArgumentParser):
                     return str(error.fact)
                 return f"did you mean -O {field}{value}?"
         hint = RETIRED_HINTS.get(name, "")
-        if hint and any(word in option_actions for word in hint.partition(" is now ")[2].split()):
+        present_words = hint.partition(" is now ")[2].split()  # Empty if nothing has replaced it.
+        if hint and (not present_words or any(word in option_actions for word in present_words)):
             return hint
         if name == "--costs-from" and "--costs" in option_actions:  # an option of `search`
             return '--costs "$(schedir calibrate RUN.timeline)" has the mean times of a run'
@@ -331,7 +336,10 @@ def _build_parser(argv: Sequence[str]) -> _Parser:
         raise UsageError(
             f"schedir has no command {asked!r}", hint=RETIRED_HINTS.get(f"schedir {asked}", hint)
         )
-    for name, about in COMMANDS.items():
+    # Without a command, `--help` and the shell's completion list all commands.
+    names = [asked] if asked in COMMANDS else [*COMMANDS]
+    for name in names:
+        about = COMMANDS[name]
         sub = subparsers.add_parser(name, help=about, description=about, allow_abbrev=False)
         if name == asked:  # importing all commands would take longer than most commands run
             command = import_command(name)

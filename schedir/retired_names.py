@@ -1,7 +1,7 @@
 """Suggest schedir's present name for a retired name or for a name of another library.
 
 A name belongs to an option, a setting, a field, an argument or a function. Each table of this
-module maps an old name to its present name, or to a hint. `docs/decisions/47-deleted-features.md`
+module maps an old name to its present name, or to a hint. `docs/decisions/deleted-features.md`
 explains the deleted features.
 """
 
@@ -13,6 +13,8 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Final, NoReturn
 
+from schedir.other_libraries import OTHER_INSTRUCTION_NAMES, OTHER_NAMES
+
 # Options of the command line, without `--`.
 _RENAMED_OPTIONS = {
     "activations": "max-activations", "axis": "axis-label", "blocks": "blocking-hosts",
@@ -23,7 +25,7 @@ _RENAMED_OPTIONS = {
     "no-exact": "closed-form-only", "on": "rank-programs", "order": "rank-order",
     "prove": "bound", "scale": "gpu-counts", "search": "improve-schedules",
     "seconds": "time-limit", "start": "initial-schedules", "take": "select",
-    "time": "time-range", "whole": "no-split-backward", "why": "explain-start",
+    "time": "time-range", "whole": "no-split-backward",
 }  # fmt: skip
 # Commands of the command line.
 _RENAMED_COMMANDS = {"best": "recommend", "show": "print", "where": "diagnose"}
@@ -141,6 +143,10 @@ RETIRED_HINTS: Final = MappingProxyType(
         **{f"--{old}": f"--{old} is now --{new}" for old, new in _RENAMED_OPTIONS.items()},
         **{f"schedir {old}": f"it is now schedir {new}" for old, new in _RENAMED_COMMANDS.items()},
         "--ties": "--ties is now -O tied_weights=STAGES",
+        **dict.fromkeys(
+            ("--explain-start", "--why"),
+            "schedir draw -o FILE.html writes a page that shows what each instruction waits for",
+        ),
         **{old: f"it is now {new}" for old, new in {**RENAMED_FIELDS, **RENAMED_SETTINGS}.items()},
         "open": "use one program with more microbatches, which accumulates their gradients",
         "kind = bert": "examples/bert.py trains it with schedir.runtime.Executor",
@@ -159,13 +165,16 @@ RETIRED_HINTS: Final = MappingProxyType(
 _RENAMED_ARGUMENTS: Final = MappingProxyType(
     {
         "about": "comment", "adds": "accumulate_grads", "alike": "allow_identical_stages",
-        "b": "microbatch_size", "c": "cp", "choice": "plan", "code": "allow_code",
+        "axis": "axis_label", "b": "microbatch_size", "c": "cp", "choice": "plan",
+        "code": "allow_code", "colours": "colors",
         "copies": "parameter_copies", "cut": "segments", "d": "dp", "e": "ep", "each": "values",
-        "evaluations": "max_evaluations", "exact": "bitwise", "examples": "max_examples",
+        "evaluations": "max_evaluations", "exact": "bitwise closed_form_only",
+        "examples": "max_examples",
         "extra": "extra_state", "folder": "directory spill_dir", "grad": "requires_grad",
         "in_flight": "max_in_flight", "instructions": "max_instructions",
         "layers_of": "layers_per_stage", "late": "defer_weights", "lead": "warmup",
-        "m": "microbatches", "message": "max_message_bytes", "microbatch": "microbatch_size",
+        "limits": "memory_limits", "m": "microbatches",
+        "message": "max_message_bytes", "microbatch": "microbatch_size",
         "models": "progress_models", "more": "extra_programs", "most": "max_instructions",
         "names": "name_map", "numbers": "parameter_counts", "order": "rank_order message_order",
         "others": "other_rank_stages", "p": "pp", "plans": "shapes", "prefer": "priority",
@@ -173,7 +182,8 @@ _RENAMED_ARGUMENTS: Final = MappingProxyType(
         "seconds": "time_limit", "split": "split_backward",
         "start": "initial_schedules start_method",
         "state": "optimizer_state", "states": "optimizer_placement state_bytes", "t": "tp",
-        "taken": "received_shape", "unchecked": "skip_checks", "v": "stages_per_rank",
+        "taken": "received_shape", "time": "time_range", "unchecked": "skip_checks",
+        "v": "stages_per_rank",
     }
 )  # fmt: skip
 # Arguments of executors that moved into an options object or were removed -> what to write instead.
@@ -191,62 +201,6 @@ _MOVED_ARGUMENTS: Final = MappingProxyType(
         "parameter_copies": "stages=[...] of an InProcessExecutor, which copies shared Parameters",
     }
 )
-# Names of arguments and options in torch, Megatron-LM, DeepSpeed and papers -> schedir's names,
-# separated by spaces.
-_OTHER_NAMES: Final = {
-    name: new
-    for new, names in {
-        "ranks pp": "num_ranks n_ranks pipeline_parallel_size pipeline_model_parallel_size pp_size "
-        "world_size P pp ranks",
-        "microbatches": "n_microbatches num_microbatches chunks gradient_accumulation_steps M",
-        "stages_per_rank": "num_stages n_stages stages v vpp n_chunks num_chunks "
-        "virtual_pipeline_model_parallel_size",
-        "tp": "tp_size tensor_parallel_size tensor_model_parallel_size",
-        "dp": "dp_size data_parallel_size replicas",
-        "batch": "global_batch_size",
-        "costs": "cost times",
-        "sizes": "size bytes",
-        "zero": "zero_stage zero_level",
-        "memory_limit": "memory max_memory",
-        "recompute": "recomputation recompute_activations recompute_granularity "
-        "activation_checkpointing checkpoint_activations gradient_checkpointing",
-        "offload": "cpu_offload cpu_offloading offload_activations activation_offload",
-        "optimizer_placement": "offload_optimizer optimizer_offload optimizer_cpu_offload",
-        "clip_grad_norm": "clip_grad grad_clip gradient_clipping max_grad_norm max_norm",
-        "overlap": "overlap_p2p_communication overlap_comm",
-        "schedule": "schedule_name",
-        "loss": "loss_fn criterion",
-        "loss_fn": "loss criterion",
-        "optimizer": "optim optimizers",
-        "step": "iteration",
-        "directory": "dir path checkpoint_dir",
-        "cluster": "hardware machines",
-        "nodes": "num_nodes n_nodes",
-        "name": "title",
-        "lr": "learning_rate",
-        "steps": "epochs iterations max_steps num_steps train_iters",
-        "microbatch_size": "batch_size micro_batch_size",
-        "checkpoint_every": "save_every save_interval",
-        "checkpoint_dir": "save save_dir",
-        "layers": "num_layers n_layer n_layers",
-        "heads": "num_heads n_head n_heads num_attention_heads",
-        "hidden": "hidden_size d_model",
-        "context": "seq_length seq_len sequence_length max_seq_len",
-        "vocab": "vocab_size",
-        "precision": "dtype",
-    }.items()
-    for name in names.split()
-}
-
-# Names of schedules in DeepSpeed, Megatron-LM, PaddlePaddle and papers -> schedir's names.
-OTHER_SCHEDULE_NAMES: Final = MappingProxyType(
-    {
-        "afab": "gpipe", "bfs": "looped_bfs", "dapple": "one_f_one_b", "dfs": "looped_dfs",
-        "fill_drain": "gpipe", "fthenb": "gpipe", "hanayo": "wave",
-        "pipedream_flush": "one_f_one_b", "virtual_pipeline": "interleaved",
-        "vpp": "interleaved", "zero_bubble": "zb_h1",
-    }
-)  # fmt: skip
 
 
 def find_present_name(name: str, known_names: Iterable[str]) -> str:
@@ -263,10 +217,46 @@ def find_present_name(name: str, known_names: Iterable[str]) -> str:
         'microbatches'
     """
     tables = (RENAMED_FIELDS, RENAMED_COSTS, RENAMED_SIZES, RENAMED_CLUSTER_FIELDS,
-              _RENAMED_ARGUMENTS, _OTHER_NAMES)  # fmt: skip
+              _RENAMED_ARGUMENTS, OTHER_NAMES)  # fmt: skip
     known = {*known_names}
     present_names = (new for table in tables for new in table.get(name, "").split() if new in known)
     return next(present_names, "")
+
+
+def find_similar_name(name: str, known_names: Iterable[str]) -> str:
+    """Return the present name of an argument or an option, or the most similar name, or "".
+
+    Args:
+        name: The name that the user gave.
+        known_names: The function's arguments, or the command's options.
+
+    Example:
+        >>> find_similar_name("tensor_parallel", ["tp", "sequence_parallel"])
+        'tp'
+        >>> find_similar_name("sequence_paralel", ["tp", "sequence_parallel"])
+        'sequence_parallel'
+    """
+    known = [*known_names]
+    # A name of another library without a counterpart here is not a misspelling.
+    close_names = [] if name in OTHER_NAMES else get_close_matches(name, known, 1)
+    return find_present_name(name, known) or next(iter(close_names), "")
+
+
+def suggest_instruction(name: str, known_names: Iterable[str]) -> str:
+    """Return the name of the instruction that a user probably means, or an empty string.
+
+    Args:
+        name: The name that the user gave, such as a name of another library.
+        known_names: The names of all instructions.
+
+    Example:
+        >>> suggest_instruction("send_forward", ["send_act", "send_grad"])
+        'send_act'
+        >>> suggest_instruction("send_grads", ["send_act", "send_grad"])
+        'send_grad'
+    """
+    other = OTHER_INSTRUCTION_NAMES.get(name.lower(), "")
+    return other or next(iter(get_close_matches(name, [*known_names], 1)), "")
 
 
 def suggest_name(name: str, known_names: Iterable[str]) -> str:
@@ -286,13 +276,13 @@ def suggest_name(name: str, known_names: Iterable[str]) -> str:
     """
     known = [*known_names]
     present = find_present_name(name, known)
-    if present and name not in _OTHER_NAMES:
+    if present and name not in OTHER_NAMES:
         return f"it is now {present}"
     for candidate in (name, *_RENAMED_ARGUMENTS.get(name, "").split()):
         moved = _MOVED_ARGUMENTS.get(candidate, "")
         if moved.partition("=")[0] in known:
             return f"it is now {moved}"
-    match = present or next(iter(get_close_matches(name, known, 1)), "")
+    match = find_similar_name(name, known)
     return f"did you mean {match!r}?" if match else ""
 
 
@@ -338,6 +328,18 @@ RENAMED_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
     }
 )  # fmt: skip
+# Name that a user may try -> expression that works.
+_EXECUTOR_ATTRIBUTES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("run", "train", "train_step", "forward"), "executor.step(inputs, targets)"),
+    **dict.fromkeys(("zero_grad", "backward"), "executor.step, which includes this"),
+    "clip_grad_norm_": "compile(..., clip_grad_norm=True)",
+    **dict.fromkeys(
+        ("save", "state_dict"), "schedir.checkpoints.save(executor, directory, step=1)"
+    ),
+    **dict.fromkeys(("load", "load_state_dict"), "schedir.checkpoints.load(executor, directory)"),
+    "eval": "executor.evaluate(inputs, targets)",
+    "parameters": "the parameters of the stages",
+}
 # Module or class -> name that a user may try -> expression that works.
 OTHER_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
@@ -397,18 +399,8 @@ OTHER_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             **dict.fromkeys(("num_microbatches", "n_microbatches"), "shape.microbatches"),
             "num_ranks": "shape.ranks",
         },
-        "Executor": {
-            **dict.fromkeys(
-                ("run", "train", "train_step", "forward"), "executor.step(inputs, targets)"
-            ),
-            **dict.fromkeys(
-                ("save", "state_dict"), "schedir.checkpoints.save(executor, directory, step=1)"
-            ),
-            **dict.fromkeys(
-                ("load", "load_state_dict"), "schedir.checkpoints.load(executor, directory)"
-            ),
-            "parameters": "the parameters of the stages",
-        },
+        "Executor": _EXECUTOR_ATTRIBUTES,
+        "InProcessExecutor": _EXECUTOR_ATTRIBUTES,
     }
 )  # fmt: skip
 

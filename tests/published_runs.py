@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from schedir.planner import ParallelPlan, TransformerSpec
-from schedir.predict.activation_bytes import Recompute
+from schedir.predict.layer_activation_bytes import Recompute
 
 GOLDEN = Path(__file__).parent / "golden"
 VOCAB = 51200  # GPT-2's, padded as in Megatron-LM for t = 8 (SC21, section 5)

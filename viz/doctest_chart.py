@@ -14,7 +14,7 @@ from schedir.predict.timeline import Timeline
 from schedir.schedules.schedule_algebra import Schedule
 
 
-def draw_timeline(timeline: Timeline, unit: float = 1.0) -> str:
+def draw_timeline(timeline: Timeline) -> str:
     """Return a text chart of the compute lanes of a timeline.
 
     A cell has the letter and the microbatch of the instruction that starts in it. The number of '
@@ -22,18 +22,17 @@ def draw_timeline(timeline: Timeline, unit: float = 1.0) -> str:
     idle time. If two instructions run together, the second one begins in the middle of their cells.
 
     Args:
-        timeline: The timeline.
-        unit: The time of one cell, in the unit of the timeline.
+        timeline: The timeline. A cell is one unit of its time.
 
     Returns:
         One line per rank.
     """
     shape, spans = timeline.program.shape, timeline.spans
     is_shown = (spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"])
-    columns = round(timeline.span / unit)
+    columns = round(timeline.span)
     cells = np.full((shape.ranks, columns), "..", dtype=object)
     for s, is_second in zip(spans[is_shown], timeline.is_second_of_pair[is_shown], strict=True):
-        begin, end = (round(float(s[k] - timeline.start_time) / unit) for k in ("start", "end"))
+        begin, end = (round(float(s[k] - timeline.start_time)) for k in ("start", "end"))
         begin += is_second * (end - begin) // 2
         cells[s["rank"], begin:end] = "--"
         if begin < columns:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from schedir.io.files import atomic_write
 from schedir.predict.timeline import Timeline
-from schedir.viz.page_data import build_table, describe_run, describe_runs, label_runs
+from schedir.viz.page_data import describe_runs, describe_texts
 
 _SCRIPTS: Final = ("data.js", "relations.js", "scene.js", "paint.js", "words.js", "main.js")
 _FUNCTION: Final = '(root, DATA) => {{\n"use strict";\n{}}}'
@@ -60,13 +60,7 @@ def html(timeline: Timeline, other: Timeline | None = None) -> str:
         '<!doctype html>'
     """
     runs = [timeline] if other is None else [timeline, other]
-    data, labels = describe_runs(runs), label_runs(runs)
-    return build_page(
-        data,
-        title=" / ".join(dict.fromkeys(run.program.name for run in runs)),
-        summary="\n".join(map(describe_run, runs)),
-        tables=[build_table(run, label) for run, label in zip(runs, labels, strict=True)],
-    )
+    return build_page(describe_runs(runs), **describe_texts(runs))
 
 
 def build_page(
@@ -85,7 +79,7 @@ def build_page(
         data: The result of `describe_runs`, and further keys for `script`.
         title: The title, as plain text.
         summary: The run in words, as plain text.
-        tables: The tables, as `build_table` returns them.
+        tables: The tables, as `describe_texts` returns them.
         script: A script that runs in the scope of the page's own scripts.
         style: A style sheet for the elements that `script` adds.
         policy: Further directives of the Content-Security-Policy, each after a semicolon.

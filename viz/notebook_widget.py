@@ -7,7 +7,7 @@ from typing import Any
 from schedir.extras import require_package
 from schedir.predict.timeline import Timeline
 from schedir.viz.html_page import build_widget_script, dump_json
-from schedir.viz.page_data import build_table, describe_run, describe_runs, label_runs
+from schedir.viz.page_data import describe_runs, describe_texts
 
 
 def widget(timeline: Timeline, other: Timeline | None = None) -> Any:
@@ -38,13 +38,7 @@ def widget(timeline: Timeline, other: Timeline | None = None) -> Any:
     from traitlets import Unicode
 
     runs = [timeline] if other is None else [timeline, other]
-    data = describe_runs(runs)
-    labels = label_runs(runs)
-    data |= {
-        "title": " / ".join(dict.fromkeys(run.program.name for run in runs)),
-        "summary": "\n".join(map(describe_run, runs)),
-        "tables": [build_table(run, label) for run, label in zip(runs, labels, strict=True)],
-    }
+    data = describe_runs(runs) | describe_texts(runs)
     members = {
         "__doc__": "The interactive timeline of a run.",
         "_esm": build_widget_script(),

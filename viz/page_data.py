@@ -73,7 +73,22 @@ def describe_runs(runs: Sequence[Timeline], *, compression: int = 9) -> dict[str
     }
 
 
-def describe_run(timeline: Timeline) -> str:
+def describe_texts(runs: Sequence[Timeline]) -> dict[str, Any]:
+    """Return the texts of the page of one or two runs: its title, its summary and its tables.
+
+    Args:
+        runs: The runs.
+    """
+    return {
+        "title": " / ".join(dict.fromkeys(run.program.name for run in runs)),
+        "summary": "\n".join(map(_describe_run, runs)),
+        "tables": [
+            _build_table(run, label) for run, label in zip(runs, label_runs(runs), strict=True)
+        ],
+    }
+
+
+def _describe_run(timeline: Timeline) -> str:
     """Describe a run in a few sentences, for people who cannot see the picture of the page.
 
     Args:
@@ -121,7 +136,7 @@ def _find_peak_memory(timeline: Timeline) -> float:
     return float(timeline.peak_memory.max(initial=0.0))
 
 
-def build_table(run: Timeline, label: str) -> dict[str, Any]:
+def _build_table(run: Timeline, label: str) -> dict[str, Any]:
     """Return the table of the ranks of a run: its caption, its headings and its rows of text.
 
     Args:

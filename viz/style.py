@@ -12,6 +12,7 @@ from matplotlib.colors import is_color_like, to_hex
 
 from schedir.errors import UsageError, describe, require_type, to_float
 from schedir.ir.isa.instructions import TIERS
+from schedir.retired_names import suggest_name
 from schedir.viz.figures.overlays import OVERLAYS
 from schedir.viz.palette import COLORED_KINDS, PALETTES, Palette, recolor
 
@@ -32,18 +33,19 @@ class Style(TypedDict, total=False):
             cooldown.
         palette: A name in `schedir.viz.palette.PALETTES`. "plain" is for colour-blind readers and
             grey prints. "grey" has only shades of grey. "bright" has the colours of Okabe and Ito.
-        colours: Other colours for some of F, B, I, W, R, step, and the communication lanes such as
+        colors: Other colours for some of F, B, I, W, R, step, and the communication lanes such as
             act, grad, tp and dp. All colours that matplotlib accepts are possible.
-        axis: The label of the time axis. "none" removes the label and the numbers.
-        time: The start and end of the part to draw, in the unit of the runs. 0 is the start of a
-            run.
-        limits: The memory limit of a rank on each tier, in bytes: {"device": 40e9, "host": 256e9}.
-            A line marks each limit on the memory curve of its tier.
+        axis_label: The label of the time axis. "none" removes the label and the numbers.
+        time_range: The start and end of the part to draw, in the unit of the runs. 0 is the start
+            of a run.
+        memory_limits: The memory limit of a rank on each tier, in bytes, such as
+            {"device": 40e9, "host": 256e9}. A line marks each limit on the memory curve of its
+            tier.
 
     Example:
         >>> import schedir
         >>> paper = schedir.viz.Style(
-        ...     width="column", palette="grey", show="path", axis="time in ms"
+        ...     width="column", palette="grey", show="path", axis_label="time in ms"
         ... )
         >>> run = schedir.simulate(schedir.compile(schedir.schedules.zb_h1,
         ...     schedir.PipelineShape(4, 8)))
@@ -54,10 +56,10 @@ class Style(TypedDict, total=False):
     width: float | str | None
     show: str | Collection[str]
     palette: str
-    colours: Mapping[str, str]
-    axis: str | None
-    time: tuple[float, float] | None
-    limits: Mapping[str, float]
+    colors: Mapping[str, str]
+    axis_label: str | None
+    time_range: tuple[float, float] | None
+    memory_limits: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -90,18 +92,21 @@ def resolve_style(style: Style) -> ResolvedStyle:
         style: The style.
 
     Raises:
-        UsageError: An option is invalid.
+        UsageError: An option is unknown or invalid.
     """
-    axis = style.get("axis")
-    if axis is not None:
-        require_type(axis, "axis", str, '"time in ms"')
+    for name in style.keys() - Style.__annotations__.keys():
+        hint = suggest_name(name, Style.__annotations__) or "schedir.viz.Style lists all options"
+        raise UsageError(f"a chart has no option {name!r}", hint=hint, fields=[name])
+    axis_label = style.get("axis_label")
+    if axis_label is not None:
+        require_type(axis_label, "axis_label", str, '"time in ms"')
     return ResolvedStyle(
         _resolve_overlays(style.get("show", "lanes")),
         _resolve_palette(style),
-        axis,
-        style.get("time"),
+        axis_label,
+        style.get("time_range"),
         _resolve_width(style.get("width")),
-        _resolve_memory_limits(style.get("limits", {})),
+        _resolve_memory_limits(style.get("memory_limits", {})),
     )
 
 
@@ -117,12 +122,12 @@ def _resolve_overlays(show: str | Collection[str]) -> frozenset[str]:
 
 
 def _resolve_memory_limits(value: object) -> Mapping[str, float]:
-    require_type(value, "limits", Mapping, '{"device": 40e9}')
+    require_type(value, "memory_limits", Mapping, '{"device": 40e9}')
     assert isinstance(value, Mapping)
     for tier, limit in value.items():
         if tier not in TIERS:
             raise UsageError(
-                f"limits has the tier {describe(tier)}, but the tiers are {', '.join(TIERS)}"
+                f"memory_limits has the tier {describe(tier)}, but the tiers are {', '.join(TIERS)}"
             )
         size = to_float(limit)
         if size is None or not 0 < size < inf:
@@ -149,14 +154,14 @@ def _resolve_palette(style: Style) -> Palette:
     """Return the palette with the colours of the user."""
     name = style.get("palette", "plain")
     hex_colors = {}
-    colours = style.get("colours", {})
+    colors = style.get("colors", {})
     if not isinstance(name, str) or name not in PALETTES:
         raise UsageError(f"palette must be {' or '.join(PALETTES)}, not {describe(name)}")
-    require_type(colours, "colours", Mapping, '{"F": "skyblue"}')
-    for kind, colour in colours.items():
+    require_type(colors, "colors", Mapping, '{"F": "skyblue"}')
+    for kind, colour in colors.items():
         if kind not in COLORED_KINDS:
             raise UsageError(
-                f"colours has the name {describe(kind)}, but the names are "
+                f"colors has the name {describe(kind)}, but the names are "
                 f"{', '.join(COLORED_KINDS)}"
             )
         if not is_color_like(colour):

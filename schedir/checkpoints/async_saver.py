@@ -32,7 +32,8 @@ from schedir.checkpoints.state_exchange import add_stage_prefix, get_checkpoint_
 from schedir.errors import ModelError, UsageError, describe
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.offload.snapshot_copies import CopyPair, SnapshotCopies, SnapshotCopy
+from schedir.runtime.offload.copy_lanes import LaneJob
+from schedir.runtime.offload.snapshot_copies import CopyPair, SnapshotCopies
 
 
 class SavedCheckpoint(NamedTuple):
@@ -135,7 +136,7 @@ class Saver:
         self._host_buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         # The scheduled save that `write` has not started to write yet, or None.
         self._save_plan: SavePlan | None = None
-        self._immediate_copies: list[SnapshotCopy] = []
+        self._immediate_copies: list[LaneJob] = []
         self._writer_thread: Thread | None = None
         self.saved_checkpoint: SavedCheckpoint | None = None
         self._error: BaseException | None = None

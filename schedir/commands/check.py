@@ -1,4 +1,4 @@
-"""The command `check`: check programs, or explain the start time of an instruction."""
+"""The command `check`: check programs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from schedir.errors import (
     DeadlockError,
     GroupError,
     SchedirError,
-    UsageError,
     format_bytes,
 )
 from schedir.io.files import require_suffix
-from schedir.io.terminal_output import format_json, format_table, join_words
+from schedir.io.terminal_output import format_json, join_words
 
 if TYPE_CHECKING:
     from schedir.analysis.progress_models import ProgressModel
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 DEVICE_SYNC_TEXT = ", if hosts wait for their devices"
 LAZY_COMMUNICATORS_TEXT = ", if each communicator is created at its first use"
 _PROGRESS_ERRORS = (DeadlockError, GroupError, ChannelMismatchError)
-_MAX_CHAIN_LINKS = 40  # If a chain is longer, only its last links are printed.
 
 EXAMPLES = """\
   schedir check interleaved --ranks 4 --microbatches 8
@@ -53,10 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     add_source(parser, allows_several=True)
     multi_program_check.add_arguments(parser)
-    parser.add_argument(
-        "--explain-start", metavar="RANK:INDEX",
-        help="print the chain of instructions that decides when this instruction starts",
-    )  # fmt: skip
     parser.add_argument(
         "--blocking-hosts", action="store_true",
         help="assume that a host waits for the inputs of an instruction before it issues the "
@@ -95,8 +89,8 @@ def run(args: argparse.Namespace) -> str:
         args: The parsed options of `check`.
 
     Returns:
-        A text, or JSON with `--json`. With `--explain-start`, the chain of instructions before an
-        instruction. With several programs, the result of `multi_program_check.run`.
+        A text, or JSON with `--json`. With several programs, the result of
+        `multi_program_check.run`.
 
     Raises:
         UsageError: The options cannot be combined.
@@ -107,9 +101,6 @@ def run(args: argparse.Namespace) -> str:
 
     if multi_program_check.has_several_programs(args):
         return multi_program_check.run(args)
-    if args.explain_start is not None:
-        _require_explain_options(args)
-        return _explain_start(args)
     if args.output is not None:
         require_suffix(args.output, "the picture of a refused program", ".svg")
     request = make_request(args, args.source[0])
@@ -134,15 +125,6 @@ def run(args: argparse.Namespace) -> str:
     exceptions = f", but not under {join_words(failing_models)}" if failing_models else ""
     exceptions += _describe_assumptions(args, models, cpu_models)
     return _format_text(program, models, exceptions)
-
-
-def _require_explain_options(args: argparse.Namespace) -> None:
-    """Raise UsageError if an option cannot be combined with --explain-start."""
-    if args.host_device_sync:
-        raise UsageError("--explain-start cannot be combined with --host-device-sync")
-    if args.lazy_communicators or args.eager_limit is not None:
-        option = "--lazy-communicators" if args.lazy_communicators else "--eager-limit"
-        raise UsageError(f"--explain-start cannot be combined with {option}")
 
 
 def _compile_or_draw(request: Request, output: str | None) -> Program:
@@ -268,58 +250,6 @@ def _format_text(program: Program, models: list[ProgressModel], exceptions: str)
     )
 
 
-def _explain_start(args: argparse.Namespace) -> str:
-    """Return the chain of instructions that determines the start of one instruction."""
-    timeline = make_request(args, args.source[0], blocking_hosts=args.blocking_hosts).timeline
-    rank, _, index = args.explain_start.partition(":")
-    streams = timeline.program.streams
-    if not all(part.isascii() and part.isdecimal() for part in (rank, index)):
-        raise UsageError(
-            f"--explain-start must be RANK:INDEX, such as 0:3, not {args.explain_start!r}"
-        )
-    if len(rank) > 9 or int(rank) >= len(streams):
-        raise UsageError(
-            f"--explain-start: there is no rank {rank}, the ranks are 0 to {len(streams) - 1}"
-        )
-    if len(index) > 9 or int(index) >= len(streams[int(rank)]):
-        last_index = len(streams[int(rank)]) - 1
-        raise UsageError(
-            f"--explain-start: rank {rank} has no instruction #{index}, the last one is "
-            f"#{last_index}"
-        )
-    offsets = timeline.program.offsets
-    chain = timeline.critical_path_to(int(offsets[int(rank)]) + int(index)).tolist()
-    links = []
-    for position in chain:
-        span = timeline.spans[position]
-        number = position - int(offsets[span["rank"]])
-        instr, start, end = timeline.instruction_at(int(span["rank"]), number)
-        links.append((int(span["rank"]), number, str(instr), start, end))
-    if args.json:
-        keys = ("rank", "index", "instruction", "start", "end")
-        return format_json([dict(zip(keys, link, strict=True)) for link in links])
-    _, _, last, begin, _ = links[-1]
-    hidden_links = len(links) - _MAX_CHAIN_LINKS
-    hosts_text = multi_program_check.BLOCKING_HOSTS_TEXT * args.blocking_hosts
-    return (
-        f"{timeline.program.name}: rank {rank} #{index} {last} starts at {begin:.6g} under "
-        f"{timeline.progress_model}{hosts_text}; each instruction of this "
-        "chain waits for the one before it\n"
-        + (
-            f"the last {_MAX_CHAIN_LINKS} of {len(links)} instructions\n"
-            if hidden_links > 0
-            else ""
-        )
-        + format_table(
-            ["start", "end", "rank", "index", "instruction"],
-            [
-                [f"{s:.6g}", f"{e:.6g}", str(r), f"#{k}", i]
-                for r, k, i, s, e in links[-_MAX_CHAIN_LINKS:]
-            ],
-        )
-    )
-
-
 def _describe_eager_limit(
     program: Program,
     progress_model: ProgressModel,
@@ -333,7 +263,7 @@ def _describe_eager_limit(
     if error.eager_limit is not None:
         return [describe_eager_limit(error.eager_limit)]
     if not _find_finishing_models(
-        program, [progress_model], **host_options, eager_limit=1, sizes=Sizes(activation=1)
+        program, [progress_model], **host_options, eager_limit=1, sizes=Sizes(activation=1, skip=1)
     ):
         return []
     return ["it finishes if no message waits for its receive (--sizes computes the eager limit)"]

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     add_source(parser)
-    about = "; ".join(f"{name}: {form.description}" for name, form in EXPORT_FORMATS.items())
+    about = "; ".join(f"{name} ({form.description})" for name, form in EXPORT_FORMATS.items())
     parser.add_argument("--to", metavar="FORMAT", required=True, help=about)
     parser.add_argument(
         "-o", dest="output", metavar="FILE", required=True, help="write to this file"

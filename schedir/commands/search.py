@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 INTERRUPTED_EXIT_CODE = 130
 _STOP_REASONS = {
     "proved": "the schedule is proved shortest",
-    "time": "the search reached its limit",
+    "limit": "the search reached its limit",
     "no better": "no change shortens the schedule",
     "interrupted": "interrupted, this is the best schedule so far",
 }
@@ -136,6 +136,11 @@ def _parse_counts(text: str) -> int | tuple[int, ...]:
         raise UsageError(
             f"argument --max-in-flight: {text!r} is not an integer",
             hint=f"--memory-limit {text} limits the bytes of a rank; it needs --sizes",
+        )
+    if re.fullmatch(r"\d+(,\d+)+", text):
+        raise UsageError(
+            f"argument --max-in-flight: {text!r} is not an integer",
+            hint=f"--max-in-flight {text.replace(',', ':')} has one number per rank",
         )
     return tuple(map(parse_count, text.split(":"))) if ":" in text else parse_count(text)
 
@@ -270,6 +275,7 @@ def _load_costs(source: str, *, full_backward_only: bool) -> tuple[Timeline, Cos
         compute_prediction_error,
         compute_unexplained_share,
         fill_missing_backwards,
+        simulate_at_mean_times,
     )
     from schedir.schedule_search.heuristics.initial_orders import describe_unsearchable
 
@@ -282,9 +288,7 @@ def _load_costs(source: str, *, full_backward_only: bool) -> tuple[Timeline, Cos
     if reason := describe_unsearchable(program):
         raise UsageError(f"{source} {reason}")
     costs = fill_missing_backwards(calibrate(run), program)
-    prediction = simulate(
-        program, costs, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
-    )
+    prediction = simulate_at_mean_times(run, costs)
     relative_error = compute_prediction_error(prediction, run)
     note = (
         f"costs: mean times of {source}, which has {int(run.peak_in_flight.max())} in flight; its "

@@ -12,7 +12,7 @@ from schedir.errors import ConfigError, UsageError, describe, require_type
 from schedir.io.files import atomic_write, read_text
 from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml, suggest_field
 from schedir.ir.cost.cluster import Cluster
-from schedir.ir.cost.units import format_cluster_field
+from schedir.ir.cost.units import find_forgotten_unit, format_cluster_field
 from schedir.retired_names import RENAMED_CLUSTER_FIELDS
 
 _FIELD_NAMES = [f.name for f in fields(Cluster)]
@@ -64,10 +64,10 @@ def load_cluster(path: str | Path) -> Cluster:
             raise _make_setting_error(
                 f"{name} must be a number or a text, not {describe(value)}", name, path, text
             )
-        if name in ("memory", "host_memory") and not isinstance(value, str) and 0 < value < 1000:
-            raise _make_setting_error(
-                f"{name} = {value} is a number of bytes", name, path, text, f'{name} = "{value}GB"'
-            )
+        base, unit = ("", "") if isinstance(value, str) else find_forgotten_unit(name, value)
+        if unit:
+            fact = f"{name} = {value} is a number of {base}"
+            raise _make_setting_error(fact, name, path, text, f'{name} = "{value}{unit}"')
     if missing_fields := [name for name in _REQUIRED_FIELDS if name not in table]:
         fact = f"required fields are missing: {', '.join(missing_fields)}"
         raise _make_setting_error(fact, missing_fields[0], path, text)

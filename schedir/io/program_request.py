@@ -313,12 +313,6 @@ class Request:
                 f"the progress model {self.progress_model} does not apply",
                 fields=["progress_model"],
             )
-        if self.blocking_hosts and not source_run.blocking_hosts:
-            raise UsageError(
-                f"{self.source} is a run without blocking hosts, so --blocking-hosts does not "
-                "apply",
-                fields=["blocking_hosts"],
-            )
         self._require_consistent_source(source_run.program)
         sizes = self._stage_sizes or source_run.sizes
         program = self.program if self.relower else source_run.program

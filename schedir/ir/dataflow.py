@@ -568,8 +568,10 @@ class Dataflow:
     def _compute_lifetimes(self, value: Value, tier: int) -> ValueLives:
         """Compute what `find_lifetimes` returns."""
         index = self.index
-        chains = self.get_chains(value)
-        if not index.program.takes_memory(value) or (tier and chains is None):
+        # Most programs have no memory for some kinds of values. Their chains would take long.
+        takes_memory = index.program.takes_memory(value)
+        chains = self.get_chains(value) if takes_memory else None
+        if not takes_memory or (tier and chains is None):
             empty = np.empty(0, np.int32)
             return ValueLives(empty, empty, empty, np.zeros(len(index.program.offsets), np.intp))
         if chains is not None:

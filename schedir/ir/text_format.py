@@ -55,6 +55,7 @@ from schedir.retired_names import (
     RENAMED_INSTRUCTIONS,
     RETIRED_HINTS,
     get_current_value,
+    suggest_instruction,
 )
 
 FORMAT_VERSION = 1
@@ -428,8 +429,10 @@ def _parse_streams(
         else:
             streams[-1].append(_parse_line(line, remaining, max_instructions, hint))
             remaining -= len(streams[-1][-1])
-    if len(streams) != ranks:
-        raise last_line.make_error(f"the header has ranks {ranks}, but the text has {len(streams)}")
+    if (count := len(streams)) != ranks:
+        fact = f"the header has ranks {ranks}, but the text has {count}"
+        section_hint = f"add the line 'rank {count}' and its instructions" * (count < ranks)
+        raise last_line.make_error(fact, hint=section_hint)
     empty = np.empty(0, np.int64)
     return tuple(Stream(np.concatenate([empty, *parts])) for parts in streams), tuple(slots)
 
@@ -480,8 +483,8 @@ def _parse_instruction(line: _Line, column: int, part: str) -> tuple[int, int]:
     # An older file may have the old name of an instruction.
     name = RENAMED_INSTRUCTIONS.get(match[1], match[1]) if match else part.strip()
     if not match or name not in OPCODE_BY_TEXT:
-        close_matches = get_close_matches(name, list(OPCODE_BY_TEXT), 1)
-        hint = f"did you mean {close_matches[0]!r}?" if close_matches else ""
+        close_name = suggest_instruction(name, OPCODE_BY_TEXT)
+        hint = f"did you mean {close_name!r}?" if close_name else ""
         if sum(word in OPCODE_BY_TEXT for word in part.split()) > 1:
             hint = "put ; between two instructions"
         hint = _suggest_notation(part.strip()) or hint

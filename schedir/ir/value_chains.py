@@ -90,6 +90,12 @@ class ValueChains(NamedTuple):
             initial_tier: The memory tier on which the values exist from the start; "" if
                 instructions make them.
         """
+        if not members:  # as for the optimizer states of most programs
+            no_numbers, no_events = np.empty(0, np.int64), np.empty(0, bool)
+            return cls(
+                np.empty(0, np.int32), no_numbers, no_events, no_events, no_events,
+                no_numbers, no_numbers, no_numbers, (), initial_tier,
+            )  # fmt: skip
         names = [
             name
             for member in members

@@ -38,7 +38,7 @@ from schedir.models.language_model import (
 from schedir.models.language_model import count_tokens as count_tokens
 from schedir.models.language_model import loss as loss
 from schedir.models.parameter_init import LayerParameters
-from schedir.models.partitioning import split_heads, split_layers
+from schedir.models.partitioning import find_stage_layers, split_heads
 from schedir.models.window_config import get_windows
 from schedir.runtime.autograd.random_streams import fork_layer_rng
 from schedir.tensor_parallel.mappings import (
@@ -82,12 +82,8 @@ def build_stage(
         UsageError: The stage does not exist, the layers do not fit the stages, or the heads cannot
             be divided among the tensor-parallel ranks.
     """
-    counts = split_layers(config.layers, stages, layers_per_stage)
-    if not 0 <= stage < stages:
-        raise UsageError(f"stage is {stage}; it must be from 0 to {stages - 1}")
+    layers = find_stage_layers(config.layers, stage, stages, layers_per_stage)
     split_heads(config.heads, tp_size(tp))
-    first_layer = sum(counts[:stage])
-    layers = range(first_layer, first_layer + counts[stage])
     placement: ParameterPlacement = {"device": device, "dtype": dtype}
     sequence_parallel = sequence_parallel and tp_size(tp) > 1
     return Stage(

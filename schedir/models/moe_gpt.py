@@ -30,7 +30,7 @@ from schedir.models.language_model import ParameterPlacement
 from schedir.models.language_model import count_tokens as count_tokens
 from schedir.models.moe_config import MoEConfig as MoEConfig
 from schedir.models.parameter_init import LayerParameters
-from schedir.models.partitioning import split_layers
+from schedir.models.partitioning import find_stage_layers
 from schedir.models.routing_bias import make_load_term, make_routing_bias
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.parameters.buckets import mark_expert
@@ -73,10 +73,8 @@ def build_stage(
         >>> len(split_stage(stage)), [*stage.layers["0"].experts]
         (3, ['2', '3'])
     """
-    counts = split_layers(config.layers, stages, layers_per_stage)
-    if not 0 <= stage < stages:
-        raise UsageError(f"stage is {stage}; it must be from 0 to {stages - 1}")
-    if not counts[0]:
+    layers = find_stage_layers(config.layers, stage, stages, layers_per_stage)
+    if layers_per_stage is not None and not layers_per_stage[0]:
         raise UsageError(
             "layers_per_stage[0] is 0, but a mixture-of-experts model needs a layer there",
             fields=["layers_per_stage"],
@@ -87,10 +85,10 @@ def build_stage(
         )
     if not 0 <= ep_rank < ep:
         raise UsageError(f"ep_rank is {ep_rank}; it must be from 0 to {ep - 1}", fields=["ep_rank"])
-    first_layer, local_experts = sum(counts[:stage]), config.experts // ep
+    local_experts = config.experts // ep
     return MoEStage(
         config,
-        range(first_layer, first_layer + counts[stage]),
+        layers,
         stage == 0,
         stage == stages - 1,
         range(ep_rank * local_experts, (ep_rank + 1) * local_experts),

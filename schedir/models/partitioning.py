@@ -84,6 +84,27 @@ def split_layers(
     return tuple(layers_per_stage)
 
 
+def find_stage_layers(
+    layers: int, stage: int, stages: int, layers_per_stage: Sequence[int] | None
+) -> range:
+    """Return the indices of the layers of a stage.
+
+    Args:
+        layers: Number of layers of the model.
+        stage: The stage, from 0.
+        stages: The number of stages.
+        layers_per_stage: An uneven division, as for `split_layers`.
+
+    Raises:
+        UsageError: The stage does not exist, or the layers do not fit the stages.
+    """
+    counts = split_layers(layers, stages, layers_per_stage)
+    if not 0 <= stage < stages:
+        raise UsageError(f"stage is {stage}; it must be from 0 to {stages - 1}")
+    first_layer = sum(counts[:stage])
+    return range(first_layer, first_layer + counts[stage])
+
+
 def split_heads(heads: int, tp: int, subject: str = "heads", field: str = "heads") -> int:
     """Return the number of heads per tensor-parallel rank.
 

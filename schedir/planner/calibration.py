@@ -27,6 +27,8 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 Floats = NDArray[np.float64]
 
 MAX_RUNS: Final = 20
+# No trainer differs from the planner by this factor, but milliseconds differ from seconds by more.
+MAX_STEP_RATIO: Final = 100.0
 _RUN_NOISE: Final = 0.05  # Repeated runs of one layout on H100 differ by 3 to 5 %.
 _MISFIT: Final = 2.0  # The scale of the Cauchy weights, in standard deviations of the noise.
 _ITERATIONS: Final = 8
@@ -249,8 +251,8 @@ def predict(
     """
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         return estimate_step(
-            model, resize_cluster(cluster, plan.gpus), stack.complete(model, plan), exact=False,
-            constants=stack.constants, state_bytes=stack.state_bytes,
+            model, resize_cluster(cluster, plan.gpus), stack.complete(model, plan),
+            closed_form_only=True, constants=stack.constants, state_bytes=stack.state_bytes,
         )  # fmt: skip
 
 
@@ -269,8 +271,8 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
         The fitted constants, the cluster with these constants, and the prediction of each run.
 
     Raises:
-        UsageError: There are too few or too many runs, a step time is not positive, or `predict`
-            cannot estimate a plan.
+        UsageError: There are too few or too many runs, a step time is not positive or differs from
+            its prediction by a factor above `MAX_STEP_RATIO`, or `predict` cannot estimate a plan.
 
     Example:
         >>> from schedir import planner
@@ -296,6 +298,7 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
         return np.array(step_times)
 
     start = _fill_constants(cluster)
+    _require_plausible_times(runs, estimate(start))
     fitted, covariance = fit_constants(start, estimate, measured)
     values = _get_constants(fitted)
     priors = _get_constants(start)
@@ -320,6 +323,19 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
         calibrated_gpus=max(run.plan.gpus for run in runs),
     )  # fmt: skip
     return Calibration(fitted, stack, tuple(runs), constants, estimates, covariance)
+
+
+def _require_plausible_times(runs: Sequence[MeasuredRun], estimates: Floats) -> None:
+    """Refuse step times that are probably in another unit, such as milliseconds."""
+    for number, (run, estimate) in enumerate(zip(runs, estimates, strict=True), 1):
+        ratio = run.step_time / float(estimate)
+        if not 1 / MAX_STEP_RATIO < ratio < MAX_STEP_RATIO:
+            raise UsageError(
+                f"run {number}: step_time is {run.step_time:g} s, but the prediction is "
+                f"{float(estimate):.3g} s",
+                hint="give step_time in seconds, and check the model and the plan of this run",
+                fields=["step_time"],
+            )
 
 
 def fit_constants(

@@ -10,7 +10,7 @@ from schedir.errors import UsageError, describe
 from schedir.ir.cost.number_parsing import MAX_LAYERS, MAX_SEQUENCES
 from schedir.ir.cost.zero_states import ZERO_LEVEL_COUNT
 from schedir.ir.notebook_repr import render_html
-from schedir.predict.activation_bytes import Recompute
+from schedir.predict.layer_activation_bytes import Recompute
 from schedir.retired_names import get_rename_hint
 
 Attention = Literal["softmax", "flash"]
@@ -337,7 +337,7 @@ class PlanEstimate(ParallelPlan):
         >>> from schedir import planner
         >>> model, node = planner.load_model("gpt-22b"), planner.cluster_preset("a100")
         >>> found = planner.estimate_step(model, node, planner.ParallelPlan(tp=8, microbatches=4,
-        ...     microbatch_size=4), exact=False)
+        ...     microbatch_size=4), closed_form_only=True)
         >>> sum(found.breakdown) == found.step_time, found.fits, found.batch
         (True, False, 16)
     """

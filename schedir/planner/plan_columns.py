@@ -18,7 +18,7 @@ from schedir.planner.transformer.layer_division import (
     divide_layers,
 )
 from schedir.planner.transformer.transformer_spec import TransformerSpec
-from schedir.predict.activation_bytes import Recompute
+from schedir.predict.layer_activation_bytes import Recompute
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -195,9 +195,10 @@ def simulation_only_error() -> UsageError:
     return UsageError(
         "closed forms cannot estimate plans with offload: these plans need a simulation",
         hint=CommandHint(
-            "exact=True; simulate_plan estimates one such plan", "leave out --closed-form-only"
+            "closed_form_only=False; simulate_plan estimates one such plan",
+            "leave out --closed-form-only",
         ),
-        fields=["offload", "exact"],
+        fields=["offload", "closed_form_only"],
     )
 
 

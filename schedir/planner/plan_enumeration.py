@@ -22,6 +22,7 @@ from schedir.planner.parallel_plan import Attention, ParallelPlan, RankOrder
 from schedir.planner.plan_columns import COLUMN_NAMES, RECOMPUTE_MODES, SCHEDULE_NAMES, PlanColumns
 from schedir.planner.transformer.layer_division import DivisionRule, divide_layers
 from schedir.planner.transformer.transformer_spec import TransformerSpec
+from schedir.retired_names import suggest_name
 
 
 class FieldFilter(NamedTuple):
@@ -73,7 +74,7 @@ def build_field_filter(**fields: Any) -> FieldFilter:
             default of the field.
 
     Raises:
-        UsageError: A value is invalid for its field, or a sequence is empty.
+        UsageError: A field is unknown, a value is invalid for its field, or a sequence is empty.
 
     Example:
         >>> build_field_filter(tp=8, schedules="zb_v").tp, build_field_filter(tp=(2, 4)).tp
@@ -81,6 +82,9 @@ def build_field_filter(**fields: Any) -> FieldFilter:
     """
     result: dict[str, Any] = {}
     for name, given in fields.items():
+        if name not in FieldFilter._fields:
+            hint = suggest_name(name, FieldFilter._fields) or ", ".join(FieldFilter._fields)
+            raise UsageError(f"plans have no filter {name!r}", hint=hint, fields=[name])
         if name in ("attention", "rank_order", "offload", "division"):
             result[name] = given
             continue

@@ -10,6 +10,7 @@ import numpy as np
 from schedir.call_errors import explain_wrong_calls
 from schedir.errors import UsageError, describe, require_bool, require_type
 from schedir.ir.cost.cluster import Cluster
+from schedir.ir.cost.units import find_forgotten_unit
 from schedir.planner.bottleneck import attach_bottleneck, attach_relative_bottleneck, no_fit_error
 from schedir.planner.estimate.offload_plans import (
     attach_offload_comparison,
@@ -33,7 +34,7 @@ from schedir.planner.transformer.layer_division import DivisionRule, get_layers_
 from schedir.planner.transformer.layer_ops import require_even_division
 from schedir.planner.transformer.memory_estimate import StateBytes, get_state_bytes
 from schedir.planner.transformer.transformer_spec import TransformerSpec
-from schedir.predict.activation_bytes import Recompute
+from schedir.predict.layer_activation_bytes import Recompute
 
 # `plan` simulates this many of the best plans, and then more until `top` of them fit.
 MAX_SIMULATED_PLANS: Final = 32
@@ -46,7 +47,7 @@ def estimate_step(
     cluster: Cluster,
     plan: ParallelPlan,
     *,
-    exact: bool = True,
+    closed_form_only: bool = False,
     constants: SoftwareConstants | None = None,
     state_bytes: StateBytes | None = None,
 ) -> PlanEstimate:
@@ -56,8 +57,8 @@ def estimate_step(
         model: The model.
         cluster: The cluster. The plan must use all GPUs of the cluster.
         plan: The plan.
-        exact: If True, simulate the program of the plan. If False, use the closed form, which is
-            faster.
+        closed_form_only: If True, use the closed form, which is faster. If False, simulate the
+            program of the plan.
         constants: Constants of the software. None means `SoftwareConstants()`.
         state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
             means the bytes of Adam in the number type of the cluster.
@@ -66,8 +67,8 @@ def estimate_step(
         The plan with its estimates. `fits` is False if the plan does not fit in memory.
 
     Raises:
-        UsageError: The plan is impossible for this model on this cluster. Or `exact` is False, and
-            the plan offloads.
+        UsageError: The plan is impossible for this model on this cluster. Or
+            `closed_form_only` is True, and the plan offloads.
 
     Warns:
         `plan.tp` is more than the GPUs of a node.
@@ -78,7 +79,7 @@ def estimate_step(
         ...     sequence=2048)
         >>> cluster = planner.cluster_preset("a100", nodes=128)
         >>> one = planner.ParallelPlan(pp=8, tp=8, dp=16, microbatches=96, recompute="full")
-        >>> found = planner.estimate_step(gpt3, cluster, one, exact=False)
+        >>> found = planner.estimate_step(gpt3, cluster, one, closed_form_only=True)
         >>> found.fits, found.step_time == sum(found.breakdown), 0.3 < found.mfu < 0.6
         (True, True, True)
     """
@@ -89,7 +90,7 @@ def estimate_step(
     _require_state_bytes(state_bytes)
     constants = constants or SoftwareConstants()
     state_bytes = state_bytes or get_state_bytes(cluster)
-    if exact:
+    if not closed_form_only:
         return attach_bottleneck(
             cluster, simulated(model, cluster, plan, constants, state_bytes=state_bytes)
         )
@@ -107,7 +108,7 @@ def plan(
     *,
     top: int = 20,
     schedules: str | tuple[str, ...] = DEFAULT_SCHEDULES,
-    exact: bool = True,
+    closed_form_only: bool = False,
     pp: IntFilter = None,
     tp: IntFilter = None,
     dp: IntFilter = None,
@@ -127,9 +128,9 @@ def plan(
 ) -> list[PlanEstimate]:
     """Return the fastest plans that fit in the memory of the cluster.
 
-    The closed form estimates all plans. If `exact` is True, the programs of the best plans are then
-    simulated. Arguments from `pp` to `sequence_parallel` restrict a field of the plan to one value
-    or a tuple of values. None means all useful values.
+    The closed form estimates all plans. Unless `closed_form_only` is True, the programs of the best
+    plans are then simulated. Arguments from `pp` to `sequence_parallel` restrict a field of the
+    plan to one value or a tuple of values. None means all useful values.
 
     Args:
         model: The model.
@@ -137,7 +138,8 @@ def plan(
         batch: The number of sequences of a step, over all replicas.
         top: The largest number of plans to return.
         schedules: Names of built-in schedules.
-        exact: If True, simulate the best plans. If False, return the results of the closed form.
+        closed_form_only: If True, return the results of the closed form. If False, simulate the
+            best plans.
         pp: Allowed values of `ParallelPlan.pp`.
         tp: Allowed values of `ParallelPlan.tp`. None means only sizes within a node.
         dp: Allowed values of `ParallelPlan.dp`.
@@ -165,14 +167,14 @@ def plan(
 
     Raises:
         UsageError: No plan exists, or no plan fits. Or `offload` is True, and the cluster has no
-            `host_bandwidth` or no `host_memory`. Or `offload` is True, and `exact` is False.
+            `host_bandwidth` or no `host_memory`. Or both `offload` and `closed_form_only` are True.
 
     Example:
         >>> from schedir import planner
         >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200,
         ...     sequence=2048)
         >>> cluster = planner.cluster_preset("a100", nodes=128)
-        >>> best, *_ = planner.plan(gpt3, cluster, 1536, tp=8, exact=False)
+        >>> best, *_ = planner.plan(gpt3, cluster, 1536, tp=8, closed_form_only=True)
         >>> best.gpus, best.batch, best.fits
         (1024, 1536, True)
     """
@@ -181,7 +183,7 @@ def plan(
     _require_types(model, cluster)
     if require_bool(offload, "offload"):
         require_host(cluster)
-        if not exact:
+        if closed_form_only:
             raise simulation_only_error()
     _require_state_bytes(state_bytes)
     constants = constants or SoftwareConstants()
@@ -200,7 +202,7 @@ def plan(
         raise no_fit_error(model, cluster, plan_table)
     ranked = np.lexsort((plan_table.total_memory, plan_table.step_times))
     ranked = ranked[fits[ranked]]
-    if not exact:
+    if closed_form_only:
         estimates = [
             (plan_table.estimate_at(model, cluster, row), row) for row in ranked[:top].tolist()
         ]
@@ -298,7 +300,8 @@ def all_plans(
         constants: Constants of the software. None means `SoftwareConstants()`.
         state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
             means the bytes of Adam in the number type of the cluster.
-        **filters: The arguments of `plan` from `schedules` to `division`, without `exact`.
+        **filters: The arguments of `plan` from `schedules` to `division`, without
+            `closed_form_only`.
 
     Returns:
         A table of the plans in no particular order, with estimates of the closed form.
@@ -324,7 +327,13 @@ def all_plans(
 
 def _require_types(model: TransformerSpec, cluster: Cluster) -> None:
     require_type(model, "model", TransformerSpec, 'planner.load_model("gpt-22b")')
+    model.require_supported()
     require_type(cluster, "cluster", Cluster, 'planner.cluster_preset("a100", nodes=8)')
+    for name in ("flops", "hbm_bandwidth", "nvlink_bandwidth", "network_bandwidth", "latency"):
+        base, unit = find_forgotten_unit(name, number := getattr(cluster, name))
+        if unit:
+            fact = f"cluster: {name} = {number:g} is a number of {base}"
+            raise UsageError(fact, hint=f'{name}="{number:g}{unit}"', fields=["cluster"])
 
 
 def _require_state_bytes(state_bytes: StateBytes | None) -> None:

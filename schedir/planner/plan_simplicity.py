@@ -15,7 +15,7 @@ PREFERENCE_TOLERANCE: Final = 0.02  # A share of the shortest step time.
 _PLAIN_SCHEDULES: Final = ("gpipe", "one_f_one_b")  # One stage per rank, and full backwards.
 
 
-def measure_complexity(plan: ParallelPlan, memory: float) -> tuple[int, int, float]:
+def measure_complexity(plan: ParallelPlan) -> tuple[int, int]:
     """Return the complexity of a plan as a sort key. The simplest plan has the smallest key.
 
     The simplest plan uses the fewest mechanisms. Each dimension of parallelism (pp, tp, dp, cp, ep)
@@ -23,15 +23,13 @@ def measure_complexity(plan: ParallelPlan, memory: float) -> tuple[int, int, flo
     GPipe and 1F1B, recomputation, ZeRO 2 and 3, sequence parallelism, and each offload. ZeRO 1 is
     not a mechanism, because it divides the optimizer states among replicas without more
     communication. If two plans have the same number of mechanisms, the plan with fewer stages per
-    rank is simpler. If the stages per rank are equal too, the plan that needs less memory is
-    simpler.
+    rank is simpler.
 
     Args:
         plan: The plan.
-        memory: Peak bytes of the GPU with the highest peak.
 
     Returns:
-        The number of mechanisms, the stages per rank, and `memory`.
+        The number of mechanisms, and the stages per rank.
     """
     mechanisms = (
         *(degree > 1 for degree in (plan.pp, plan.tp, plan.dp, plan.cp, plan.ep)),
@@ -43,11 +41,13 @@ def measure_complexity(plan: ParallelPlan, memory: float) -> tuple[int, int, flo
         plan.offload != "none",
         plan.optimizer_placement != "device",
     )
-    return sum(mechanisms), plan.stages_per_rank, memory
+    return sum(mechanisms), plan.stages_per_rank
 
 
 def prefer_simplest(plans: Sequence[PlanEstimate]) -> list[PlanEstimate]:
     """Move one plan to the front: the simplest plan within 2 % of the fastest.
+
+    Of equally simple plans, this plan has the shortest predicted step.
 
     Args:
         plans: The plans, the fastest first.
@@ -58,7 +58,7 @@ def prefer_simplest(plans: Sequence[PlanEstimate]) -> list[PlanEstimate]:
     Example:
         >>> from schedir import planner
         >>> gpt = planner.TransformerSpec(layers=4, hidden=256, heads=4, vocab=8192, sequence=256)
-        >>> plans = planner.plan(gpt, planner.cluster_preset("a100"), 64, exact=False)
+        >>> plans = planner.plan(gpt, planner.cluster_preset("a100"), 64, closed_form_only=True)
         >>> preferred, fastest, *_ = planner.prefer_simplest(plans)
         >>> preferred.zero, fastest.zero, preferred.step_time <= 1.02 * fastest.step_time
         (1, 3, True)
@@ -66,6 +66,8 @@ def prefer_simplest(plans: Sequence[PlanEstimate]) -> list[PlanEstimate]:
     longest = (1 + PREFERENCE_TOLERANCE) * min((plan.step_time for plan in plans), default=0.0)
     fast = [plan for plan in plans if plan.step_time <= longest]
     preferred = min(
-        fast, key=lambda plan: measure_complexity(plan, plan.memory.total), default=None
+        fast,
+        key=lambda plan: (*measure_complexity(plan), plan.step_time, plan.memory.total),
+        default=None,
     )
     return [*filter(None, [preferred]), *(plan for plan in plans if plan is not preferred)]

@@ -284,14 +284,13 @@ def require_loss(value: _T) -> _T:
     return value
 
 
-def require_factory(
-    value: Callable[..., _T] | None, name: str, example: str
+def require_optimizer_factory(
+    value: Callable[..., _T] | None, example: str
 ) -> Callable[..., _T] | None:
     """Return `value` if it is callable or None.
 
     Args:
-        value: A factory that creates an object for each rank, such as an optimizer class, or None.
-        name: The name of the created object in the error message.
+        value: A function that creates the optimizer of each rank, such as its class, or None.
         example: An example of a correct argument, which the error gives as its hint.
 
     Raises:
@@ -299,7 +298,7 @@ def require_factory(
     """
     if value is None:
         return None
-    return require_callable(value, f"the function that creates {name} of a rank", example)
+    return require_callable(value, "the function that creates the optimizer of a rank", example)
 
 
 def require_optimizer(value: _T) -> _T:

@@ -32,7 +32,7 @@ from schedir.runtime.services.sharded_stages import ShardedStages
 from schedir.runtime.services.update_checks import UpdateChecks
 from schedir.runtime.stage_state import StageState
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
-from schedir.runtime.warm_up import WARM_UP_STEPS as WARM_UP_STEPS
+from schedir.runtime.step_rollback import WARM_UP_STEPS as WARM_UP_STEPS
 from schedir.transports.serialized_transport import SerializedTransport
 from schedir.transports.transport import Transport
 

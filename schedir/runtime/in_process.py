@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.predict.recorded_timeline import build_timeline
 from schedir.predict.timeline import Timeline
-from schedir.runtime.arguments import require_factory, require_program, require_stages
+from schedir.retired_names import raise_attribute_error
+from schedir.runtime.arguments import require_optimizer_factory, require_program, require_stages
 from schedir.runtime.autograd.evaluation_mode import evaluation_mode
 from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike
 from schedir.runtime.boundaries.microbatch_boundaries import BoundaryTable, PerMicrobatchBoundary
@@ -104,6 +105,9 @@ class InProcessExecutor:
         's'
     """
 
+    if not TYPE_CHECKING:  # With `__getattr__`, a type checker would allow any attribute.
+        __getattr__ = raise_attribute_error
+
     def __init__(
         self,
         program: Program,
@@ -120,7 +124,7 @@ class InProcessExecutor:
         execution: ExecutionOptions = ExecutionOptions(),
     ) -> None:
         program = require_program(program)
-        make_optimizer = require_factory(optimizer, "the optimizer", _suggest_optimizer(optimizer))
+        make_optimizer = require_optimizer_factory(optimizer, _suggest_optimizer(optimizer))
         if (program.tp, program.dp) != (1, 1):
             raise ModelError(
                 f"InProcessExecutor needs a program with tp 1 and dp 1, not tp {program.tp} and "

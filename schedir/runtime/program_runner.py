@@ -30,7 +30,7 @@ from schedir.runtime.program_state import Call, ProgramState
 from schedir.runtime.rank_resources import RankResources
 from schedir.runtime.recording.recorder import RecordedTransport, Timestamps, make_timestamps
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
-from schedir.runtime.warm_up import warm_up
+from schedir.runtime.step_rollback import warm_up
 from schedir.transports.serialized_transport import SerializedTransport
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from fractions import Fraction
-from math import ceil, floor, gcd, inf, isfinite, lcm
+from math import floor, gcd, inf, isfinite, lcm
 from typing import Any, Final, NamedTuple
 
 from schedir.extras import require_package
@@ -45,12 +45,10 @@ class SolverResult(NamedTuple):
     """The result of CP-SAT for a scheduling problem.
 
     Attributes:
-        order: The shortest order that the solver found. None if it found no order shorter than
-            `shorter_than`.
+        order: The shortest order that the solver found, or None if it found no order in time.
         value: The length of `order`, see `compute_length`. Infinite if `order` is None.
-        bound: A lower bound on the length of every order that is shorter than `shorter_than`.
-        is_proved: True if `order` is within 1e-6 of the optimum, or if no order is shorter than
-            `shorter_than`.
+        bound: A lower bound on the length of every order.
+        is_proved: True if `order` is within 1e-6 of the optimum.
         interrupted: True if Ctrl-C ended the solver.
     """
 
@@ -66,7 +64,6 @@ def solve(
     seconds: float,
     *,
     hint: Order | None = None,
-    shorter_than: float = inf,
     known_bound: LowerBound = TRIVIAL_BOUND,
     workers: int = 0,
     seed: int = 0,
@@ -81,7 +78,6 @@ def solve(
         seconds: The time limit of the solver.
         hint: The order from which the solver starts. The order must not deadlock, and must fit into
             memory. The result is never longer than this order.
-        shorter_than: Search only for orders shorter than this time. By default any order.
         known_bound: A lower bound that is already proved.
         workers: The number of threads. By default the number of processors.
         seed: The random seed of the solver.
@@ -95,18 +91,16 @@ def solve(
         MissingPackageError: OR-Tools is not installed.
     """
     cp_model = import_cp_sat()
-    hint_length = compute_length(problem, hint) if hint is not None else None
-    max_length = shorter_than if hint_length is None else min(hint_length, shorter_than)
-    if known_bound.value >= max_length * (1 - RELATIVE_TOLERANCE):
-        hint_order = hint if hint_length is not None and hint_length < shorter_than else None
-        return SolverResult(
-            hint_order, inf if hint_order is None else max_length, known_bound, True, False
-        )
-    integer_problem = _to_integer_problem(problem)
-    min_total = floor(known_bound.value * integer_problem.scale * (1 - RELATIVE_TOLERANCE))
-    model = _CpSatModel(cp_model, integer_problem.problem, min_total)
-    if isfinite(shorter_than):
-        model.limit_total(integer_problem.max_length_below(shorter_than))
+    length, order = inf, hint
+    if hint is not None:
+        hint_length = compute_length(problem, hint)
+        assert hint_length is not None
+        length = hint_length
+        if known_bound.value >= length * (1 - RELATIVE_TOLERANCE):
+            return SolverResult(hint, length, known_bound, True, False)
+    integer_problem, scale = _to_integer_problem(problem)
+    min_total = floor(known_bound.value * scale * (1 - RELATIVE_TOLERANCE))
+    model = _CpSatModel(cp_model, integer_problem, min_total)
     if hint is not None:
         model.add_hint(hint)
     solver = cp_model.CpSolver()
@@ -114,22 +108,11 @@ def solve(
     solver.parameters.num_workers = workers or os.cpu_count() or 1
     solver.parameters.random_seed = seed
     solver.parameters.catch_sigint_signal = False
-    status, is_interrupted = _run_solver(
-        cp_model, solver, model.model, integer_problem.scale, report
-    )
-    if status == cp_model.INFEASIBLE:
-        assert isfinite(shorter_than)
-        share = 1.0 if integer_problem.is_exact else 1 - PROOF_TOLERANCE
-        return SolverResult(
-            None, inf, LowerBound(shorter_than * share, CLOSED_EXPLANATION), True, is_interrupted
-        )
+    status, is_interrupted = _run_solver(cp_model, solver, model.model, scale, report)
     bound = known_bound
-    value = solver.best_objective_bound / integer_problem.scale
+    value = solver.best_objective_bound / scale
     if value > known_bound.value * (1 + RELATIVE_TOLERANCE):
         bound = LowerBound(value, f"CP-SAT proved that no order is shorter than {value:.6g}")
-    length, order = inf, None
-    if hint_length is not None and hint_length < shorter_than:
-        length, order = hint_length, hint
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         solver_order = model.extract_order(solver.value)
         solver_length = compute_length(problem, solver_order)
@@ -385,14 +368,6 @@ class _CpSatModel:
             work = int(problem.get_compute_time(rank)) + tail
             self.model.add(self.total_var >= self.start_vars[local_stages[0], F][0] + work - begin)
 
-    def limit_total(self, max_total: int) -> None:
-        """Constrain the length of the order.
-
-        Args:
-            max_total: The largest length, in the time unit of the integer model.
-        """
-        self.model.add(self.total_var <= max_total)
-
     def add_hint(self, order: Order) -> None:
         """Start the solver from an order, and limit the length to the length of this order.
 
@@ -445,36 +420,10 @@ def _find_first_starts(problem: SchedulingProblem) -> dict[int, int]:
     return start_of_rank
 
 
-class _IntegerProblem(NamedTuple):
-    """A scheduling problem with integer times and sizes.
+def _to_integer_problem(problem: SchedulingProblem) -> tuple[SchedulingProblem, float]:
+    """Scale a problem to integers. Return it and the factor from original times to integer times.
 
-    Attributes:
-        problem: The problem with integers.
-        scale: The factor from the original times to the integer times.
-        is_exact: True if no time was rounded. Times are rounded down, so the rounded length of an
-            order is never longer than its original length.
-    """
-
-    problem: SchedulingProblem
-    scale: float
-    is_exact: bool
-
-    def max_length_below(self, below: float) -> int:
-        """Return the largest integer length that is less than an original length.
-
-        If times were rounded, the result is at most 1 - 1e-6 times the scaled length.
-
-        Args:
-            below: A length in the unit of the original problem.
-        """
-        if self.is_exact:
-            return ceil(below * self.scale * (1 - RELATIVE_TOLERANCE)) - 1
-        return floor(below * self.scale * (1 - PROOF_TOLERANCE))
-
-
-def _to_integer_problem(problem: SchedulingProblem) -> _IntegerProblem:
-    """Scale a problem to integers. An order that fits into memory still fits, and is not longer.
-
+    An order that fits into memory still fits, and is not longer.
     Decimal numbers stay exact if their sum is small enough. Otherwise times and sizes are rounded
     down, so a bound is rounded down too. Capacities include the rounding tolerance.
     """
@@ -483,7 +432,7 @@ def _to_integer_problem(problem: SchedulingProblem) -> _IntegerProblem:
         for name in ("F", "I", "W", "act_delay", "grad_delay", "tail_time")
     }
     total = problem.microbatches * sum(map(sum, times.values()))
-    scale, is_exact = _choose_scale([c for row in times.values() for c in row], total)
+    scale = _choose_scale([c for row in times.values() for c in row], total)
     sizes = {
         name: list(getattr(problem, name))
         for name in ("saved", "deferred_wgrad", "saved_and_deferred")
@@ -492,7 +441,7 @@ def _to_integer_problem(problem: SchedulingProblem) -> _IntegerProblem:
     for rank, local_stages in enumerate(problem.stages_of_rank):
         if isfinite(capacity[rank]):
             rank_sizes = [row[s] for row in sizes.values() for s in local_stages]
-            unit, _ = _choose_scale([*rank_sizes, capacity[rank]], capacity[rank])
+            unit = _choose_scale([*rank_sizes, capacity[rank]], capacity[rank])
             for row in sizes.values():
                 for s in local_stages:
                     row[s] = _scale_down(row[s], unit)
@@ -501,17 +450,15 @@ def _to_integer_problem(problem: SchedulingProblem) -> _IntegerProblem:
         name: tuple(_scale_down(cost, scale) for cost in row) for name, row in times.items()
     }
     fields |= {name: tuple(row) for name, row in sizes.items()}
-    return _IntegerProblem(
-        replace(problem, **fields, capacity=tuple(capacity)), float(scale), is_exact
-    )
+    return replace(problem, **fields, capacity=tuple(capacity)), float(scale)
 
 
 def _scale_down(number: float, scale: Fraction) -> int:
     return floor(Fraction(str(number)) * scale)
 
 
-def _choose_scale(numbers: Sequence[float], largest: float) -> tuple[Fraction, bool]:
-    """Return a factor that scales numbers to integers, and True if it needs no rounding.
+def _choose_scale(numbers: Sequence[float], largest: float) -> Fraction:
+    """Return a factor that scales numbers to integers, possibly with rounding.
 
     `largest` is the largest sum of the numbers in the model.
     """
@@ -519,5 +466,5 @@ def _choose_scale(numbers: Sequence[float], largest: float) -> tuple[Fraction, b
     scale = Fraction(lcm(*(n.denominator for n in fractions)))
     scale /= gcd(*(int(n * scale) for n in fractions)) or 1
     if largest * scale <= _MAX_EXACT_INTEGER:
-        return scale, True
-    return Fraction(_MAX_ROUNDED_INTEGER) / Fraction(largest), False
+        return scale
+    return Fraction(_MAX_ROUNDED_INTEGER) / Fraction(largest)

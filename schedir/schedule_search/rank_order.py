@@ -65,15 +65,12 @@ def order_one_by_one(problem: SchedulingProblem) -> Order:
     return tuple(codes_by_rank)
 
 
-def draft_from_order(
-    problem: SchedulingProblem, order: Sequence[Sequence[int]], name: str = "search"
-) -> Program:
+def draft_from_order(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> Program:
     """Convert an order into a draft. Tasks of one kind and stage have ascending microbatches.
 
     Args:
         problem: The problem of the order.
         order: For each rank, the codes of its tasks. See `Order`.
-        name: The name of the draft.
     """
     ops = (FORWARD, BACKWARD_INPUT if problem.split_backward else BACKWARD, BACKWARD_WEIGHT)
     streams = []
@@ -86,7 +83,7 @@ def draft_from_order(
             )
             next_mb[code] += 1
         streams.append(Stream.from_instructions(instructions))
-    return Program(name, problem.shape, tuple(streams))
+    return Program("search", problem.shape, tuple(streams))
 
 
 def compute_peaks(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> list[float]:

@@ -29,7 +29,7 @@ from difflib import get_close_matches
 from inspect import getdoc
 
 from schedir.errors import UsageError, describe
-from schedir.retired_names import OTHER_SCHEDULE_NAMES
+from schedir.other_libraries import OTHER_SCHEDULE_NAMES
 from schedir.schedules.bidirectional import bitpipe, chimera, dualpipe
 from schedir.schedules.building_blocks import v_half, v_min, wave
 from schedir.schedules.interleaved_schedules import (

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from schedir.errors import UsageError
-from schedir.runtime.autograd.weight_gradient_rules import PendingTensor, SharedInputRule
-from schedir.runtime.parameters.sequence_layout import (
+from schedir.runtime.autograd.weight_gradient_formulas import PendingTensor, SharedInputRule
+from schedir.runtime.boundaries.sequence_shards import (
     join_sequence,
     require_even_split,
     split_by_rank,

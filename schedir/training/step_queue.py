@@ -117,7 +117,7 @@ class StepQueue:
         self.has_loss = shape.stages - 1 in executor.stages
         self.residue = StepResidue(executor)
         count = len(_StepNumbers._fields) + stops_on_nonfinite * len(self.residue)
-        self.scalar_buffer = AsyncScalarBuffer(device, count, 2)
+        self.scalar_buffer = AsyncScalarBuffer(device, count)
         self.zero = torch.zeros((), dtype=torch.float64, device=device)
         # The next step adds this offset to the scale of its loss. If the offset is NaN, the next
         # step makes no update.

@@ -21,9 +21,8 @@ from schedir.errors import ExecutionError, describe_exception, format_bytes
 from schedir.io.black_box import ProcessPhase
 from schedir.ir.cost.sizes import STATIC_SIZES, Sizes
 from schedir.ir.program import Program
-from schedir.predict.calibrate import calibrate, format_bubbles
+from schedir.predict.calibrate import format_bubbles, simulate_at_mean_times
 from schedir.predict.recompute_summary import describe_recompute
-from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
@@ -497,14 +496,9 @@ class _Trainer:
         timeline = gather_timeline(self.executor, self.transport)
         if timeline is None:
             return None
-        named = replace(self.program, name=f"{self.program.name} at measured means")
-        costs, sizes = calibrate(timeline), self.sizes
-        model, blocks = timeline.progress_model, timeline.blocking_hosts
-        predicted = simulate(
-            self.program, costs, progress_model=model, blocking_hosts=blocks, sizes=sizes
-        )
-        predicted = replace(predicted, program=named, unit=timeline.unit)
-        return replace(timeline, sizes=sizes), predicted
+        timeline = replace(timeline, sizes=self.sizes)
+        named = replace(timeline.program, name=f"{timeline.program.name} at measured means")
+        return timeline, replace(simulate_at_mean_times(timeline), program=named)
 
     def _compute_speed(self, seconds: list[float]) -> float:
         """Return the tokens per second of steps with these times."""

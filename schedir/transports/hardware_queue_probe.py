@@ -23,7 +23,7 @@ import torch.distributed as dist
 from schedir.analysis.critical_path.longest_path import compute_earliest_times
 from schedir.analysis.deadlock import explain_deadlock
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.shared_queues import SharedQueueGraph
+from schedir.analysis.shared_queue_graph import SharedQueueGraph
 from schedir.errors import ModelError
 from schedir.ir.instruction_index import NO_POSITION
 from schedir.ir.isa.instructions import INSTRUCTIONS, RECV_OPS, TRANSFER_OPS, Lane

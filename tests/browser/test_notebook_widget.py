@@ -10,15 +10,13 @@ from schedir.compiler.compile import compile
 from schedir.extras import MissingPackageError
 from schedir.predict.simulate import simulate
 from schedir.viz.html_page import build_widget_script, dump_json
-from schedir.viz.page_data import build_table, describe_run, describe_runs
+from schedir.viz.page_data import describe_runs, describe_texts
 from tests.browser.chromium import Chromium
 
 
 def test_notebook_widget_shows_timeline(chromium: Chromium, tmp_path: Path) -> None:
     run = simulate(compile("gpipe", ranks=2, microbatches=2))
-    data = describe_runs([run]) | {
-        "title": "gpipe", "summary": describe_run(run), "tables": [build_table(run, "predicted")]
-    }  # fmt: skip
+    data = describe_runs([run]) | describe_texts([run])
     script = build_widget_script().replace("export default { render };", "")
     call = f"const model = {{ get: () => {json.dumps(dump_json(data))} }};\n" + (
         "for (const el of document.querySelectorAll('div')) render({ model, el });"

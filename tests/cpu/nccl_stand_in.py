@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from schedir.ir.isa.instructions import Lane
 from schedir.ir.program import Program
-from schedir.runtime.autograd.weight_gradient_rules import PendingTensor
+from schedir.runtime.autograd.weight_gradient_formulas import PendingTensor
 from schedir.runtime.executor import Executor
 from schedir.runtime.recording.recorder import EventTimestamps
 from schedir.tensor_parallel.mappings import _start_all_reduce as start_sum

@@ -1,4 +1,4 @@
-"""Faults in one process of a run, for tests and for `benchmarks/hangs.py`."""
+"""Faults in one process of a run, for tests and for `benchmarks/faults.py`."""
 
 from __future__ import annotations
 

@@ -15,18 +15,18 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import figures
 from benchmarks import gpu as benchmark
-from benchmarks.figures import Figure
+from benchmarks import gpu_metrics
 from benchmarks.gpu import (
     build_sleeping_ranks,
-    compute_rank_figures,
+    compute_rank_metrics,
     count_layer_flop,
     main,
     measure_gpt_ranks,
     predict_peak_memory,
     record_timelines,
 )
+from benchmarks.gpu_metrics import Metric
 from schedir import Costs, PipelineShape, compile, simulate
 from schedir.ir.cost.sizes import Sizes
 from schedir.models import gpt
@@ -60,24 +60,24 @@ def test_layer_flop_counts_all_products() -> None:
 
 
 def test_nan_misses_its_goal() -> None:
-    def missed(target: figures.Goal, *values: float) -> list[bool]:
-        return [Figure("", v, "us", target).is_missed for v in values]
+    def missed(target: gpu_metrics.Goal, *values: float) -> list[bool]:
+        return [Metric("", v, "us", target).is_missed for v in values]
 
-    assert missed(figures.GAP, 9.0, 10.0, 10.1, math.nan) == [False, False, True, True]
-    assert missed(figures.STAGE, 89.9, 90.0, 91.0, math.nan) == [True, False, False, True]
-    assert not Figure("", math.nan, "us").is_missed
+    assert missed(gpu_metrics.GAP, 9.0, 10.0, 10.1, math.nan) == [False, False, True, True]
+    assert missed(gpu_metrics.STAGE, 89.9, 90.0, 91.0, math.nan) == [True, False, False, True]
+    assert not Metric("", math.nan, "us").is_missed
 
 
-def test_figures_file_round_trip(tmp_path: Path) -> None:
-    """A truncated file has all figures except the one that was being written."""
-    file = tmp_path / "figures"
-    expected = [Figure("a", 1.5, "us", figures.GAP), Figure("b", math.inf, "")]
-    assert figures.read_figures(file) == []
-    for figure in expected:
-        figures.append_figure(file, figure)
-    figures.append_figure(None, expected[0])
+def test_metrics_file_round_trip(tmp_path: Path) -> None:
+    """A truncated file has all metrics except the one that was being written."""
+    file = tmp_path / "metrics"
+    expected = [Metric("a", 1.5, "us", gpu_metrics.GAP), Metric("b", math.inf, "")]
+    assert gpu_metrics.read_metrics(file) == []
+    for metric in expected:
+        gpu_metrics.append_metric(file, metric)
+    gpu_metrics.append_metric(None, expected[0])
     file.write_text(file.read_text() + '["c", 3')
-    assert figures.read_figures(file) == expected
+    assert gpu_metrics.read_metrics(file) == expected
 
 
 def test_rates_time_stated_number_of_operations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,28 +101,28 @@ def test_rates_time_stated_number_of_operations(monkeypatch: pytest.MonkeyPatch)
 def test_failing_part_does_not_stop_other_parts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def failing_part(options: argparse.Namespace) -> Iterator[Figure]:
-        yield Figure("first", 1.0, "us")
+    def failing_part(options: argparse.Namespace) -> Iterator[Metric]:
+        yield Metric("first", 1.0, "us")
         raise OSError("no driver")
 
-    def complete_part(options: argparse.Namespace) -> Iterator[Figure]:
-        yield Figure("second", options.value, "us", figures.GAP)
+    def complete_part(options: argparse.Namespace) -> Iterator[Metric]:
+        yield Metric("second", options.value, "us", gpu_metrics.GAP)
 
     monkeypatch.setattr(benchmark, "PARTS", {"x": failing_part, "y": complete_part})
-    file = tmp_path / "figures"
-    namespace = argparse.Namespace(only=None, figures=file, value=1.0)
-    assert not benchmark.print_figures(namespace)
+    file = tmp_path / "metrics"
+    namespace = argparse.Namespace(only=None, metrics=file, value=1.0)
+    assert not benchmark.print_metrics(namespace)
     out, err = capsys.readouterr()
     assert "not measured, or not all of it: x: OSError" in out and "no driver" in err
-    assert [figure.name for figure in figures.read_figures(file)] == ["first", "second"]
-    assert benchmark.print_figures(argparse.Namespace(only=["y"], figures=None, value=1.0))
-    assert not benchmark.print_figures(argparse.Namespace(only=["y"], figures=None, value=11.0))
+    assert [metric.name for metric in gpu_metrics.read_metrics(file)] == ["first", "second"]
+    assert benchmark.print_metrics(argparse.Namespace(only=["y"], metrics=None, value=1.0))
+    assert not benchmark.print_metrics(argparse.Namespace(only=["y"], metrics=None, value=11.0))
 
 
 def test_every_part_runs_on_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A CPU in place of the GPU gives all figures, but their values have no meaning.
+    """A CPU in place of the GPU gives all metrics, but their values have no meaning.
 
     The part `queues` is left out: streams of a CPU have no hardware queues. The parts that
     other tests of this file run are left out unless ALL_CASES=1 is set.
@@ -133,18 +133,18 @@ def test_every_part_runs_on_cpu(
         "measure_instruction_overhead",
         partial(benchmark.measure_instruction_overhead, 4),
     )
-    file = tmp_path / "figures"
+    file = tmp_path / "metrics"
     options = argparse.Namespace(
-        only=[name for name in benchmark.PARTS if name not in left_out], figures=file, hidden=128,
+        only=[name for name in benchmark.PARTS if name not in left_out], metrics=file, hidden=128,
         context=16, layers=1, product=16, microbatches=4, forward=1e-3, steps=2,
     )  # fmt: skip
     with installed(monkeypatch):
-        benchmark.print_figures(options)
+        benchmark.print_metrics(options)
     out, err = capsys.readouterr()
     assert "not measured" not in out and err == ""
-    measured = figures.read_figures(file)
+    measured = gpu_metrics.read_metrics(file)
     if ALL:
-        assert {figure.goal for figure in measured} == {None, *figures.GOALS}
+        assert {metric.goal for metric in measured} == {None, *gpu_metrics.GOALS}
     assert len(measured) == (21 if ALL else 2)
 
 
@@ -197,8 +197,8 @@ def test_sleeping_ranks_take_predicted_time(monkeypatch: pytest.MonkeyPatch) -> 
             ranks.step(inputs, inputs)
 
     runs = record_timelines(ranks, step, 3)
-    by_name = {figure.name.strip(): figure for figure in compute_rank_figures("", runs)}
-    assert not any(figure.is_missed for figure in by_name.values())
+    by_name = {metric.name.strip(): metric for metric in compute_rank_metrics("", runs)}
+    assert not any(metric.is_missed for metric in by_name.values())
     assert by_name[": gap, median"].value == pytest.approx(0, abs=1e-3)
     costs = Costs(F=1, B=2, send=0.02)
     predicted = simulate(ranks.program, costs, progress_model="per_edge")
@@ -207,8 +207,8 @@ def test_sleeping_ranks_take_predicted_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert 0 < by_name["exposed transfers"].value < 2
 
 
-def test_gpt_part_returns_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All work of a GPU runs on virtual streams. The figures have no meaning here."""
+def test_gpt_part_returns_all_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All work of a GPU runs on virtual streams. The metrics have no meaning here."""
     gpu = install_virtual_gpu(monkeypatch)
     monkeypatch.setattr(benchmark, "DEVICE", "cpu")
     for name, value in (("memory_allocated", 100), ("max_memory_allocated", 2**20)):
@@ -223,7 +223,7 @@ def test_gpt_part_returns_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
         run_instruction(runner, k)
 
     monkeypatch.setattr(ProgramRunner, "run_instruction", run_slowly)
-    values = {figure.name.strip(): figure.value for figure in measure_gpt_ranks(config, 4, 2)}
+    values = {metric.name.strip(): metric.value for metric in measure_gpt_ranks(config, 4, 2)}
     assert list(values)[-4:] == [
         "host waits in a step", "device asked for memory, in all steps",
         "peak memory", "peak memory, predicted, off by",

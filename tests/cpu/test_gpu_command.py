@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import figures, gpu_run
-from benchmarks.gpu_run import FIGURES, STATE, Step
+from benchmarks import gpu_metrics, gpu_run
+from benchmarks.gpu_run import METRICS, STATE, Step
 from tests.cases import campaign
 
 ROOT = Path(__file__).parents[2]
 GOOD = Step("good", "", 60, ["-c", "print('one'); print('two')"])
 BAD = Step("bad", "", 60, ["-c", "import sys; sys.exit('no: it fails')"])
 LINE = '["a gap", 12.5, "us", "gap between ready instructions, eager"]'
-MEASURES = Step("measures", "", 60, ["-c", f"open(r'{FIGURES}', 'w').write('''{LINE}\n''')"])
+MEASURES = Step("measures", "", 60, ["-c", f"open(r'{METRICS}', 'w').write('''{LINE}\n''')"])
 # The child of this step would run for a long time.
 HANGS = Step("hangs", "", 5, ["-c", """if True:
     import subprocess, sys, time
@@ -69,8 +69,8 @@ def test_failing_or_hanging_step_does_not_stop_other_steps(tmp_path: Path) -> No
     assert steps["hangs"][0] == "cut after 5 s"
     assert wait_for_exit(int((tmp_path / "hangs.txt").read_text()))
     goals = {row[0]: row[1:] for row in read_rows(tmp_path) if len(row) == 4}
-    assert goals[f"{figures.GAP.name} (measures: a gap)"] == ["<= 10 us", "12.50 us", "no"]
-    assert goals[figures.MEMORY.name] == ["<= 2 %", "not measured", ""]
+    assert goals[f"{gpu_metrics.GAP.name} (measures: a gap)"] == ["<= 10 us", "12.50 us", "no"]
+    assert goals[gpu_metrics.MEMORY.name] == ["<= 2 %", "not measured", ""]
 
 
 def test_exit_code_is_nonzero_if_step_or_goal_fails(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from schedir.models.gpt import Layer
 from schedir.models.gpt_config import GPTConfig
 from schedir.models.language_model import ParameterPlacement
 from schedir.models.parameter_init import LayerParameters
-from schedir.predict.activation_bytes import (
+from schedir.predict.layer_activation_bytes import (
     ACTIVATION_TERMS,
     Recompute,
     activation_bytes_per_layer,

@@ -63,6 +63,23 @@ def test_wrapped_and_lazy_stages_are_refused(stage: nn.Module, message: str, hin
     assert caught.value.hint == hint
 
 
+@pytest.mark.parametrize(
+    ("name", "expression"),
+    [
+        ("train_step", "executor.step(inputs, targets)"),
+        ("zero_grad", "executor.step, which includes this"),
+        ("state_dict", "schedir.checkpoints.save(executor, directory, step=1)"),
+        ("eval", "executor.evaluate(inputs, targets)"),
+    ],
+)
+def test_attributes_of_other_trainers_get_hint(name: str, expression: str) -> None:
+    stages = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    executor = InProcessExecutor(PROGRAM, stages, loss=mse_loss, boundary=(2, 8))
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}': use ") as caught:
+        getattr(executor, name)
+    assert str(caught.value).endswith(expression)
+
+
 def test_transport_without_process_group_is_refused() -> None:
     with pytest.raises(ModelError, match="GlooTransport needs a process group") as caught:
         GlooTransport(PROGRAM)

@@ -19,7 +19,7 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
-from schedir.runtime.warm_up import undo_steps
+from schedir.runtime.step_rollback import undo_steps
 from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.transports.gloo import GlooTransport

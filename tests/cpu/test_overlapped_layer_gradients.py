@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedir.runtime.autograd.split_backward import DeferredGradients, defer_weight_gradients
-from schedir.runtime.autograd.weight_gradient_rules import PendingTensor, SharedInputRule
+from schedir.runtime.autograd.weight_gradient_formulas import PendingTensor, SharedInputRule
 from schedir.tensor_parallel.layers import ColumnParallelLinear
 from schedir.tensor_parallel.mappings import select_local_tokens
 from schedir.tensor_parallel.vocab_parallel import VocabParallelHead, shard_vocab

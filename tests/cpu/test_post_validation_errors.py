@@ -21,7 +21,7 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.runtime.parameters.post_validation import PostValidation
 from schedir.runtime.program_state import ProgramService
-from schedir.runtime.warm_up import undo_steps
+from schedir.runtime.step_rollback import undo_steps
 from tests.cpu.test_nonfinite_steps import Stranger, hooked, learned
 from tests.cpu.test_post_validation import ADAMW, same, squares
 

@@ -22,7 +22,7 @@ from schedir.runtime.rank_resources import Loss, RankResources, RankService
 from schedir.runtime.recording.live_memory import LiveMemory
 from schedir.runtime.services.service import Service
 from schedir.runtime.step_inputs import StepInputs
-from schedir.runtime.warm_up import undo_steps
+from schedir.runtime.step_rollback import undo_steps
 from schedir.schedules import one_f_one_b
 from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from schedir import compile
 from schedir.analysis.critical_path.longest_path import compute_earliest_times
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.shared_queues import SharedQueueGraph
+from schedir.analysis.shared_queue_graph import SharedQueueGraph
 from schedir.errors import ModelError
 from schedir.io.terminal_output import format_error
 from schedir.ir.isa.instructions import Lane

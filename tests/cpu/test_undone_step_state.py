@@ -19,7 +19,7 @@ from schedir.runtime.parameters.mixed_precision import (
     MainOptimizer,
     use_float32_gradients,
 )
-from schedir.runtime.warm_up import undo_steps
+from schedir.runtime.step_rollback import undo_steps
 from schedir.schedules import one_f_one_b
 from tests.cpu.tiny_stages import BOUNDARY, copy_gradients, gpt_stages, have_same_bits, make_batch
 

@@ -40,7 +40,7 @@ pytestmark = [
 
 def test_async_scalar_copy_does_not_block_host() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    readings = AsyncScalarBuffer(device, 2, 2)
+    readings = AsyncScalarBuffer(device, 2)
     numbers = torch.tensor([1.5, math.nan], dtype=torch.float64, device=device)
     with no_wait():
         torch.cuda._sleep(LONG_CYCLES)

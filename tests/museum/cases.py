@@ -1,6 +1,6 @@
 """The museum: real failures of pipelines, one file each, and the errors that schedir must report.
 
-A case is a file `NAME.toml` in this folder:
+A case is a file `NAME.toml` in this folder, and programs in files `*.sched`:
 
     chapter = "wait"                a chapter of the page: a key of CHAPTERS
     order = 1                       the position in the chapter
@@ -11,22 +11,23 @@ A case is a file `NAME.toml` in this folder:
     follows = "..."                 what follows from a progress model, or from counting
     unconfirmed = "..."             a statement that is not confirmed on real NCCL (optional)
     missing = "..."                 instead of a program: why no program shows the failure
-    program = '''...'''             the text of a program
-    make = "..."                    or an expression of schedir that makes or refuses a program
-    runs = [["a", "b"], ["a"]]      or for each rank the names of the steps that it runs in turn,
-    replicas = ["a", "b"]           or for each data-parallel replica the name of its program
-    steps.a = '''...'''             with the text of each step or program
+    runs = [["a", "b"], ["a"]]      for each rank, the names of the programs that it runs in turn
+    replicas = ["a", "b"]           for each data-parallel replica, the name of its program
+    make = "..."                    an expression of schedir that makes or refuses a program,
+    arguments = "..."               and the arguments of `schedir check` that do the same
     show = "per_pair"               the progress model whose error the page shows; the default is
                                     `per_device`, or the first model that refuses the case
     activation = 16e6               the size of a message: the program finishes under all models
                                     if messages of this size need no receiver
-    mended = '''...'''              the corrected program, which all models accept
 
     [refused]                       the error under each model; other models must accept the program
     per_device = ["DeadlockError", "rank 0 #3 send_act 0.1", ...]
     every = [...]                   the error under all models
     [lazy]                          the error with lazy communicators, for models that accept the
     per_pair = [...]                program without them
+
+The program of a case is `NAME.sched`, and `NAME.corrected.sched` is a corrected program, which all
+models accept. A case with `runs` or `replicas` names its programs: "a" is `a.sched`.
 
 An error is given by its class and the instructions that it names. If it names none, it is given by
 the first line of its message.
@@ -74,8 +75,8 @@ class Case:
     missing: str = ""
     program: str = ""
     make: str = ""
-    mended: str = ""
-    steps: dict[str, str] = field(default_factory=dict)
+    arguments: str = ""
+    corrected: str = ""
     runs: list[list[str]] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
     show: Literal["", ProgressModel] = ""
@@ -90,12 +91,11 @@ class Case:
 
     def ran(self) -> list[list[Program]]:
         """Return the programs that each rank runs one after the other, in a case with steps."""
-        steps = {name: from_text(text) for name, text in self.steps.items()}
-        return [[steps[name] for name in row] for row in self.runs]
+        return [[from_text(read_program(name)) for name in row] for row in self.runs]
 
     def of_replicas(self) -> list[Program]:
         """Return the program of each replica, in a case with replicas."""
-        return [from_text(self.steps[name]) for name in self.replicas]
+        return [from_text(read_program(name)) for name in self.replicas]
 
     def made(self) -> Program:
         """Make the program again, without earlier proofs. This may raise the error of the case."""
@@ -123,6 +123,12 @@ class Case:
         return self.refused.get("every", self.refused.get(progress_model, []))
 
 
+def read_program(name: str) -> str:
+    """Return the text of `NAME.sched`, or an empty string if there is no such file."""
+    path = HERE / f"{name}.sched"
+    return path.read_text() if path.is_file() else ""
+
+
 def verdict(error: SchedirError | None) -> list[str]:
     """Return an error in the form of a case."""
     if error is None:
@@ -141,10 +147,11 @@ def cases() -> list[Case]:
     found = []
     for path in HERE.glob("*.toml"):
         told = tomllib.loads(path.read_text())
-        known = {f.name for f in fields(Case)}
+        known = {f.name for f in fields(Case)} - {"program", "corrected"}
         assert {*told} <= known, f"{path.name}: {sorted({*told} - known)}"
         named = {*told.get("refused", {}), *told.get("lazy", {})}
         assert named <= {"every", *MODELS}, path.name
-        found.append(Case(path.stem, **told))
+        program, corrected = read_program(path.stem), read_program(f"{path.stem}.corrected")
+        found.append(Case(path.stem, **told, program=program, corrected=corrected))
     chapters = [*CHAPTERS]
     return sorted(found, key=lambda case: (chapters.index(case.chapter), case.order))

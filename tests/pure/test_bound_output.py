@@ -239,7 +239,7 @@ def test_chart_marks_bound() -> None:
     split = simulate_built_in("zb_h1")
     (axes,) = gantt(split, bound=split.span).axes
     assert ", shortest in 4 activations, span " in axes.get_title("right")
-    (axes,) = gantt(run, bound=bound.value, time=(0, bound.value / 2)).axes
+    (axes,) = gantt(run, bound=bound.value, time_range=(0, bound.value / 2)).axes
     assert not read_mark_positions(axes)
     figure = compare([run, run], bounds=[None, bound.value])
     assert [len(read_mark_positions(axes)) for axes in figure.axes] == [0, 1]

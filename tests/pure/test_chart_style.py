@@ -95,9 +95,9 @@ def test_palettes_and_colours_set_box_colours() -> None:
         }
     for face in read_box_colours(gantt(simulate_schedule(zb_h1), palette="grey")):
         assert face[1:3] == face[3:5] == face[5:7]
-    figure = gantt(simulate_schedule(), colours={"F": "navy", "B": "#ff8800"})
+    figure = gantt(simulate_schedule(), colors={"F": "navy", "B": "#ff8800"})
     assert read_box_colours(figure) == {"#000080", "#ff8800"}
-    assert read_box_colours(gantt(simulate_schedule(), colours={"F": "white"})) == {
+    assert read_box_colours(gantt(simulate_schedule(), colors={"F": "white"})) == {
         "#ffffff", format_hex(choose_box_color(Opcode.Backward, 0, 1)),
     }  # fmt: skip
     shades = recolor(LIGHT_PALETTE, {"F": "#808080"})
@@ -108,7 +108,7 @@ def test_palettes_and_colours_set_box_colours() -> None:
 def test_white_boxes_have_outline() -> None:
     """White boxes have an outline, and so have their legend entries."""
     for fill, edge in (("white", IDLE_COLOR), ("#fdfdfd", IDLE_COLOR), ("skyblue", "white")):
-        figure = gantt(simulate_schedule(), colours={"F": fill})
+        figure = gantt(simulate_schedule(), colors={"F": fill})
         boxes: Any = figure.axes[0].collections[2]
         pairs = zip(boxes.get_facecolor(), boxes.get_edgecolor(), strict=True)
         assert (to_hex(fill), to_hex(edge)) in {(to_hex(f), to_hex(e)) for f, e in pairs}
@@ -125,19 +125,20 @@ def test_bright_palette_colours_differ() -> None:
 
 
 def test_time_axis_label_and_limits() -> None:
-    axes = gantt(simulate_schedule(), axis="microseconds", time=(10, 20)).axes[0]
+    axes = gantt(simulate_schedule(), axis_label="microseconds", time_range=(10, 20)).axes[0]
     assert axes.get_xlabel() == "microseconds" and axes.get_xlim() == (10, 20)
     for text in axes.texts:  # all texts are inside the time range
         assert 10 <= text.get_position()[0] <= 20
-    axes = gantt(simulate_schedule(), axis="none").axes[0]
+    axes = gantt(simulate_schedule(), axis_label="none").axes[0]
     assert axes.get_xlabel() == "" and not axes.spines["bottom"].get_visible()
 
 
 @pytest.mark.parametrize(
     "style",
     [
-        {"palette": "blue"}, {"colours": {"F": "nocolour"}}, {"colours": {"Q": "red"}},
-        {"time": (5, 5)}, {"time": (-1, 5)}, {"time": (99, 100)}, {"time": (0, np.inf)},
+        {"palette": "blue"}, {"colors": {"F": "nocolour"}}, {"colors": {"Q": "red"}},
+        {"time_range": (5, 5)}, {"time_range": (-1, 5)}, {"time_range": (99, 100)},
+        {"time_range": (0, np.inf)}, {"palet": "grey"}, {"colours": {"F": "navy"}},
     ],
     ids=str,
 )  # fmt: skip

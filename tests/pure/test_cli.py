@@ -404,7 +404,6 @@ def test_check_with_host_device_sync(
     assert "a host that waits for its device" in run_refused_command(capsys, *argv, "-O", "overlap")
     facts = json.loads(run_command(capsys, *argv, "--json"))
     assert facts["progress_models_with_host_device_sync"] == ["per_edge"]
-    assert "--explain-start" in run_refused_command(capsys, *argv, "--explain-start", "0:1")
 
 
 def test_check_json_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -456,19 +455,6 @@ def test_compare_uses_equal_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["gpipe"]["span"] == 33 and facts["interleaved"]["span"] == 28.5
     assert facts["one_f_one_b"]["peak_activations"] == 4
     assert facts["interleaved"]["peak_activations"] == facts["interleaved"]["peak_in_flight"] / 2
-
-
-def test_check_explain_start(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["check", "one_f_one_b", "--ranks", "3", "--microbatches", "2", "--costs", "send=1"]
-    chain = json.loads(run_command(capsys, *command, "--explain-start", "2:1", "--json"))
-    assert [(link["instruction"], link["start"]) for link in chain] == [
-        ("F 0.0", 0), ("recv_act 1.0", 1), ("F 1.0", 2), ("recv_act 2.0", 3), ("F 2.0", 4),
-    ]  # fmt: skip
-    assert "starts at 4 under per_device" in run_command(capsys, *command, "--explain-start", "2:1")
-    for invalid_start in ("3:0", "0:999", "x", "0", "0:-1", "99999999999:0"):
-        assert "--explain-start" in run_refused_command(
-            capsys, *command, "--explain-start", invalid_start
-        )
 
 
 def test_schedule_options_and_overlap(capsys: pytest.CaptureFixture[str]) -> None:

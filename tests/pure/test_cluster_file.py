@@ -105,11 +105,49 @@ def test_jitter_in_percent_is_refused() -> None:
     assert caught.value.hint == "a number such as 0.02"
 
 
-def test_memory_without_unit_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_text("nodes = 1\nmemory = 80\n")
-    with pytest.raises(UsageError, match="memory = 80 is a number of bytes") as caught:
+@pytest.mark.parametrize(
+    ("setting", "fact", "unit"),
+    [
+        ("memory = 80", "is a number of bytes", "GB"),
+        ("host_memory = 256", "is a number of bytes", "GB"),
+        ("flops = 312", "is a number of operations per second", "TFLOP/s"),
+        ("hbm_bandwidth = 2039", "is a number of bytes per second", "GB/s"),
+        ("network_bandwidth = 25.5", "is a number of bytes per second", "GB/s"),
+        ("latency = 5", "is a number of seconds", "us"),
+    ],
+)
+def test_number_with_forgotten_unit_is_refused(
+    tmp_path: Path, setting: str, fact: str, unit: str
+) -> None:
+    (tmp_path / "small.toml").write_text(f"nodes = 1\n{setting}\n")
+    with pytest.raises(UsageError, match=f"{setting} {fact}") as caught:
         load_cluster(tmp_path / "small.toml")
-    assert caught.value.hint == 'memory = "80GB"'
+    name, number = setting.split(" = ")
+    assert caught.value.hint == f'{name} = "{number}{unit}"'
+
+
+@pytest.mark.parametrize("rate", ["400Gb/s", "400 Gbps", "400Gbit/s", "400 Gbits/s"])
+def test_bits_per_second_are_refused(rate: str) -> None:
+    with pytest.raises(UsageError, match="must be a number such as 300GB/s") as caught:
+        make_cluster(network_bandwidth=rate)
+    assert caught.value.hint == '8 bits are a byte: network_bandwidth = "50GB/s"'
+
+
+def test_small_rates_are_written_in_quotes(tmp_path: Path) -> None:
+    cluster = make_cluster(flops=10, memory=80, nvlink_bandwidth=2, latency=5)
+    save_cluster(cluster, tmp_path / "slow.toml")
+    assert load_cluster(tmp_path / "slow.toml") == cluster
+
+
+def test_numbers_without_unit_that_are_plausible_are_read(tmp_path: Path) -> None:
+    save_cluster(make_cluster(latency=1e-6), tmp_path / "plain.toml")
+    text = (
+        "nodes = 1\ngpus_per_node = 4\nflops = 1e10\nmemory = 1e9\nhbm_bandwidth = 1e9\n"
+        "nvlink_bandwidth = 1e9\nnetwork_bandwidth = 1e9\nkernel_us = 10\nitemsize = 4\n"
+        "latency = 1e-6\n"
+    )
+    (tmp_path / "numbers.toml").write_text(text)
+    assert load_cluster(tmp_path / "numbers.toml") == load_cluster(tmp_path / "plain.toml")
 
 
 def test_compute_memory_and_issue_times_add_up_on_cpus() -> None:

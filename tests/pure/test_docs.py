@@ -155,12 +155,13 @@ def test_pages_are_listed_once_in_site_tree() -> None:
 
 
 def list_link_targets(page: str) -> set[str]:
-    """Return the link targets of a page: its headings, with numbers for equal names."""
+    """Return the link targets of a page: its headings, with numbers for equal names, and ids."""
     code = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", code.sub("", page), re.MULTILINE)
     slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
     counts_before = [slugs[:k].count(slug) for k, slug in enumerate(slugs)]
-    return {f"{slug}-{k}" if k else slug for slug, k in zip(slugs, counts_before, strict=True)}
+    numbered = {f"{slug}-{k}" if k else slug for slug, k in zip(slugs, counts_before, strict=True)}
+    return numbered | {*re.findall(r'<a id="([^"]+)">', page)}
 
 
 def test_news_fragments_have_changelog_types() -> None:

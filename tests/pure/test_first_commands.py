@@ -78,6 +78,7 @@ def complete_in_fork(line: str) -> list[str]:
 @needs_argcomplete
 def test_shell_completes_commands() -> None:
     assert complete("schedir dr") == ["draw"]
+    assert complete("schedir check") == ["check", "checkpoint"]
 
 
 @needs_argcomplete

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from schedir import activation_bytes_per_layer
 from schedir.errors import UsageError
-from schedir.predict.activation_bytes import ACTIVATION_TERMS, compute_layer_terms
+from schedir.predict.layer_activation_bytes import ACTIVATION_TERMS, compute_layer_terms
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "rar_table2_activation_memory.csv"
 LINES = [line.partition(",") for line in GOLDEN.read_text().splitlines() if line[0] != "#"]

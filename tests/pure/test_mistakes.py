@@ -101,6 +101,12 @@ def test_schedule_names_of_other_projects_get_hint(name: str, expected: str) -> 
         ("zero_stage=2", "-O zero"),
         ("max_grad_norm=1", "-O clip_grad_norm"),
         ("num_microbatches=8", "--microbatches"),
+        ("tensor_parallel=2", "-O tp"),
+        ("tensor_model_parallel=2", "-O tp"),
+        ("data_parallel=2", "-O dp"),
+        ("pipeline_parallel=2", "--ranks"),
+        ("expert_model_parallel_size=2", "-O ep"),
+        ("fsdp", "-O zero"),
     ],
 )
 def test_option_names_of_other_projects_get_hint(
@@ -260,6 +266,24 @@ def test_other_notation_of_instruction_gets_hint(notation: str) -> None:
     assert caught.value.hint == "did you mean 'F 0.0+'?"
 
 
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [
+        ("train.resume=true", 'resume = "auto" or resume = "must" or resume = "no"'),
+        ("train.on_nonfinite=false", 'on_nonfinite = "stop" or on_nonfinite = "skip"'),
+        ("train.device=0", 'device = "cpu" or device = "cuda"'),
+        ("data.packing=true", 'packing = "concatenate" or packing = "best_fit"'),
+        ("memory.recompute_at=0", "recompute_at must be early or late"),
+        ("memory.optimizer_placement=true", "must be 'device', 'host', 'disk' or 'cpu_step'"),
+        ("train.checkpoint_dir=true", 'checkpoint_dir = "FOLDER", or leave it out'),
+    ],
+)
+def test_setting_that_is_not_a_string_gets_values(setting: str, hint: str) -> None:
+    with pytest.raises(UsageError, match="must be a string, not") as caught:
+        read_config("mine.toml", [setting])
+    assert hint in caught.value.hint
+
+
 def test_parameter_of_own_schedule_gets_hint_at_compile() -> None:
     def with_lead(rank: int, ranks: int, microbatches: int, lead: int = 2) -> object:
         return microbatches * F
@@ -277,7 +301,18 @@ def test_parameter_of_own_schedule_gets_hint_at_compile() -> None:
         ("search gpipe --ranks 2", "hint: --initial-schedules gpipe also searches"),
         ("search --time-limit 5m", "must be a number of seconds, such as 60, not '5m'"),
         ("simulate gpipe --sizes saved=-1GB", "a number of bytes of at least 0, or one per stage"),
-        ("compile gpipe", "schedir compile needs -o FILE.sched"),
+        ("compile gpipe", "needs -o FILE.sched\n  hint: -o FILE.sched: write the program"),
+        ("compile", "needs SCHEDULE, -o FILE.sched\n  hint: see schedir compile --help"),
+        ("export zb_v -o x.csv", "needs --to FORMAT\n  hint: --to FORMAT: torch (compute only"),
+        ("check gpipe -O context_parallel=2", "hint: schedir options lists all options"),
+        ("check gpipe --tensor-parallel 2", "hint: did you mean -O tp=N?"),
+        ("simulate gpipe --costs forward=1,backward=2", "hint: did you mean 'F'?"),
+        ("simulate gpipe --costs F=1,p2p=0.1", "hint: did you mean 'send'?"),
+        ("search --max-in-flight 4,4", "hint: --max-in-flight 4:4 has one number per rank"),
+        ("check gpipe --placement 0 1", "hint: if '1' belongs to a list, write the list with"),
+        ("plan --gpu-counts 8 16", "hint: if '16' belongs to a list, write the list with commas"),
+        ("plan --expert-parallel 4", "hint: did you mean --ep?"),
+        ("train mine.toml --set pipeline.tensor_parallel=2", "did you mean pipeline.tp?"),
         ("train mine.toml --set output.dir=", "output.dir has no value after ="),
         ("simulate gpipe --costs-from mine.timeline", 'hint: --costs "$(schedir calibrate RUN'),
         (

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 import pytest
 
+from docs.museum_page import find_refusal, format_command, format_first_line
+from schedir.__main__ import main
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import DeadlockError
 from schedir.ir.text_format import from_text
@@ -45,10 +48,28 @@ def test_eager_messages_let_case_finish(case: Case) -> None:
         assert not isinstance(large, DeadlockError) or large.eager_limit == case.activation
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.mended], ids=lambda case: case.name)
-def test_mended_programs_pass_check(case: Case) -> None:
+@pytest.mark.parametrize("case", [c for c in CASES if c.corrected], ids=lambda case: case.name)
+def test_corrected_programs_pass_check(case: Case) -> None:
     for model in MODELS:
-        check(from_text(case.mended), model)
+        check(from_text(case.corrected), model)
+
+
+@pytest.mark.parametrize("case", DESCRIBED, ids=lambda case: case.name)
+def test_commands_of_page_report_expected_errors(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(HERE)
+    refusal = find_refusal(case)
+    assert main(shlex.split(format_command(case))[1:]) == (2 if refusal else 0)
+    if refusal:
+        assert capsys.readouterr().err.splitlines()[0] == format_first_line(refusal[1])
+
+
+def test_every_program_file_belongs_to_case() -> None:
+    names = {name for case in CASES for row in [*case.runs, case.replicas] for name in row}
+    names |= {case.name for case in CASES if case.program}
+    names |= {f"{case.name}.corrected" for case in CASES if case.corrected}
+    assert {path.name.removesuffix(".sched") for path in HERE.glob("*.sched")} == names
 
 
 # The machine has unlimited memory.
@@ -78,6 +99,7 @@ def test_museum_files_are_complete() -> None:
         assert not case.here or (HERE.parents[1] / case.here).is_file()
         ways = (case.program, case.make, case.runs, case.replicas)
         assert sum(map(bool, ways)) <= 1, case.name
+        assert bool(case.make) == bool(case.arguments), case.name
         assert case.missing or (case.is_said and case.follows), case.name
         for source in case.sources:
             assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", source), source

@@ -72,7 +72,7 @@ def test_chart_has_copy_lanes_and_curve_per_tier(spilled: bool) -> None:
 
 def test_memory_limits_are_lines_on_their_tier() -> None:
     def list_dashed_heights(**limits: float) -> list[float]:
-        axes = viz.gantt(simulate_offloaded(), show="memory", limits=limits).axes[0]
+        axes = viz.gantt(simulate_offloaded(), show="memory", memory_limits=limits).axes[0]
         lines = [c for c in axes.collections if getattr(c, "get_linestyle", list)()[0][1]]
         return [float(c.get_segments()[0][0][1]) for c in lines if hasattr(c, "get_segments")]
 
@@ -83,11 +83,13 @@ def test_memory_limits_are_lines_on_their_tier() -> None:
     # Limits use the scale of the curve: at its peak of 10 MB, half as high, or at the top.
     low, peak, above = (np.array(list_dashed_heights(host=size)) for size in (5e6, 1e7, 2e7))
     assert low - peak == pytest.approx(CURVE_HEIGHT / 2) and above == pytest.approx(peak)
-    (legend,) = viz.gantt(simulate_offloaded(), show="memory", limits={"device": 1e8}).legends
+    (legend,) = viz.gantt(
+        simulate_offloaded(), show="memory", memory_limits={"device": 1e8}
+    ).legends
     assert "memory limit" in [t.get_text() for t in legend.get_texts()]
     for wrong in ({"gpu": 1}, {"host": -1}, {"device": "5GB"}, 5):
         with pytest.raises(UsageError):
-            viz.gantt(simulate_offloaded(), show="memory", limits=wrong)  # type: ignore[arg-type]
+            viz.gantt(simulate_offloaded(), show="memory", memory_limits=wrong)  # type: ignore[arg-type]
 
 
 def test_chart_without_offload_has_no_host_lane_or_curve() -> None:

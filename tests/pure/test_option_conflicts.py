@@ -10,7 +10,7 @@ import pytest
 
 import schedir
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.schedules import gpipe, interleaved, zb_v
+from schedir.schedules import interleaved, zb_v
 from tests.commands import run_command, run_refused_command
 
 
@@ -99,30 +99,6 @@ def test_print_compute_only_reads_all_options(
     assert draft.is_draft and (draft.tp, draft.clip_grad_norm) == (2, True)
     assert "no size 'nonsense'" in run_refused_command(
         capsys, "print", "d.sched", "--sizes=nonsense=1"
-    )
-
-
-def test_explain_start_on_blocking_hosts(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A gather on a blocking host delays later work, so the explanation differs."""
-    monkeypatch.chdir(tmp_path)
-    costs = schedir.Costs(send=0.5, tp_gather=0.3)
-    program = schedir.compile(gpipe, PipelineShape(4, 8), tp=2, costs=costs)
-    last_index = len(program.streams[3]) - 1
-    argv = "-O", "tp=2", "--costs=send=0.5,tp_gather=0.3", f"--explain-start=3:{last_index}"
-    starts = []
-    for blocks in (False, True):
-        command = ["check", "gpipe", *argv, *["--blocking-hosts"] * blocks]
-        chain = json.loads(run_command(capsys, *command, "--json"))
-        run = schedir.simulate(program, costs, blocking_hosts=blocks)
-        assert chain[-1]["start"] == run.spans["start"][-1]
-        assert ("under per_device, if hosts block" in run_command(capsys, *command)) == blocks
-        starts.append(chain[-1]["start"])
-    assert starts[0] < starts[1]
-    schedir.save_timeline(schedir.simulate(program), "x.timeline")
-    assert "is a run without blocking hosts" in run_refused_command(
-        capsys, "check", "x.timeline", "--explain-start=0:1", "--blocking-hosts"
     )
 
 

@@ -35,16 +35,18 @@ def test_simple_plan_within_two_percent_is_preferred(slowdown: float, is_preferr
 )  # fmt: skip
 def test_each_mechanism_increases_complexity(change: dict[str, object]) -> None:
     complex_plan = replace(SIMPLE, **change)  # type: ignore[arg-type]
-    assert measure_complexity(complex_plan, 1e9) > measure_complexity(SIMPLE, 2e9)
+    assert measure_complexity(complex_plan) > measure_complexity(SIMPLE)
 
 
-def test_fewer_stages_then_less_memory_is_simpler() -> None:
+def test_fewer_stages_then_shorter_step_then_less_memory_comes_first() -> None:
     """ZeRO 1 does not count as a mechanism, since it saves memory without more communication."""
     two, eight = (replace(PLAN, stages_per_rank=v) for v in (2, 8))
     assert prefer_simplest([eight, two]) == [two, eight]
     smaller_memory = PLAN.memory._replace(optimizer=PLAN.memory.optimizer - 1)
     plain, sharded = replace(PLAN, zero=0), replace(PLAN, zero=1, memory=smaller_memory)
     assert prefer_simplest([plain, sharded])[0] == sharded
+    slower = replace(sharded, step_time=1.01 * plain.step_time)
+    assert prefer_simplest([plain, slower])[0] == plain
     assert prefer_simplest([replace(PLAN, zero=2, memory=smaller_memory), plain])[0] == plain
 
 

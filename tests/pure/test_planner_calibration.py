@@ -143,6 +143,35 @@ def test_invalid_files_are_refused(tmp_path: Path, text: str) -> None:
         planner.calibrate(PRESET, STACK, runs)
 
 
+@pytest.mark.parametrize(
+    ("header", "hint"),
+    [
+        ("step_time_ms", "divide the milliseconds by 1000, and name the column step_time"),
+        ("iteration_time", "did you mean step_time?"),
+        ("throughput", "did you mean tokens_per_second?"),
+        ("tp_size,step_time", "did you mean tp?"),
+        ("pp;dp;step_time", "separate the columns by commas, not by ';': pp,tp,dp"),
+    ],
+)
+def test_unknown_column_gets_hint(tmp_path: Path, header: str, hint: str) -> None:
+    from schedir.commands.common.cluster_calibration import read_runs
+
+    (tmp_path / "runs.csv").write_text(f"{header}\n")
+    with pytest.raises(ConfigError, match=r"unknown column .* step_time \(in seconds\)") as caught:
+        read_runs(tmp_path / "runs.csv", MODEL)
+    assert caught.value.hint.startswith(hint)
+
+
+@pytest.mark.parametrize("factor", [1000, 1 / 1000], ids=["milliseconds", "kiloseconds"])
+def test_step_times_in_another_unit_are_refused(factor: float) -> None:
+    runs = [run._replace(step_time=run.step_time * factor) for run in predict_runs(PRESET)]
+    with pytest.raises(
+        UsageError, match=r"run 1: step_time is .* s, but the prediction is"
+    ) as caught:
+        planner.calibrate(PRESET, STACK, runs)
+    assert caught.value.hint.startswith("give step_time in seconds")
+
+
 def test_csv_error_has_its_line(tmp_path: Path) -> None:
     from schedir.commands.common.cluster_calibration import read_runs
 

@@ -9,6 +9,7 @@ import pytest
 from schedir.errors import UsageError
 from schedir.planner import (
     ParallelPlan,
+    all_plans,
     estimate_step,
     peak_memory,
     plan,
@@ -48,22 +49,42 @@ def test_wrong_plan_options_are_refused(asked_for: dict[str, Any], fact: str, hi
     model = replace(SMALL, layers=asked_for.pop("layers", 12))
     cluster = make_cluster(2, memory=asked_for.pop("memory", "80GB"))
     with pytest.raises(UsageError) as caught:
-        plan(model, cluster, asked_for.pop("batch", 64), exact=False, **asked_for)
+        plan(model, cluster, asked_for.pop("batch", 64), closed_form_only=True, **asked_for)
     assert fact in caught.value.fact and hint in caught.value.hint
+
+
+def test_unknown_filter_is_refused() -> None:
+    with pytest.raises(UsageError, match="no filter 'schedule'") as caught:
+        all_plans(SMALL, make_cluster(2), 64, schedule="zb_v")
+    assert caught.value.hint == "did you mean 'schedules'?"
+
+
+@pytest.mark.parametrize(
+    ("field", "fact", "hint"),
+    [
+        ("flops", "flops = 312 is a number of operations per second", 'flops="312TFLOP/s"'),
+        ("nvlink_bandwidth", "nvlink_bandwidth = 312 is", 'nvlink_bandwidth="312GB/s"'),
+        ("latency", "latency = 312 is a number of seconds", 'latency="312us"'),
+    ],
+)
+def test_clusters_with_forgotten_units_are_refused(field: str, fact: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan(SMALL, make_cluster(2, **{field: 312}), 64, closed_form_only=True)
+    assert fact in caught.value.fact and caught.value.hint == hint
 
 
 def test_hinted_batches_are_nearest_valid() -> None:
     cluster = make_cluster(2)
     for batch in (30, 33, 50):
         with pytest.raises(UsageError) as caught:
-            plan(SMALL, cluster, batch, dp=4, microbatch_size=3, exact=False)
+            plan(SMALL, cluster, batch, dp=4, microbatch_size=3, closed_form_only=True)
         nearest = [int(size) for size in re.findall(r"\d+", caught.value.hint)]
         for size in range(nearest[0], nearest[1] + 1):
             if size in nearest:
-                assert plan(SMALL, cluster, size, dp=4, microbatch_size=3, exact=False)
+                assert plan(SMALL, cluster, size, dp=4, microbatch_size=3, closed_form_only=True)
             else:
                 with pytest.raises(UsageError):
-                    plan(SMALL, cluster, size, dp=4, microbatch_size=3, exact=False)
+                    plan(SMALL, cluster, size, dp=4, microbatch_size=3, closed_form_only=True)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +109,7 @@ def test_hinted_batches_are_nearest_valid() -> None:
 )
 def test_impossible_plans_are_refused(choice: ParallelPlan, fact: str) -> None:
     with pytest.raises(UsageError) as caught:
-        estimate_step(SMALL, make_cluster(1), choice, exact=False)
+        estimate_step(SMALL, make_cluster(1), choice, closed_form_only=True)
     assert fact in caught.value.fact
 
 

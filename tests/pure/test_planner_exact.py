@@ -32,7 +32,7 @@ from schedir.planner.transformer.layer_division_search import (
     optimize_layer_division,
 )
 from schedir.planner.transformer.memory_estimate import ADAM, count_layer_params
-from schedir.predict.activation_bytes import Recompute
+from schedir.predict.layer_activation_bytes import Recompute
 from schedir.schedules.schedule_algebra import B, F, overlapped_pair
 
 MODEL = planner.TransformerSpec(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)
@@ -247,7 +247,7 @@ def test_simulation_is_near_closed_form(
     """The simulation and the closed form are independent, and give nearly the same numbers."""
     node = replace(resize_node(4), nodes=choice.gpus // 4)
     simulated = simulate_plan(model, node, choice)
-    closed_form = planner.estimate_step(model, node, choice, exact=False)
+    closed_form = planner.estimate_step(model, node, choice, closed_form_only=True)
     assert simulated.step_time == pytest.approx(closed_form.step_time, rel=0.05)
     assert simulated.memory.total == pytest.approx(closed_form.memory.total, rel=0.05)
     assert simulated.breakdown.data_parallel == pytest.approx(

@@ -31,7 +31,7 @@ from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.plan_columns import simulation_only_error
 from schedir.planner.plan_compilation import plan_program
 from schedir.planner.transformer.stage_sizes import compute_sizes
-from schedir.predict.activation_bytes import Recompute
+from schedir.predict.layer_activation_bytes import Recompute
 from tests.commands import run_command, run_refused_command
 
 MODEL = planner.TransformerSpec(layers=8, hidden=2048, heads=16, vocab=8192, sequence=1024)
@@ -254,9 +254,9 @@ def test_functions_without_copy_support_refuse_offload(tmp_path: Path) -> None:
     offload_plan, node = planner.ParallelPlan(pp=4, microbatches=8, offload="fit"), resize_node(4)
     closed = simulation_only_error().fact
     with pytest.raises(UsageError, match=closed):
-        planner.plan(MODEL, node, 8, offload=True, exact=False)
+        planner.plan(MODEL, node, 8, offload=True, closed_form_only=True)
     with pytest.raises(UsageError, match=closed):
-        planner.estimate_step(MODEL, node, offload_plan, exact=False)
+        planner.estimate_step(MODEL, node, offload_plan, closed_form_only=True)
     with pytest.raises(UsageError, match=closed):
         planner.peak_memory(MODEL, node, offload_plan)
     for knows_nothing in (planner.optimize_layer_division, planner.improve_schedule):

@@ -83,7 +83,7 @@ def test_batch_estimate_equals_single_estimates(
         assert (choice.gpus, choice.batch) == (cluster.gpu_count, batch)
         assert sum(get_layers_per_stage(model, choice)) == model.layers
         alone, among = (
-            estimate_step(model, cluster, choice, exact=False),
+            estimate_step(model, cluster, choice, closed_form_only=True),
             estimates.estimate_at(model, cluster, i),
         )
         assert among.step_time == pytest.approx(alone.step_time, rel=1e-12)
@@ -117,7 +117,7 @@ def test_closed_form_is_near_program() -> None:
         choice = ParallelPlan(microbatch_size=4, **{"dp": 16 // shape["pp"], **shape})
         node = cluster if choice.gpus == 16 else make_cluster(1, gpus_per_node=15)
         closed, simulated = (
-            estimate_step(SMALL, node, choice, exact=exact) for exact in (False, True)
+            estimate_step(SMALL, node, choice, closed_form_only=c) for c in (True, False)
         )
         errors.append([closed.step_time / simulated.step_time - 1,
                     closed.memory.total / simulated.memory.total - 1])  # fmt: skip
@@ -133,7 +133,7 @@ def test_slow_network_reductions_are_near_program(tied: bool) -> None:
     for t, d, zero in ((1, 8, 0), (1, 8, 1), (8, 1, 0)):
         choice = ParallelPlan(pp=2, tp=t, dp=d, zero=zero, microbatches=16)
         closed, exact = (
-            estimate_step(model, cluster, choice, exact=exact) for exact in (False, True)
+            estimate_step(model, cluster, choice, closed_form_only=c) for c in (True, False)
         )
         assert closed.step_time == pytest.approx(exact.step_time, rel=0.03)
         # With ZeRO, the rank that waits for gathers of the head may not be the busiest rank.
@@ -146,7 +146,7 @@ def test_slow_network_reductions_are_near_program(tied: bool) -> None:
 
 def test_best_plans_are_simulated_and_ranked_again() -> None:
     cluster = make_cluster(1, memory="4GB")
-    closed, simulated = (plan(SMALL, cluster, 32, top=5, exact=exact) for exact in (False, True))
+    closed, simulated = (plan(SMALL, cluster, 32, top=5, closed_form_only=c) for c in (True, False))
     steps = [estimate.step_time for estimate in simulated]
     assert steps == sorted(steps)
     assert all(estimate.is_simulated and estimate.fits for estimate in simulated)
@@ -165,7 +165,9 @@ def test_best_plans_are_simulated_and_ranked_again() -> None:
 def test_faster_cluster_never_slows_best_plan(nodes: int, batch: int, sp: bool) -> None:
     def find_best_time(**fields: Any) -> float:
         cluster = make_cluster(nodes, **{"memory": "16GB", **fields})
-        return plan(SMALL, cluster, batch, top=1, sequence_parallel=sp, exact=False)[0].step_time
+        return plan(SMALL, cluster, batch, top=1, sequence_parallel=sp, closed_form_only=True)[
+            0
+        ].step_time
 
     base_time = find_best_time()
     for changed_field in (
@@ -183,7 +185,7 @@ def test_faster_cluster_never_slows_best_plan(nodes: int, batch: int, sp: bool) 
 
 def test_plans_are_ranked_with_bottleneck() -> None:
     cluster = make_cluster(2, memory="16GB")
-    plans_found = plan(SMALL, cluster, 64, top=40, exact=False)
+    plans_found = plan(SMALL, cluster, 64, top=40, closed_form_only=True)
     assert len(plans_found) == 40 and all(estimate.fits for estimate in plans_found)
     steps = [estimate.step_time for estimate in plans_found]
     assert steps == sorted(steps)
@@ -200,7 +202,7 @@ def test_plans_are_ranked_with_bottleneck() -> None:
 
 def test_memory_bottleneck_names_faster_plan() -> None:
     """With the missing memory, the planner finds the faster plan that the explanation names."""
-    best = plan(SMALL, make_cluster(1, memory="3GB"), 32, top=1, exact=False)[0]
+    best = plan(SMALL, make_cluster(1, memory="3GB"), 32, top=1, closed_form_only=True)[0]
     pattern = (
         r"memory: a faster plan needs ([\d.]+) MB more than a GPU has\. "
         r"Its step takes ([\d.]+) s, .*% less: pp .*"
@@ -209,7 +211,11 @@ def test_memory_bottleneck_names_faster_plan() -> None:
     assert match is not None and best.bottleneck == "memory"
     missing_megabytes, step = map(float, match.groups())
     larger = make_cluster(1, memory=3e9 + missing_megabytes * 1.001e6)
-    assert plan(SMALL, larger, 32, top=1, exact=False)[0].step_time <= step * 1.001 < best.step_time
+    assert (
+        plan(SMALL, larger, 32, top=1, closed_form_only=True)[0].step_time
+        <= step * 1.001
+        < best.step_time
+    )
 
 
 def test_saved_bytes_match_paper() -> None:
@@ -271,7 +277,8 @@ def test_activation_bytes_depend_on_itemsize() -> None:
         choice = ParallelPlan(**({"pp": 8, "microbatches": 8, "attention": "flash"} | changes))  # type: ignore[arg-type]
         model = replace(SMALL, layers=16)
         half, full = (
-            estimate_step(model, c, choice, exact=False).memory for c in (make_cluster(1), cluster)
+            estimate_step(model, c, choice, closed_form_only=True).memory
+            for c in (make_cluster(1), cluster)
         )
         assert full == peak_memory(model, cluster, choice)
         assert 1.1 < full.activations / half.activations <= 2  # logits always have 32 bits
@@ -294,7 +301,7 @@ def test_plan_that_fits_only_in_closed_form_is_replaced() -> None:
     options["recompute"] = "selective"
     large_node = make_cluster(1, memory="1TB")
     closed, exact = (
-        plan(model, large_node, 64, top=1, exact=e, **options)[0] for e in (False, True)
+        plan(model, large_node, 64, top=1, closed_form_only=c, **options)[0] for c in (True, False)
     )
     assert closed.memory.total < exact.memory.total
     between = make_cluster(1, memory=(closed.memory.total + exact.memory.total) / 2)
@@ -345,17 +352,20 @@ def test_parameter_counts_sum_to_model() -> None:
 
 def test_tensor_parallel_across_nodes_warns() -> None:
     with pytest.warns(UserWarning, match="tp 16 is more than the 8 GPUs of a node"):
-        plans_found = plan(SMALL, make_cluster(2), 16, tp=16, exact=False)
+        plans_found = plan(SMALL, make_cluster(2), 16, tp=16, closed_form_only=True)
     assert plans_found[0].tp == 16
     with pytest.warns(
         UserWarning, match="tp 16 is more than the 8 GPUs of a node"
     ) as warning_records:
-        estimate_step(SMALL, make_cluster(2), ParallelPlan(tp=16), exact=False)
+        estimate_step(SMALL, make_cluster(2), ParallelPlan(tp=16), closed_form_only=True)
     assert warning_records[0].filename == __file__
     with pytest.raises(UsageError, match="no plan with tp 16 uses all 8 GPUs"):
         plan(SMALL, make_cluster(1), 16, tp=16)
     assert (
-        max(estimate.tp for estimate in plan(SMALL, make_cluster(2), 16, top=5000, exact=False))
+        max(
+            estimate.tp
+            for estimate in plan(SMALL, make_cluster(2), 16, top=5000, closed_form_only=True)
+        )
         == 8
     )
 
@@ -363,10 +373,10 @@ def test_tensor_parallel_across_nodes_warns() -> None:
 def test_plan_over_memory_is_still_estimated() -> None:
     cluster = make_cluster(1, memory="2GB")
     choice = ParallelPlan(pp=4, tp=2, microbatches=8)
-    estimate = estimate_step(SMALL, cluster, choice, exact=False)
+    estimate = estimate_step(SMALL, cluster, choice, closed_form_only=True)
     assert not estimate.fits and estimate.bottleneck == "memory"
     assert "more than a GPU has" in estimate.explanation
-    with_memory = estimate_step(SMALL, make_cluster(1), choice, exact=False)
+    with_memory = estimate_step(SMALL, make_cluster(1), choice, closed_form_only=True)
     assert with_memory.bottleneck in estimate.breakdown._fields
 
 
@@ -379,7 +389,7 @@ def test_requested_stages_on_one_rank_are_planned() -> None:
             "schedules": "interleaved",
             "zero": zero,
         }
-        plans_found = plan(SMALL, make_cluster(), 32, exact=False, **options)
+        plans_found = plan(SMALL, make_cluster(), 32, closed_form_only=True, **options)
         assert {
             (estimate.pp, estimate.stages_per_rank, estimate.zero) for estimate in plans_found
         } == {(1, 12, zero)}

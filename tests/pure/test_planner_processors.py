@@ -35,37 +35,39 @@ PLANS = [
 
 
 def estimate_step_time(
-    choice: ParallelPlan, *, exact: bool, **changes: Any
+    choice: ParallelPlan, *, closed_form_only: bool, **changes: Any
 ) -> planner.PlanEstimate:
-    return planner.estimate_step(MODEL, replace(CPU_CLUSTER, **changes), choice, exact=exact)
+    return planner.estimate_step(
+        MODEL, replace(CPU_CLUSTER, **changes), choice, closed_form_only=closed_form_only
+    )
 
 
 @pytest.mark.parametrize(
     "choice", PLANS, ids=lambda c: f"{c.pp}-{c.tp}-{c.dp} {c.microbatch_size} {c.schedule}"
 )
 def test_closed_form_is_near_program(choice: ParallelPlan) -> None:
-    closed_form, exact = (estimate_step_time(choice, exact=e) for e in (False, True))
+    closed_form, exact = (estimate_step_time(choice, closed_form_only=e) for e in (True, False))
     assert closed_form.step_time == pytest.approx(exact.step_time, rel=0.12)
 
 
 def test_shared_processors_hide_bubble() -> None:
     """While the pipeline of 2 ranks x 2 replicas fills, two processes compute."""
     two = ParallelPlan(pp=2, dp=2, microbatch_size=1, microbatches=8, attention="flash")
-    assert estimate_step_time(two, exact=False).breakdown.bubble == 0
-    assert estimate_step_time(two, exact=False, processors=4).breakdown.bubble > 0
+    assert estimate_step_time(two, closed_form_only=True).breakdown.bubble == 0
+    assert estimate_step_time(two, closed_form_only=True, processors=4).breakdown.bubble > 0
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_single_processor_step_is_at_least_total_work(exact: bool) -> None:
+@pytest.mark.parametrize("closed_form_only", [False, True])
+def test_single_processor_step_is_at_least_total_work(closed_form_only: bool) -> None:
     """With a single processor, every pipeline takes the sum of its ranks' work."""
     alone = estimate_step_time(
         ParallelPlan(pp=1, dp=4, microbatch_size=1, microbatches=4, attention="flash"),
-        exact=exact,
+        closed_form_only=closed_form_only,
         processors=1,
     )
     piped = estimate_step_time(
         ParallelPlan(pp=4, microbatch_size=1, microbatches=16, attention="flash"),
-        exact=exact,
+        closed_form_only=closed_form_only,
         processors=1,
     )
     work = alone.breakdown.compute
@@ -75,6 +77,8 @@ def test_single_processor_step_is_at_least_total_work(exact: bool) -> None:
 
 def test_processor_per_process_acts_like_gpu() -> None:
     choice = ParallelPlan(pp=4, microbatch_size=1, microbatches=16, attention="flash")
-    many, eight_processors = (estimate_step_time(choice, exact=True, processors=n) for n in (4, 8))
+    many, eight_processors = (
+        estimate_step_time(choice, closed_form_only=False, processors=n) for n in (4, 8)
+    )
     assert many.step_time == eight_processors.step_time
-    assert many.step_time > estimate_step_time(choice, exact=True).step_time
+    assert many.step_time > estimate_step_time(choice, closed_form_only=False).step_time

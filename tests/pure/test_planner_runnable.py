@@ -18,7 +18,7 @@ from schedir.errors import UsageError
 from schedir.planner.launch_options import launcher_options
 from schedir.planner.plan_compilation import plan_program
 from schedir.planner.train_config_export import train_config
-from schedir.predict.activation_bytes import Recompute
+from schedir.predict.layer_activation_bytes import Recompute
 from schedir.training.config import config_file
 
 RECOMPUTE: Final[tuple[Recompute, ...]] = get_args(Recompute)

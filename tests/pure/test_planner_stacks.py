@@ -20,20 +20,22 @@ NANOTRON = planner.stack_preset("nanotron")
     "degrees",
     [
         ParallelPlan(dp=16, microbatches=4, zero=1),
+        ParallelPlan(dp=16, microbatches=1),
+        ParallelPlan(pp=2, dp=8, microbatches=8),
         ParallelPlan(pp=2, tp=8, microbatches=8, sequence_parallel=True),
         ParallelPlan(pp=4, tp=2, dp=2, microbatches=16, zero=1, sequence_parallel=True),
     ],
-    ids=["dp", "tp", "pp"],
+    ids=["dp with ZeRO", "dp", "pp and dp", "tp", "pp"],
 )
 def test_closed_form_and_program_agree(name: str, degrees: ParallelPlan) -> None:
     stack, cluster = planner.stack_preset(name), planner.cluster_preset("h100-efa", nodes=2)
     plan = stack.complete(MODEL, degrees)
     formula, program = (
         planner.estimate_step(
-            MODEL, cluster, plan, exact=exact,
+            MODEL, cluster, plan, closed_form_only=closed_form_only,
             constants=stack.constants, state_bytes=stack.state_bytes,
         )
-        for exact in (False, True)
+        for closed_form_only in (True, False)
     )  # fmt: skip
     assert formula.step_time == pytest.approx(program.step_time, rel=0.05)  # stages are uneven
     assert formula.memory.total == pytest.approx(program.memory.total, rel=0.03)
@@ -43,7 +45,7 @@ def estimate_seconds(plan: ParallelPlan, nodes: int = 2, **changes: float) -> fl
     constants = replace(NANOTRON.constants, **changes)
     cluster = planner.cluster_preset("h100-efa", nodes=nodes)
     return planner.estimate_step(
-        MODEL, cluster, NANOTRON.complete(MODEL, plan), exact=False, constants=constants
+        MODEL, cluster, NANOTRON.complete(MODEL, plan), closed_form_only=True, constants=constants
     ).step_time
 
 
@@ -54,14 +56,12 @@ def test_time_constants_affect_only_their_plans() -> None:
     assert estimate_seconds(sliced, crossing_us=400) > estimate_seconds(sliced) * 1.5
     assert estimate_seconds(within, crossing_us=400) == estimate_seconds(within)
     sharded = replace(within, zero=1)
-    latency = 2 * 16 * 54e-6  # a tree over two nodes, for each of 16 layers
-    extra_time = estimate_seconds(sharded, gathers_per_layer=7) - estimate_seconds(
-        sharded, gathers_per_layer=6
+    copies = 6 * 16 * 2 * 1e-6  # 6 weights of 16 layers, for 2 replicas
+    extra_time = estimate_seconds(sharded, shard_copy_us=5) - estimate_seconds(
+        sharded, shard_copy_us=4
     )
-    assert extra_time == pytest.approx(latency, rel=0.1)
-    assert estimate_seconds(within, gathers_per_layer=7) == estimate_seconds(
-        within, gathers_per_layer=6
-    )
+    assert extra_time == pytest.approx(copies, rel=0.1)
+    assert estimate_seconds(within, shard_copy_us=5) == estimate_seconds(within, shard_copy_us=4)
     busy = ParallelPlan(dp=16, microbatches=4)
     assert estimate_seconds(busy, speed_share=0.37) == pytest.approx(
         2 * estimate_seconds(busy), rel=0.1
@@ -71,12 +71,45 @@ def test_time_constants_affect_only_their_plans() -> None:
     assert estimate_seconds(within, kernels_per_op=6) > 1.5 * estimate_seconds(within)
 
 
+def test_only_all_reduces_have_buckets_and_overlap() -> None:
+    """The embedding is 268 of 1343 million parameters, and its reduction does not overlap."""
+    single = ParallelPlan(dp=16, microbatch_size=2, microbatches=1)
+    sharded = replace(single, zero=1)
+    hidden, exposed, one_bucket = (
+        estimate_seconds(single, **changes)
+        for changes in (
+            {}, {"all_reduce_overlap_share": 0}, {"all_reduce_overlap_share": 0, "bucket_params": 0}
+        )
+    )  # fmt: skip
+    params, embedding = MODEL.params, 131072 * 2048 + 4096 * 2048
+    cluster = planner.cluster_preset("h100-efa", nodes=2)
+    buckets = 6 * 16 + 1  # Each weight of 16 layers has a bucket, and the embedding has one.
+    latency = 2 * 15 * cluster.compute_mean_latency(16, 2)
+    reduction = cluster.all_reduce_time(2.0 * params, 16) + (buckets - 1) * latency
+    assert exposed - hidden == pytest.approx(reduction * (1 - embedding / params), rel=0.1)
+    assert exposed - one_bucket == pytest.approx((buckets - 1) * latency, rel=0.1)
+    for changes in ({"all_reduce_overlap_share": 0}, {"bucket_params": 1e6}):
+        assert estimate_seconds(sharded, **changes) == estimate_seconds(sharded)
+
+
+def test_accumulation_takes_time_in_each_microbatch() -> None:
+    """The kernels move 10 bytes for each of the 1.07 billion weights of the layers."""
+    few, many = (ParallelPlan(dp=16, microbatches=m) for m in (2, 8))
+    extra_few, extra_many = (
+        estimate_seconds(each) - estimate_seconds(each, accumulation_bytes=0)
+        for each in (few, many)
+    )
+    seconds = 10 * 16 * (MODEL.attention_weights + 3 * 2048 * 8192) / 2850e9 / 0.75
+    head = 10 * 131072 * 2048 / 2850e9 / 0.75
+    assert extra_many - extra_few == pytest.approx(6 * (seconds + head), rel=0.1)
+
+
 def test_replicas_wait_for_slowest() -> None:
     plan = NANOTRON.complete(MODEL, ParallelPlan(dp=16, microbatches=4))
     even, uneven = (
         planner.estimate_step(
             MODEL, replace(planner.cluster_preset("h100", nodes=2), jitter=jitter), plan,
-            exact=False,
+            closed_form_only=True,
         ).step_time
         for jitter in (0, 0.1)
     )  # fmt: skip
@@ -93,7 +126,9 @@ def test_layers_divide_by_compute() -> None:
 
 def test_plan_search_with_stack_options() -> None:
     cluster = planner.cluster_preset("h100-efa", nodes=2)
-    best = planner.plan(MODEL, cluster, 256, top=1, exact=False, pp=4, **NANOTRON.options)[0]
+    best = planner.plan(
+        MODEL, cluster, 256, top=1, closed_form_only=True, pp=4, **NANOTRON.options
+    )[0]
     assert best.layers_per_stage == (5, 5, 5, 1)
 
 
@@ -133,7 +168,7 @@ def test_fp8_needs_supporting_gpu(cluster: Cluster, speedup: float, message: str
     with pytest.raises(UsageError, match=message):
         planner.estimate_step(MODEL, cluster, ParallelPlan(dp=8), constants=constants)
     with pytest.raises(UsageError, match=message):
-        planner.plan(MODEL, cluster, 64, constants=constants, exact=False)
+        planner.plan(MODEL, cluster, 64, constants=constants, closed_form_only=True)
 
 
 def test_no_plan_has_stage_without_weights() -> None:

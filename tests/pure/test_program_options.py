@@ -103,6 +103,7 @@ def test_each_option_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> 
         ("check gpipe --limit 1GB", "--limit is now --memory-limit"),
         ("check gpipe --model edge", "--model is now --progress-model"),
         ("check gpipe --ties 0=3", "--ties is now -O tied_weights=STAGES"),
+        ("check gpipe --explain-start 0:1", "schedir draw -o FILE.html"),
         ("check gpipe --cost F=1", "did you mean --costs?"),
         ("check gpipe --xyz", "see schedir check --help"),
         ("simulate gpipe --stages 2", "did you mean --stages-per-rank?"),

@@ -411,9 +411,6 @@ def test_check_command_prints_eager_limit(
         ", if messages of at most 16 MB do not wait for their receive\n"
     )
     assert "--sizes activation=16MB" in refuses(capsys, "check", path, "--eager-limit", "1")
-    assert "--explain-start cannot be combined with --eager-limit" in refuses(
-        capsys, *argv, "--eager-limit", "1", "--explain-start", "0:1"
-    )
 
 
 def test_check_command_with_lazy_communicators(capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,7 +172,6 @@ def test_wrong_counts_are_refused(
         ("print gpipe --costs F=1_0", "'1_0'"),
         ("print gpipe --sizes saved=٣GB", "'٣GB'"),
         ("print gpipe --sizes saved=1 --memory-limit ٣GB", "'٣GB'"),
-        ("check gpipe --explain-start ٢:٣", "'٢:٣'"),
         ("draw gpipe -o x.png --width ٣", "'٣'"),
         ("train c.toml", "c.toml, line 2, column 9"),
         ("train d.toml --set pipeline.ranks=٢", "pipeline.ranks must be an integer"),

@@ -47,7 +47,7 @@ def check_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 COMMANDS = (
-    "print mine.py:mine", "check mine.py:mine", "check mine.py:mine --explain-start 1:1",
+    "print mine.py:mine", "check mine.py:mine",
     "simulate mine.py:mine --costs F=1,B=2", "draw mine.py:mine", "draw mine.py:mine -o x.svg",
     "compare mine.py:mine", "export mine.py:mine --to torch -o x.csv",
     "export mine.py:mine --to perfetto -o x.json", "simulate mine.py:mine -o x.timeline",

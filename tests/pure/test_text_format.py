@@ -209,3 +209,33 @@ def test_renamed_header_keys_are_read() -> None:
         old = old.replace("each_backward", "turn")
         assert old != to_text(original) and from_text(old) == original
     assert {f.name for f in HEADER_FIELDS}.isdisjoint(RENAMED_FIELDS)
+
+
+def test_missing_list_of_rank_gets_hint() -> None:
+    text = to_text(compile(one_f_one_b, PipelineShape(2, 2)))
+    with pytest.raises(ParseError, match="the header has ranks 2, but the text has 1") as caught:
+        from_text(text[: text.index("\nrank 1")])
+    assert caught.value.hint == "add the line 'rank 1' and its instructions"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("send_fwd", "send_act"),
+        ("recv_forward", "recv_act"),
+        ("send_backward", "send_grad"),
+        ("recv_bwd", "recv_grad"),
+        ("SEND_F", "send_act"),
+        ("forward", "F"),
+        ("bwd", "B"),
+        ("all_reduce", "reduce_grads"),
+        ("optimizer_step", "step"),
+    ],
+)
+def test_instruction_names_of_other_projects_get_hint(name: str, expected: str) -> None:
+    text = to_text(compile("one_f_one_b", ranks=2, microbatches=2)).replace(
+        "send_act 0.0", f"{name} 0.0", 1
+    )
+    with pytest.raises(ParseError, match=f"there is no instruction '{name} 0.0") as caught:
+        from_text(text)
+    assert caught.value.hint == f"did you mean {expected!r}?"

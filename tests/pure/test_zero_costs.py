@@ -28,7 +28,6 @@ from schedir.errors import UsageError
 from schedir.ir.isa.instructions import Lane, Opcode
 from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.predict.calibrate import calibrate
-from schedir.predict.step_period import compute_step_period
 from schedir.predict.what_if import advise
 from tests.commands import run_command
 
@@ -228,13 +227,6 @@ def test_higher_cost_never_shortens_span(
         for cost in sorted([first, second])
     ]
     assert spans[0] <= spans[1] + 1e-9
-
-
-def test_step_period_includes_first_unshard() -> None:
-    """No unshard can precede the optimizer step that updates the shards, so each step waits."""
-    program = compile_zero("one_f_one_b", dp=2, zero=3)
-    plain, waits = (compute_step_period(program, Costs(F=1, B=2, unshard=c)) for c in (0.0, 2.0))
-    assert waits == plain + 2
 
 
 # ---------------------------------------------------------------- waits for weights

@@ -99,6 +99,8 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
         if (count == UNSHARED_SLOTS).all() and VALUES[kind].scope is not Scope.STAGE:
             continue
         lives = flow.find_lifetimes(kind)
+        if not len(lives.filled_at):
+            continue
         previous_free = _find_previous_users(lives, count)
         if VALUES[kind].scope is Scope.STAGE:
             # One lane frees all these values in order. So a fill waits only for the later of two

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from schedir.viz.style import Style
 
 # Names of parsed options, which are also names of parameters of functions of schedir.viz.
-_STYLE_OPTIONS = ("show", "width", "palette", "colours", "axis", "time")
+_STYLE_OPTIONS = ("show", "width", "palette", "colors", "axis_label", "time_range")
 
 
 def add_chart_options(parser: argparse.ArgumentParser) -> None:
@@ -47,16 +47,16 @@ def add_chart_options(parser: argparse.ArgumentParser) -> None:
         "bright",
     )  # fmt: skip
     parser.add_argument(
-        "--colors", dest="colours", metavar="COLOURS", type=_parse_colors,
+        "--colors", metavar="COLOURS", type=_parse_colors,
         help="replace colours of the palette: F=skyblue,B=#4b3b8f; the names are F, B, I, W, R, "
         "act, grad, tp, dp, params, d2h, h2d, disk, host, ep, step",
     )  # fmt: skip
     parser.add_argument(
-        "--axis-label", dest="axis", metavar="TEXT",
+        "--axis-label", metavar="TEXT",
         help="the label of the time axis; the text `none` removes the label and the numbers",
     )  # fmt: skip
     parser.add_argument(
-        "--time-range", dest="time", metavar="FROM:TO", type=_parse_time_range,
+        "--time-range", metavar="FROM:TO", type=_parse_time_range,
         help="the time range to draw, in the time unit of the run, such as 10:25",
     )  # fmt: skip
 
@@ -100,9 +100,8 @@ def require_no_chart_options(args: argparse.Namespace, subject: str) -> None:
     """
     for name in ("title", *_STYLE_OPTIONS):
         if getattr(args, name) is not None:
-            option = {"colours": "colors", "axis": "axis-label", "time": "time-range"}
             raise UsageError(
-                f"--{option.get(name, name)} applies to Gantt charts, not to {subject}",
+                f"--{name.replace('_', '-')} applies to Gantt charts, not to {subject}",
                 hint="-o FILE.svg draws a Gantt chart",
             )
 
@@ -146,7 +145,7 @@ def save_chart(args: argparse.Namespace, requests: Sequence[Request]) -> None:
         "device": requests[0].memory_limit,
         "host": requests[0].compile_options.get("host_memory_limit"),
     }
-    style["limits"] = {tier: limit for tier, limit in limits.items() if limit is not None}
+    style["memory_limits"] = {tier: limit for tier, limit in limits.items() if limit is not None}
     lower_bounds = map(find_lower_bound, requests)
     bounds = [bound and bound.value for bound in lower_bounds]
     runs = [request.timeline for request in requests]

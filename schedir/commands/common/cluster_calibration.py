@@ -14,10 +14,11 @@ from schedir.io.files import atomic_write, read_text
 from schedir.io.terminal_output import format_table
 from schedir.ir.cost.number_parsing import parse_decimal
 from schedir.ir.cost.sizes import parse_bytes
+from schedir.retired_names import find_similar_name
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from schedir.planner import Calibration, MeasuredRun, TransformerSpec
 
@@ -91,10 +92,10 @@ def read_runs(path: str | Path, model: TransformerSpec) -> list[MeasuredRun]:
     if unknown or not {"step_time", "tokens_per_second"} & {*header}:
         problem = f"unknown column {unknown[0]}" if unknown else "no column with the results"
         raise ConfigError(
-            f"{problem}: the columns must be fields of a plan, step_time or tokens_per_second, and "
-            "optionally memory",
+            f"{problem}: the columns must be fields of a plan, step_time (in seconds) or "
+            "tokens_per_second (of all GPUs), and optionally memory",
             location=str(path), line=lines[0][0] if lines else 1,
-            hint="pp,tp,dp,microbatch_size,microbatches,step_time",
+            hint=_suggest_column(unknown, plan_fields),
         )  # fmt: skip
     runs = []
     for (number, _), row in zip(lines[1:], table[1:], strict=True):
@@ -117,6 +118,17 @@ def read_runs(path: str | Path, model: TransformerSpec) -> list[MeasuredRun]:
             raise ConfigError(fact, location=str(path), line=number) from None
         runs.append(MeasuredRun(model, plan, seconds, memory))
     return runs
+
+
+def _suggest_column(unknown: Sequence[str], plan_fields: Iterable[str]) -> str:
+    """Return a hint for a header with unknown columns."""
+    example = "pp,tp,dp,microbatch_size,microbatches,step_time"
+    if unknown and (separator := next((mark for mark in ";\t" if mark in unknown[0]), "")):
+        return f"separate the columns by commas, not by {separator!r}: {example}"
+    similar = find_similar_name(unknown[0], [*plan_fields, *_RESULTS]) if unknown else ""
+    if similar == "step_time" and unknown[0].endswith("_ms"):
+        return "divide the milliseconds by 1000, and name the column step_time"
+    return f"did you mean {similar}?" if similar else example
 
 
 def _parse_cell(text: str, default: Any) -> Any:

@@ -21,7 +21,9 @@ def answer_completion_request(
     """
     import argcomplete
 
-    words = os.environ.get("COMP_LINE", "").split()[1:2]
+    line = os.environ.get("COMP_LINE", "")
+    # A command at the end of the line may be the beginning of a longer name: check, checkpoint.
+    words = (line + "|").split()[1:2]
     parser = build_parser(words if words and words[0] in COMMANDS else [])
     for action in _list_actions(parser):
         if (make_names := _NAMES.get(action.dest)) is not None:

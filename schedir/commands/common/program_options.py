@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from inspect import signature
 from typing import Any, Final, NamedTuple
 
@@ -20,7 +19,7 @@ from schedir.io.toml_tables import find_position, parse_toml, suggest_file_kind,
 from schedir.ir.pipeline.field_schema import YES_OR_NO_TYPE, FieldType
 from schedir.ir.program import HEADER_FIELDS
 from schedir.passes.pass_registry import OPTION_SECTIONS, PASS_OPTIONS
-from schedir.retired_names import RETIRED_HINTS, find_present_name, get_rename_hint
+from schedir.retired_names import RETIRED_HINTS, find_similar_name, get_rename_hint
 
 
 def _parse_buffer_sharing(text: str) -> str:
@@ -97,14 +96,9 @@ def unknown_option_error(name: str) -> UsageError:
     Args:
         name: The name.
     """
-    present = find_present_name(name, PROGRAM_OPTIONS)
-    matches = [present] if present else get_close_matches(name, PROGRAM_OPTIONS, 1)
-    hint = (
-        f"did you mean {option_name(matches[0])}?"
-        if matches
-        else "schedir options lists all options"
-    )
-    if not matches and (schedule := _find_schedule_with_option(name)):
+    match = find_similar_name(name, PROGRAM_OPTIONS)
+    hint = f"did you mean {option_name(match)}?" if match else "schedir options lists all options"
+    if not match and (schedule := _find_schedule_with_option(name)):
         hint = f"options of a schedule are in brackets: '{schedule}({name}=VALUE)'"
     hint = _OTHER_OPTIONS.get(name, RETIRED_HINTS.get(name, hint))
     return UsageError(f"-O: no option {name!r}", hint=hint)
@@ -338,8 +332,8 @@ def suggest_names(name: str, known_names: Iterable[str]) -> str:
         known_names: The known names.
     """
     names = sorted(known_names)
-    matches = get_close_matches(name, names, 1)
-    return f"did you mean {matches[0]}?" if matches else f"the names are {', '.join(names)}"
+    match = find_similar_name(name, names)
+    return f"did you mean {match}?" if match else f"the names are {', '.join(names)}"
 
 
 def add_program_options(

@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any, Final
 
 import numpy as np
@@ -28,7 +27,7 @@ from schedir.ir.cost.sizes import Sizes, parse_bytes
 from schedir.ir.pipeline.field_schema import Field, FieldType
 from schedir.ir.program import HEADER_FIELDS, Program
 from schedir.passes.pass_registry import PASS_OPTIONS
-from schedir.retired_names import RENAMED_COSTS, RENAMED_SIZES
+from schedir.retired_names import RENAMED_COSTS, RENAMED_SIZES, find_similar_name
 
 SOURCE_HELP = (
     "a built-in schedule or file.py:function, with its options in brackets "
@@ -303,12 +302,8 @@ def _parse_fields(
         name, equals, value = part.partition("=")
         name = name.strip()
         if name not in names:
-            matches = get_close_matches(name, names, 1)
-            hint = (
-                f"did you mean {matches[0]!r}?"
-                if matches
-                else f"the {subject}s are {', '.join(names)}"
-            )
+            match = find_similar_name(name, names)
+            hint = f"did you mean {match!r}?" if match else f"the {subject}s are {', '.join(names)}"
             if not name.isidentifier():  # as in JSON, or in F:1
                 hint = f"write NAME=VALUE with commas between: {names[0]}={example}"
             if new_name := (RENAMED_COSTS if subject == "cost" else RENAMED_SIZES).get(name):

@@ -160,7 +160,7 @@ def use_times_of_run(requests: Sequence[Request]) -> tuple[list[Request], str]:
             costs=costs,
             unit=run.unit,
             progress_model=request.progress_model or run.progress_model,
-            blocking_hosts=request.blocking_hosts or run.blocking_hosts,
+            blocking_hosts=run.blocking_hosts,
         )
         for request in requests
     ]

@@ -46,7 +46,7 @@ from schedir.predict.what_if import MIN_SAVING, SimulatedChange, advise
 from schedir.schedules import get_built_in_schedules, get_summary, suggest_schedules
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.viz.deadlock_diagram import draw_deadlock
-from schedir.viz.page_data import build_table, describe_run, describe_runs, label_runs
+from schedir.viz.page_data import describe_runs, describe_texts
 
 MAX_RANKS: Final = 256  # The page would take seconds to draw more ranks.
 _MAX_DRAFTS: Final = 16  # The number of drafts of user code that a studio keeps.
@@ -241,7 +241,8 @@ def describe_request(
             int(work[recognition.compute_index]) if recognition.compute_index < len(work) else -1
         )
     shape = timeline.program.shape
-    return describe_page(runs) | {
+    page = describe_runs(runs, compression=1) | describe_texts(runs)
+    return page | {
         "verdict": describe_run_bound(timeline, bound),
         "bound": bound.value if bound else None,
         "bound_explanation": bound.explanation if bound else "",
@@ -322,20 +323,6 @@ def compare_runs(one: Timeline, other: Timeline) -> str:
         f"Compared with {other.program.name}: span {span:+.1%}, {name} of the fullest rank "
         f"{peak / base - 1 if base else 0.0:+.1%}."
     )
-
-
-def describe_page(runs: list[Timeline]) -> dict[str, Any]:
-    """Return the data of runs for the page, with a title, a summary and tables.
-
-    Args:
-        runs: One or two runs.
-    """
-    labels = label_runs(runs)
-    return describe_runs(runs, compression=1) | {
-        "title": runs[0].program.name,
-        "summary": "\n".join(map(describe_run, runs)),
-        "tables": [build_table(run, label) for run, label in zip(runs, labels, strict=True)],
-    }
 
 
 def _find_source_type(request: Request) -> str:

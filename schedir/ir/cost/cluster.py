@@ -34,6 +34,7 @@ class _Ring(NamedTuple):
         min_per_node: The smallest number of processes on a node of the group.
         max_per_node: The largest number of processes on a node of the group.
         latency: The latency of the slowest link, in seconds.
+        mean_latency: The mean latency of the links, in seconds.
         bandwidth: The bandwidth of the slowest link, in bytes per second.
     """
 
@@ -41,6 +42,7 @@ class _Ring(NamedTuple):
     min_per_node: int
     max_per_node: int
     latency: float
+    mean_latency: float
     bandwidth: float
 
 
@@ -237,9 +239,27 @@ class Cluster:
         min_per_node, max_per_node = int(node_sizes.min()), int(node_sizes.max())
         if len(node_sizes) == 1:
             bandwidth = inf if len(group) == 1 else self.nvlink_bandwidth
-            return _Ring(len(group), min_per_node, max_per_node, self.latency, bandwidth)
+            return _Ring(
+                len(group), min_per_node, max_per_node, self.latency, self.latency, bandwidth
+            )
         bandwidth = min(self.nvlink_bandwidth, self.network_bandwidth * min_per_node)
-        return _Ring(len(group), min_per_node, max_per_node, self.max_latency, bandwidth)
+        mean_latency = self.compute_mean_latency(len(group), len(node_sizes))
+        return _Ring(
+            len(group), min_per_node, max_per_node, self.max_latency, mean_latency, bandwidth
+        )
+
+    def compute_mean_latency(self, size: int, nodes: int) -> float:
+        """Return the mean latency of the links of a ring, in seconds.
+
+        A ring leaves each of its nodes once. Its other links are within nodes.
+
+        Args:
+            size: The number of processes of the ring.
+            nodes: The number of nodes of the ring.
+        """
+        if nodes == 1:
+            return self.latency
+        return (nodes * self.max_latency + (size - nodes) * self.latency) / size
 
     def latency_of(self, processes: GroupProcesses) -> float:
         """Return the latency of the slowest link of a ring of processes.
@@ -290,7 +310,8 @@ class Cluster:
             processes: The processes of the group, or a number n for the processes 0 to n - 1.
 
         Returns:
-            (g-1) latency + (g-1)/g size/bandwidth.
+            (g-1) latency + (g-1)/g size/bandwidth. The latency is the mean over the links of the
+            ring.
 
         Raises:
             UsageError: See `bandwidth` and `send_time`.
@@ -299,7 +320,7 @@ class Cluster:
             Thakur et al. (2005), section 4.1: (p-1) alpha + (p-1)/p n beta.
         """
         ring = self._find_ring(processes)
-        message_time = _message_time(size / ring.size, ring.latency, ring.bandwidth)
+        message_time = _message_time(size / ring.size, ring.mean_latency, ring.bandwidth)
         return (ring.size - 1) * message_time
 
     def reduce_scatter_time(self, size: float, processes: GroupProcesses) -> float:
@@ -403,43 +424,7 @@ class Cluster:
         )
         return (ring.size - 1) * ring.latency + transfer_time
 
-    # ------------------------------------------------------------ one GPU
-
-    def gemm_time(self, m: int, n: int, k: int, *, itemsize: int | None = None) -> float:
-        """Return the time of the matrix product (m, k) x (k, n), in seconds.
-
-        Args:
-            m: Rows of the first matrix.
-            n: Columns of the second matrix.
-            k: Columns of the first matrix, and rows of the second.
-            itemsize: Bytes of a number. The default is `Cluster.itemsize`.
-
-        Returns:
-            max(2mnk/flops, itemsize (mk + kn + mn)/hbm_bandwidth), and at least the time to issue a
-            kernel.
-
-        References:
-            The roofline model: Williams, Waterman and Patterson (2009).
-        """
-        return max(
-            2.0 * m * n * k / self.flops,
-            (itemsize or self.itemsize) * (m * k + k * n + m * n) / self.hbm_bandwidth,
-            self.kernel_us / 1e6,
-        )
-
-    def elementwise_time(self, size: float) -> float:
-        """Return the time of a memory-bound kernel, in seconds.
-
-        Args:
-            size: Bytes that the kernel reads and writes.
-
-        Returns:
-            size/hbm_bandwidth, and at least the time to issue a kernel.
-
-        References:
-            The memory bound of the roofline model: Williams, Waterman and Patterson (2009).
-        """
-        return max(size / self.hbm_bandwidth, self.kernel_us / 1e6)
+    # ------------------------------------------------------------ host and disk
 
     def host_transfer_time(self, size: float) -> float:
         """Return the time of a copy between a GPU and the memory of its host, in seconds.

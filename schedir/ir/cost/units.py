@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from math import inf
 from typing import Any, Final, NamedTuple
@@ -19,6 +20,10 @@ class _Unit(NamedTuple):
     can_be_zero: bool = False
     suffixes: tuple[str, ...] = ()  # Units for printing.  The largest is first.
     high: float = MAX_RATE
+    base: str = ""  # The quantity that a number without a unit counts, such as bytes per second.
+    usual: str = ""  # The unit that the user of a number from `low_typo` to `high_typo` forgot.
+    low_typo: float = 0.0
+    high_typo: float = 0.0
 
 
 def _make_unit_parser(**units: float) -> Callable[[str], float]:
@@ -44,24 +49,37 @@ def _parse_bandwidth(text: str) -> float:
 _FLOP_UNITS: Final = {f"{p}FLOP/s": 1000.0 ** (k + 3) for k, p in enumerate("GTP")}
 _BYTE_UNITS: Final = ("TB", "GB", "MB")
 _BANDWIDTH_UNIT: Final = _Unit(
-    _parse_bandwidth, "300GB/s", suffixes=tuple(f"{size}/s" for size in _BYTE_UNITS)
-)
+    _parse_bandwidth, "300GB/s", suffixes=tuple(f"{size}/s" for size in _BYTE_UNITS),
+    base="bytes per second", usual="GB/s", high_typo=1e5,
+)  # fmt: skip
 _FLOPS_UNIT: Final = _Unit(
     _make_unit_parser(**_FLOP_UNITS),
     "312TFLOP/s or 312e12",
     suffixes=("PFLOP/s", "TFLOP/s", "GFLOP/s"),
+    base="operations per second",
+    usual="TFLOP/s",
+    high_typo=1e5,
 )
 _LATENCY_UNIT: Final = _Unit(
     _make_unit_parser(us=1e-6, ms=1e-3, s=1.0),
     "5us or 5e-6",
     can_be_zero=True,
     suffixes=("s", "ms", "us"),
+    base="seconds",
+    usual="us",
+    low_typo=0.5,
+    high_typo=1e6,
 )
+_MEMORY_UNIT: Final = _Unit(
+    parse_bytes, "80GB", suffixes=_BYTE_UNITS, base="bytes", usual="GB", high_typo=1e3
+)
+# A number of bits per second, such as 400Gb/s and 400 Gbps.
+_BITS_PATTERN = re.compile(r"\s*([0-9.]+)\s*([kMGT])(?:b/s|bps|bits?/s|bit)\s*")
 _UNIT_BY_FIELD: Final = {
     "nodes": _Unit(parse_decimal, "8"),
     "gpus_per_node": _Unit(parse_decimal, "8"),
     "flops": _FLOPS_UNIT,
-    "memory": _Unit(parse_bytes, "80GB", suffixes=_BYTE_UNITS),
+    "memory": _MEMORY_UNIT,
     "hbm_bandwidth": _BANDWIDTH_UNIT,
     "nvlink_bandwidth": _BANDWIDTH_UNIT,
     "network_bandwidth": _BANDWIDTH_UNIT,
@@ -79,8 +97,36 @@ _UNIT_BY_FIELD: Final = {
     "num_sms": _Unit(parse_decimal, "108"),
     "itemsize": _Unit(parse_decimal, "2"),
     "processors": _Unit(parse_decimal, "16"),
-    "host_memory": _Unit(parse_bytes, "200GB", suffixes=_BYTE_UNITS),
+    "host_memory": _MEMORY_UNIT,
 }
+
+
+def find_forgotten_unit(name: str, number: float) -> tuple[str, str]:
+    """Return what a number without a unit counts, and the unit that the user probably means.
+
+    Args:
+        name: Name of a field of `Cluster`.
+        number: The number.
+
+    Returns:
+        Two texts, which are empty if the number can be right without a unit.
+
+    Example:
+        >>> find_forgotten_unit("nvlink_bandwidth", 300), find_forgotten_unit("latency", 5e-6)
+        (('bytes per second', 'GB/s'), ('', ''))
+    """
+    unit = _UNIT_BY_FIELD[name]
+    is_typo = number > 0 and unit.low_typo <= number < unit.high_typo
+    return (unit.base, unit.usual) if is_typo else ("", "")
+
+
+def _convert_bits(name: str, value: Any) -> str:
+    """Return a hint with the bytes per second if a value is a number of bits per second, or ""."""
+    match = _BITS_PATTERN.fullmatch(value) if isinstance(value, str) else None
+    if not match or _UNIT_BY_FIELD[name] is not _BANDWIDTH_UNIT:
+        return ""
+    number = parse_decimal(match[1]) / 8
+    return f'8 bits are a byte: {name} = "{number:g}{match[2]}B/s"'
 
 
 def parse_cluster_field(name: str, value: Any) -> float:
@@ -106,6 +152,7 @@ def parse_cluster_field(name: str, value: Any) -> float:
     except (TypeError, ValueError):
         raise UsageError(
             f"cluster: {name} must be a number such as {unit.example}, not {describe(value)}",
+            hint=_convert_bits(name, value),
             fields=[name],
         ) from None
     if not (number > 0 or (unit.can_be_zero and number == 0)):
@@ -128,7 +175,8 @@ def format_cluster_field(name: str, number: float) -> str:
         number: The number.
 
     Returns:
-        A quoted text with a unit if such a text is short and exact, and otherwise the number.
+        A quoted text with a unit if such a text is short and exact, and otherwise the number. The
+        number is in quotes if it is so small that its unit seems to be missing.
 
     Example:
         >>> [format_cluster_field(*one) for one in (("hbm_bandwidth", 2e12), ("nodes", 8))]
@@ -139,4 +187,5 @@ def format_cluster_field(name: str, number: float) -> str:
         text = f"{number / unit_size:.6g}{unit}"
         if number >= unit_size and "e" not in text and parse_cluster_field(name, text) == number:
             return f'"{text}"'
-    return repr(number)
+    # `load_cluster` refuses a small number without quotes, because its unit may be missing.
+    return f'"{number!r}"' if find_forgotten_unit(name, number)[1] else repr(number)

@@ -300,9 +300,10 @@ def _estimate_data_parallel(
 
     - Gradients: without ZeRO, a ring all-reduce; with ZeRO, a reduce-scatter (arXiv 1910.02054,
       section 7).
-    - The share `reduction_overlap_share` of the reduction of a stage overlaps with the last
-      backward of the stage. On a rank with several stages, all reductions except the last reduction
-      also overlap with later backwards. If the backward is not split, the last backward of rank r
+    - The share `get_reduction_overlap` of the reduction of a stage overlaps with the last backward
+      of the stage. The gradient of the embedding is ready only after this backward.
+    - On a rank with several stages, all reductions except the last reduction also overlap with
+      later backwards. If the backward is not split, the last backward of rank r
       ends before the last backward of rank 0, earlier by the time of r backwards of a stage.
       Reductions between these two ends are not exposed.
     - Weights: with ZeRO, the replicas gather the weights at the start of the step, while ranks wait
@@ -327,8 +328,12 @@ def _estimate_data_parallel(
     gather = sum(
         ring.compute_gather_time(state_bytes.params * params) for ring, params in rings_and_params
     )
-    tensors = constants.gathers_per_layer * shares.layers
-    gather = gather + tensors * rings_and_params[0][0].compute_tensor_latency()
+    ring, params = rings_and_params[0]
+    # The weights of each replica are copied one by one.
+    copies = constants.tensors_per_layer * shares.layers * (ring.size * (ring.size > 1))[:, None]
+    gather = gather + copies * constants.shard_copy_us / 1e6
+    more_buckets = constants.count_buckets(params, shares.layers) - 1
+    scatter = scatter + (zero == 0) * more_buckets * ring.compute_bucket_latency()
     is_flushed = np.array(
         [not SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES]
     )[plans.schedule][:, None]
@@ -337,7 +342,9 @@ def _estimate_data_parallel(
     outer_share = memory_table.outer_stage_params / np.maximum(
         memory_table.common_params + memory_table.expert_params, 1
     )
-    overlap_share = constants.reduction_overlap_share
+    embedding_params = shares.has_first_stage * count_end_params(model, plans.tp[:, None])[0]
+    early_share = 1 - embedding_params / np.maximum(memory_table.outer_stage_params, 1)
+    overlap_share = constants.get_reduction_overlap(zero) * early_share
     last_reduction = outer_share * reductions  # The reduction of a rank's first stage ends last.
     exposed = last_reduction - np.minimum(overlap_share * last_reduction, stage_backward)
     exposed = exposed + np.maximum(

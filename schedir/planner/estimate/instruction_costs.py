@@ -16,7 +16,6 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.planner.estimate.link_time import (
     build_process_mesh,
-    compute_tree_latency,
     place_on_nodes,
 )
 from schedir.planner.hardware.software_constants import SoftwareConstants
@@ -72,7 +71,7 @@ def compute_costs(
 
     The share `recompute_ahead` of full recomputation is a separate instruction R. The rest of the
     recomputation is part of the backward. The cost of a reduction over replicas is only the time
-    that the last backward does not hide (`reduction_overlap_share`).
+    that the last backward does not hide (`get_reduction_overlap`).
 
     Args:
         model: The model.
@@ -131,20 +130,37 @@ def compute_costs(
         optimizer_placement=plan.optimizer_placement, offload=plan.offload != "none",
         recomputed=recomputed,
     )  # fmt: skip
-    exposed_reductions = {
-        name: from_grid(
-            full_cost - np.minimum(constants.reduction_overlap_share * full_cost, (I + W)[:, None])
-        )
+    layer_counts = np.array(get_layers_per_stage(model, plan), float)
+    bucket_time = _compute_bucket_latencies(cluster, plan, numbers.common, layer_counts, constants)
+    overlap = np.full(shape.stages, constants.get_reduction_overlap(plan.zero))
+    overlap[0] *= 1 - count_end_params(model, plan.tp)[0] / numbers.total[0]
+    changed = {
+        name: from_grid(full - np.minimum(overlap[:, None] * full, (I + W)[:, None]))
         for name in ("reduce_grads", "reduce_scatter")
-        for full_cost in [np.broadcast_to(to_grid(getattr(costs, name) or 0.0), (shape.stages, 1))]
+        for full in [to_grid(getattr(costs, name) or 0.0) + bucket_time[:, None]]
     }
-    if plan.zero and costs.unshard is not None and constants.gathers_per_layer:
-        nodes = place_on_nodes(cluster, plan.layout).replica_nodes
-        latency = compute_tree_latency(nodes, cluster.max_latency)
-        tensors = constants.gathers_per_layer * np.array(get_layers_per_stage(model, plan), float)
-        gathers = to_grid(costs.unshard) + latency * tensors[:, None]
-        exposed_reductions["unshard"] = from_grid(gathers)
-    return replace(costs, **exposed_reductions)
+    if plan.zero and replicas > 1 and costs.unshard is not None and constants.shard_copy_us:
+        copies = constants.tensors_per_layer * layer_counts * replicas
+        copy_time = copies * constants.shard_copy_us / 1e6
+        changed["unshard"] = from_grid(to_grid(costs.unshard) + copy_time[:, None])
+    return replace(costs, **changed)
+
+
+def _compute_bucket_latencies(
+    cluster: Cluster,
+    plan: ParallelPlan,
+    params: NDArray[np.float64],
+    layers: NDArray[np.float64],
+    constants: SoftwareConstants,
+) -> NDArray[np.float64]:
+    """Return the latency of the all-reduces of all buckets of a stage except one, in seconds."""
+    replicas = plan.dp * plan.cp
+    if plan.zero or replicas == 1:
+        return np.zeros(len(params))
+    nodes = min(place_on_nodes(cluster, plan.layout).replica_nodes, replicas)
+    latency = 2 * (replicas - 1) * cluster.compute_mean_latency(replicas, nodes)
+    more_buckets: NDArray[np.float64] = constants.count_buckets(params, layers) - 1
+    return more_buckets * latency
 
 
 def time_joined_pair(times: StageTimes, layers: int, alone: float) -> float:

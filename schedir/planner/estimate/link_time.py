@@ -160,22 +160,6 @@ def place_plans_on_nodes(cluster: Cluster, plans: PlanColumns) -> NodePlacement:
     return NodePlacement(*columns)
 
 
-def compute_tree_latency(nodes: Any, latency: Any) -> Any:
-    """Return the seconds of a collective of a small tensor over a tree of nodes.
-
-    The time for n nodes is 2 ceil(log2 n) latency.
-
-    Args:
-        nodes: The number of nodes of the group, as a number or an array.
-        latency: Seconds of an empty message between nodes.
-
-    References:
-        Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and
-        scan" (2009), section 3.
-    """
-    return 2 * np.ceil(np.log2(nodes)) * latency
-
-
 @lru_cache(maxsize=4096)
 def compute_expected_maximum(replicas: int) -> float:
     """Return the expected maximum of independent standard normal numbers, one for each replica.
@@ -203,14 +187,12 @@ class ReplicaRing(NamedTuple):
     Attributes:
         size: The number of replicas, of shape (plans,).
         bandwidth: The bandwidth of the slowest link in bytes per second, of shape (plans,).
-        latency: Seconds of an empty message, of shape (plans,).
-        nodes: The number of nodes of the ring, of shape (plans,).
+        latency: The mean latency of the links in seconds, of shape (plans,).
     """
 
     size: Ints
     bandwidth: Floats
     latency: Floats
-    nodes: Ints
 
     def compute_gather_time(self, size: Any) -> Any:
         """Return the seconds of an all-gather or a reduce-scatter, as in `Cluster.all_gather_time`.
@@ -224,12 +206,12 @@ class ReplicaRing(NamedTuple):
         )
         return np.where((ring_size > 1) & (size > 0), seconds, 0.0)
 
-    def compute_tensor_latency(self) -> Floats:
-        """Return the latency of a collective of a small tensor, in seconds.
+    def compute_bucket_latency(self) -> Floats:
+        """Return the seconds that the latency of the links adds to a reduce-scatter of a bucket.
 
-        The shape is (plans, 1). See `compute_tree_latency`.
+        The shape is (plans, 1).
         """
-        seconds: Floats = compute_tree_latency(self.nodes, self.latency)
+        seconds: Floats = (self.size - 1) * self.latency
         return seconds[:, None]
 
 
@@ -245,9 +227,15 @@ def build_replica_rings(
     """
     replicas = plans.dp * plans.cp
     nodes = np.array(placement.replica_nodes)
-    latency = np.where(nodes > 1, cluster.max_latency, cluster.latency)
     experts = np.maximum(replicas // plans.ep, 1)
-    return (
-        ReplicaRing(replicas, np.array(placement.replica_bandwidth), latency, nodes),
-        ReplicaRing(experts, np.array(placement.expert_bandwidth), latency, nodes),
+    bandwidths = (placement.replica_bandwidth, placement.expert_bandwidth)
+
+    def compute_mean_latencies(size: Ints) -> Floats:
+        pairs = zip(size.tolist(), np.minimum(nodes, size).tolist(), strict=True)
+        return np.array([cluster.compute_mean_latency(*pair) for pair in pairs])
+
+    common, of_experts = (
+        ReplicaRing(size, np.array(bandwidth), compute_mean_latencies(size))
+        for size, bandwidth in zip((replicas, experts), bandwidths, strict=True)
     )
+    return common, of_experts

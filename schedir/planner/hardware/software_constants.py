@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from schedir.errors import UsageError, describe, to_float
 
 
@@ -55,8 +57,12 @@ class SoftwareConstants:
             planner counts.
         loss_share: Bytes that the loss reads and writes, divided by the bytes for the loss of
             Megatron-LM.
-        gathers_per_layer: The number of tensors of a layer that ZeRO gathers, each with a separate
-            collective.
+        tensors_per_layer: The number of weights of a layer, if the software copies them one by one
+            (`shard_copy_us`) or reduces them in buckets (`bucket_params`).
+        shard_copy_us: Microseconds to copy the shard of one replica of one tensor. With ZeRO, this
+            time is added to the gather of the weights.
+        bucket_params: Parameters of a bucket. Without ZeRO, each bucket of gradients has a separate
+            all-reduce, and each tensor is in one bucket. 0 means one bucket per stage.
         crossing_us: Microseconds that the host needs for each tensor-parallel collective, per rank
             of the group, if the boundaries of stages cross nodes.
         flash_forward_efficiency: The share of `Cluster.flops` that the flash attention forward
@@ -70,7 +76,11 @@ class SoftwareConstants:
         recompute_ahead: The share of recomputation that is a separate instruction, which may run
             before the gradient arrives. The rest of the recomputation is part of the backward.
         reduction_overlap_share: The share of the reduction of a stage's gradients over replicas
-            that can overlap with the last backward of the stage.
+            that can overlap with the last backward of the stage. The gradient of the embedding is
+            complete only after the backward, so its reduction does not overlap.
+        all_reduce_overlap_share: The same share for plans without ZeRO, if it is larger.
+        accumulation_bytes: Bytes for each parameter that separate kernels read and write to add the
+            gradient of a microbatch to the gradient buffer.
         logit_bytes: Bytes of the saved tensors of the loss, for each logit of the last stage.
         gathered_bytes: Bytes of unsharded tensors that a layer saves for each token and hidden
             unit, although sequence parallelism shards its input.
@@ -117,9 +127,18 @@ class SoftwareConstants:
         1.0, "bytes that the loss reads and writes, as a share of those of Megatron-LM", 0.1, 2.0,
         "1: list_head_ops counts the kernels of Megatron-LM",
     )  # fmt: skip
-    gathers_per_layer: float = _constant_field(
-        0.0, "tensors of a layer that ZeRO gathers with a collective of its own", 0.0, 20.0,
-        "0 in Megatron-LM, which gathers buckets",
+    tensors_per_layer: float = _constant_field(
+        0.0, "weights of a layer that the software copies or reduces one by one", 0.0, 20.0,
+        "0 in Megatron-LM, which gathers and reduces contiguous buffers",
+    )  # fmt: skip
+    shard_copy_us: float = _constant_field(
+        0.0, "microseconds to copy the shard of one replica of one tensor that ZeRO gathers", 0.0,
+        100.0, "0 in Megatron-LM, whose gathers write to the weights",
+    )  # fmt: skip
+    bucket_params: float = _constant_field(
+        0.0, "parameters of a bucket of gradients with an all-reduce of its own; 0 is one bucket "
+        "per stage", 0.0, 1e12,
+        "0 in Megatron-LM as of arXiv 2104.04473",
     )  # fmt: skip
     crossing_us: float = _constant_field(
         0.0, "microseconds of the host per rank of a tensor-parallel group for each of its "
@@ -159,6 +178,17 @@ class SoftwareConstants:
         "0 in Megatron-LM as of arXiv 2104.04473; up to 1 if each bucket is reduced early "
         "(arXiv 2006.15704, section 3.2.3)",
     )  # fmt: skip
+    all_reduce_overlap_share: float = _constant_field(
+        0.0, "share of the reduction of a stage's gradients over replicas that the last backward "
+        "of the stage can hide in plans without ZeRO", 0.0, 1.0,
+        "0 in Megatron-LM as of arXiv 2104.04473; 1 for DistributedDataParallel of torch, which "
+        "reduces buckets during the backward (arXiv 2006.15704, section 3.2.3)",
+    )  # fmt: skip
+    accumulation_bytes: float = _constant_field(
+        0.0, "bytes for each parameter that separate kernels read and write to add the gradient of "
+        "a microbatch to the gradient buffer", 0.0, 20.0,
+        "0 in Megatron-LM, whose products add to the buffer (gradient accumulation fusion)",
+    )  # fmt: skip
     logit_bytes: float = _constant_field(
         4.0, "bytes of the saved tensors of the loss, for each logit", 0.0, 20.0,
         "arXiv 2205.05198, section 4.3: the logits in 32 bits",
@@ -194,6 +224,29 @@ class SoftwareConstants:
                     fields=[f.name],
                 )
             object.__setattr__(self, f.name, value)
+
+    def get_reduction_overlap(self, zero: Any) -> Any:
+        """Return the share of reductions that the last backward can hide.
+
+        Args:
+            zero: The ZeRO level, as a number or an array.
+        """
+        without_zero = max(self.reduction_overlap_share, self.all_reduce_overlap_share)
+        return np.where(np.asarray(zero) > 0, self.reduction_overlap_share, without_zero)
+
+    def count_buckets(self, params: Any, layers: Any) -> Any:
+        """Return the number of buckets in which replicas reduce gradients without ZeRO.
+
+        Args:
+            params: The number of parameters of a GPU, as a number or an array.
+            layers: The number of layers of the GPU.
+        """
+        if not self.bucket_params:
+            return np.ones(np.shape(params))
+        buckets = np.ceil(np.asarray(params) / self.bucket_params)
+        if self.tensors_per_layer:
+            buckets = np.minimum(buckets, self.tensors_per_layer * layers + 1)  # The embedding.
+        return np.maximum(buckets, 1)
 
     @property
     def tile_sides(self) -> tuple[float, float]:

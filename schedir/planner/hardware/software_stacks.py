@@ -57,11 +57,16 @@ class Stack(NamedTuple):
 
 
 _NANOTRON_CONSTANTS: Final = SoftwareConstants(
-    speed_share=0.74,
-    kernels_per_op=3.02,
-    loss_share=0.54,
-    gathers_per_layer=6,  # A layer of nanotron has six weights: two norms and four matrices.
-    crossing_us=192,
+    speed_share=0.75,
+    kernels_per_op=3.07,
+    loss_share=0.5,
+    tensors_per_layer=6,  # A layer of nanotron has six weights: two norms and four matrices.
+    shard_copy_us=8.2,
+    bucket_params=13.1e6,  # 25 MiB in 16 bits: bucket_cap_mb of DistributedDataParallel.
+    all_reduce_overlap_share=1,  # nanotron wraps models in DistributedDataParallel without ZeRO.
+    # FP32GradientAccumulator reads a 16-bit gradient, and reads and writes a 32-bit buffer.
+    accumulation_bytes=10,
+    crossing_us=191,
     logit_bytes=8.5,
     gathered_bytes=5.1,
     unsharded_bytes=0.6,

@@ -14,7 +14,7 @@ from schedir.planner.parallel_plan import GpuMemory, ParallelPlan
 from schedir.planner.plan_columns import SCHEDULE_NAMES, Floats, PlanColumns, RankGroupShares
 from schedir.planner.transformer.layer_ops import require_even_division
 from schedir.planner.transformer.transformer_spec import TransformerSpec
-from schedir.predict.activation_bytes import compute_layer_terms
+from schedir.predict.layer_activation_bytes import compute_layer_terms
 
 
 class StateBytes(NamedTuple):
@@ -70,6 +70,7 @@ def count_layer_params(model: TransformerSpec, t: Any = 1, e: Any = 1) -> tuple[
         The number of parameters that all replicas have, and the number of parameters of the experts
         on one of `e` replicas.
     """
+    model.require_supported()
     hidden, width = model.hidden, model.attention_width
     columns = width / t + 2 * np.maximum(model.kv_heads / t, 1) * model.head_dim
     attention = (hidden + 1) * columns + hidden * width / t

@@ -67,8 +67,13 @@ class OpTimes:
         of_input = self._time_product(m, k, n, batch, gemm.second_factor_uses)
         if gemm.has_weight:
             of_weight = self._time_product(k, n, m, batch, written_bytes=8)
+            accumulated_bytes = self.constants.accumulation_bytes * n * k * batch
             speedup = self.constants.fp8_speedup if gemm.may_use_fp8 else 1.0
-            return PhaseTimes(forward / speedup, of_input / speedup, of_weight / speedup)
+            return PhaseTimes(
+                forward / speedup,
+                of_input / speedup,
+                of_weight / speedup + accumulated_bytes / self.cluster.hbm_bandwidth,
+            )
         return PhaseTimes(forward, of_input + self._time_product(k, n, m, batch))
 
     def _time_product(

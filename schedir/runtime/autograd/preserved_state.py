@@ -22,7 +22,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from schedir.runtime.autograd.random_streams import Generator, get_default_generators
+from schedir.runtime.autograd.random_streams import get_default_generators
 from schedir.runtime.model_checks.memory_overlap import MODULE_ATTRIBUTES
 from schedir.runtime.model_checks.tensor_fingerprint import has_same_bits
 
@@ -155,7 +155,7 @@ class PreservedState(ExitStack):
         for submodule in module.modules():
             self.add_fields(submodule, "training")
 
-    def add_generators(self, generators: Iterable[Generator]) -> None:
+    def add_generators(self, generators: Iterable[torch.Generator]) -> None:
         """Preserve the states of random generators.
 
         Args:

@@ -24,10 +24,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
-from typing import Final, Protocol
+from typing import Final
 
 import torch
-from torch import Tensor
 
 from schedir.errors import ModelError, describe
 
@@ -91,23 +90,7 @@ def list_stream_numbers(microbatches: int, first_number: int = 0, updates: int =
     ]
 
 
-class Generator(Protocol):
-    """The methods of torch.Generator that this module uses."""
-
-    def manual_seed(self, seed: int, /) -> object:
-        """See `torch.Generator.manual_seed`."""
-        ...
-
-    def get_state(self) -> Tensor:
-        """See `torch.Generator.get_state`."""
-        ...
-
-    def set_state(self, state: Tensor, /) -> object:
-        """See `torch.Generator.set_state`."""
-        ...
-
-
-def get_default_generators(device: torch.device) -> list[Generator]:
+def get_default_generators(device: torch.device) -> list[torch.Generator]:
     """Return torch's default generators that modules on a device use.
 
     Args:
@@ -139,7 +122,7 @@ class RandomStreams:
     def __init__(self, seed: int | None, device: torch.device, *, step: int = 0) -> None:
         self.seed = seed
         self.step: int = step
-        self.generators: list[Generator] = get_default_generators(device)
+        self.generators: list[torch.Generator] = get_default_generators(device)
         self.step_keys: list[int] = []  # keys of the microbatches, then of the updates
         self.current_key = 0  # key of the current microbatch or update
         self.has_warned: bool = False  # True if `warn_of_draws` has warned

@@ -47,7 +47,7 @@ from schedir.runtime.autograd.node_hook_detection import (
     leaf_has_hooks,
     node_has_hooks,
 )
-from schedir.runtime.autograd.weight_gradient_rules import (
+from schedir.runtime.autograd.weight_gradient_formulas import (
     LookupRule,
     ProductRule,
     SharedInputRule,

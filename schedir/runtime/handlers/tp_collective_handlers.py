@@ -19,10 +19,10 @@ from schedir.ir.isa.instructions import (
     Instr,
     find_segment_collectives,
 )
+from schedir.runtime.boundaries.sequence_shards import join_sequence, split_by_rank
 from schedir.runtime.handlers.segment_output import SegmentOutput, make_collective_call
 from schedir.runtime.handlers.transfer_handlers import gather_message as gather_received
 from schedir.runtime.model_checks.memory_overlap import has_same_storage
-from schedir.runtime.parameters.sequence_layout import join_sequence, split_by_rank
 from schedir.runtime.program_state import Call, ProgramState
 from schedir.transports.transport import ChainedWork, Work
 

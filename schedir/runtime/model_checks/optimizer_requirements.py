@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from itertools import chain
+from typing import Final
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from schedir.runtime.parameters.optimizer_inspection import (
     has_known_effects,
     has_step_hooks,
     is_torch_optimizer,
+    list_stepped_parameters,
+    map_main_parameters,
     unwrap_optimizer,
 )
 
@@ -305,40 +308,30 @@ def require_stagewise_steps(
         group.get("capturable") for group in inner.param_groups
     ):
         raise refuse(f"{name} is capturable, which needs a step on the GPU", "capturable=False")
-    main_parameters: dict[Tensor, Tensor] = {}
-    if isinstance(optimizer, MainOptimizer):
-        main_parameters = dict(zip(optimizer.parameters, optimizer.main_parameters, strict=True))
-    require_own_parameters(inner, main_parameters, parameters, program.name)
+    require_own_parameters(optimizer, parameters, program.name)
 
 
 def require_own_parameters(
-    inner: Any,
-    main: Mapping[Tensor, Tensor],
-    parameters: Mapping[int, Sequence[Tensor]],
-    program: str = "",
+    optimizer: object, parameters: Mapping[int, Sequence[Tensor]], program: str = ""
 ) -> None:
     """Check that an optimizer steps only parameters of the rank's trained stages.
 
     Args:
-        inner: The optimizer.
-        main: Parameter -> its main parameter, for parameters with a main parameter.
+        optimizer: The optimizer.
         parameters: The parameters of each trained stage.
         program: The name of the program, for the error.
 
     Raises:
         ModelError: The optimizer steps a parameter that is in no trained stage of the rank.
     """
-    trained_parameters = {
-        p for stage_parameters in parameters.values() for p in stage_parameters if p.requires_grad
-    }
-    trained_parameters.update([main[p] for p in trained_parameters if p in main])
-    parameter_of_main = {copy: p for p, copy in main.items()}
-    for group in inner.param_groups:
-        for p in group["params"]:
-            if parameter_of_main.get(p, p).requires_grad and p not in trained_parameters:
-                raise make_offload_error(
-                    f"{type(inner).__name__} steps a parameter of shape {list(p.shape)} that is "
-                    "in none of this rank's trained stages",
-                    f"use another optimizer for that parameter, or {ON_DEVICE_HINT}",
-                    program,
-                )
+    inner, parameter_of_main = unwrap_optimizer(optimizer), map_main_parameters(optimizer)
+    stage_parameters = {*chain.from_iterable(parameters.values())}
+    for p in list_stepped_parameters(inner):
+        parameter = parameter_of_main.get(p, p)
+        if parameter.requires_grad and parameter not in stage_parameters:
+            raise make_offload_error(
+                f"{type(inner).__name__} steps a parameter of shape {list(p.shape)} that is "
+                "in none of this rank's trained stages",
+                f"use another optimizer for that parameter, or {ON_DEVICE_HINT}",
+                program,
+            )

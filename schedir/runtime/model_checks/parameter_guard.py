@@ -10,6 +10,7 @@ from operator import attrgetter
 from torch import Tensor, nn
 
 from schedir.errors import ModelError
+from schedir.runtime.parameters.optimizer_inspection import list_stepped_parameters
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -144,9 +145,7 @@ def require_stage_parameters(
             foreign_parameters[leaf] = None
     if not foreign_parameters:
         return
-    stepped_parameters = {
-        p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]
-    }
+    stepped_parameters = {*list_stepped_parameters(optimizer)}
     shapes = " and ".join(str([*p.shape]) for p in foreign_parameters)
     fact = (
         f"stage {stage} or its loss uses Parameters of other modules (of shape {shapes}): schedir "

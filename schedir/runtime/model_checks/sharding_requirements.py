@@ -15,6 +15,8 @@ from schedir.runtime.model_checks.step_isolation import state_shares_memory
 from schedir.runtime.parameters.optimizer_inspection import (
     find_optimizers,
     is_torch_optimizer,
+    list_stepped_parameters,
+    map_main_parameters,
     unwrap_optimizer,
 )
 from schedir.runtime.parameters.sharded_parameters import find_owner, list_state_tensors
@@ -88,13 +90,7 @@ def require_shardable(program: Program, stages: Mapping[int, nn.Module], optimiz
 def _find_fused_parameters(optimizer: object) -> set[Any]:
     parameters: set[Any] = set()
     for nested_optimizer in find_optimizers(optimizer):
-        parameter_of_main = dict(
-            zip(
-                getattr(nested_optimizer, "main_parameters", ()),
-                getattr(nested_optimizer, "parameters", ()),
-                strict=False,
-            )
-        )
+        parameter_of_main = map_main_parameters(nested_optimizer)
         for group in getattr(unwrap_optimizer(nested_optimizer), "param_groups", ()):
             if group.get("fused"):
                 parameters |= {parameter_of_main.get(p, p) for p in group["params"]}
@@ -171,8 +167,7 @@ def _require_elementwise_state(program: Program, inner: Any) -> None:
                     program=program.name,
                     hint="zero=0",
                 )
-    groups = getattr(inner, "param_groups", ())
-    shapes = {p.shape for group in groups for p in group["params"] if p.numel() > 1}
+    shapes = {p.shape for p in list_stepped_parameters(inner) if p.numel() > 1}
     for key, value in getattr(inner, "__dict__", {}).items():
         for leaf in tree_leaves(value) if key not in ("state", "param_groups") else ():
             # Leave out Parameters, because a Parameter may be a weight, which ZeRO shards.

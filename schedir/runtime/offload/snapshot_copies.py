@@ -8,13 +8,14 @@ request, the Snapshot instructions and the wait of OptimizerStep do nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from queue import SimpleQueue
-from threading import Thread
+from functools import partial
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from schedir.ir.isa.instructions import Lane
+from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob
 from schedir.runtime.rank_resources import RankResources, RankService
 
 CopyPair = tuple[Tensor, Tensor]  # host memory, and the tensor to copy to it
@@ -28,10 +29,11 @@ class SnapshotCopies(RankService):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        # This lane is separate from the lanes of the step, so a step's own copies do not queue up
+        # behind a snapshot.
+        self.lanes = CopyLanes(device)
         self.requested: dict[int, Sequence[CopyPair]] = {}  # stage -> pairs to copy
-        self.pending_copies: list[SnapshotCopy] = []
-        self.started_copies: list[SnapshotCopy] = []  # since the last request
+        self.started_copies: list[LaneJob] = []  # since the last request
         self.requester: object = None  # the object that made the last request
 
     @classmethod
@@ -64,7 +66,7 @@ class SnapshotCopies(RankService):
         if self.requested:
             self.request({})
 
-    def take_copies(self) -> list[SnapshotCopy]:
+    def take_copies(self) -> list[LaneJob]:
         """Return the copies that a step started, and end the request.
 
         Call `finish` of each copy before the host reads it.
@@ -79,79 +81,23 @@ class SnapshotCopies(RankService):
             stage: The number of the stage.
         """
         if self.requested and (pairs := self.requested.pop(stage, ())):
-            copy = self.start_copy(pairs)
-            self.pending_copies.append(copy)
-            self.started_copies.append(copy)
+            self.started_copies.append(self.start_copy(pairs))
 
-    def start_copy(self, pairs: Sequence[CopyPair]) -> SnapshotCopy:
+    def start_copy(self, pairs: Sequence[CopyPair]) -> LaneJob:
         """Start copies immediately, independent of the request.
 
         Args:
             pairs: Pairs of host memory and the tensor to copy to it.
         """
-        return (_DeviceCopy if self.device.type == "cuda" else _ThreadCopy)(pairs)
+        return self.lanes.start(Lane.D2H, partial(copy_pairs, pairs))
 
     def wait(self) -> None:
         """Wait until the computation may change the copied tensors.
 
         If a copy failed, this method raises the error of the copy.
         """
-        while self.pending_copies:
-            self.pending_copies.pop().wait()
-
-
-class SnapshotCopy:
-    """A running copy of some tensors to host memory."""
-
-    def wait(self) -> None:
-        """Wait until the computation may change the copied tensors.
-
-        On a GPU the current stream waits, and the host does not. If the copy failed, this method
-        raises the error of the copy. Call the method only once.
-        """
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """Wait until the host may read the copy. Call this method after the step."""
-
-
-class _ThreadCopy(SnapshotCopy):
-    """A copy in a thread. Torch releases the interpreter lock while it copies."""
-
-    def __init__(self, pairs: Sequence[CopyPair]) -> None:
-        self.result_queue: SimpleQueue[BaseException | None] = SimpleQueue()
-        Thread(target=self._run, args=(pairs,), name="snapshot", daemon=True).start()
-
-    def _run(self, pairs: Sequence[CopyPair]) -> None:
-        try:
-            copy_pairs(pairs)
-        except BaseException as error:  # `wait` raises it.
-            self.result_queue.put(error)
-        else:
-            self.result_queue.put(None)
-
-    def wait(self) -> None:
-        if (error := self.result_queue.get()) is not None:
-            raise error
-
-
-class _DeviceCopy(SnapshotCopy):
-    """A copy on a separate stream. `wait` makes the current stream wait for the copy."""
-
-    def __init__(self, pairs: Sequence[CopyPair]) -> None:
-        stream = torch.cuda.Stream()
-        current = torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            copy_pairs(pairs)
-            self.event = torch.cuda.Event()
-            self.event.record(stream)
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
-
-    def finish(self) -> None:
-        self.event.synchronize()
+        for copy in self.started_copies:
+            copy.wait()
 
 
 @torch.no_grad()

@@ -29,6 +29,8 @@ from schedir.runtime.parameters.optimizer_inspection import (
     OptimizerLike,
     has_step_hooks,
     is_torch_optimizer,
+    list_stepped_parameters,
+    map_main_parameters,
     unwrap_optimizer,
 )
 from schedir.runtime.parameters.step_skipping import step_if_finite
@@ -69,11 +71,10 @@ class StagewiseOptimizer:
         self.optimizer = optimizer
         self.inner = unwrap_optimizer(optimizer)
         self.isolation: StepIsolation = StepIsolation(self.inner, replaces_parameters=steps_copies)
-        self.main_parameters: dict[Tensor, Tensor] = {}
-        if isinstance(optimizer, MainOptimizer):
-            self.main_parameters = dict(
-                zip(optimizer.parameters, optimizer.main_parameters, strict=True)
-            )
+        self.parameter_of_main = map_main_parameters(optimizer)
+        self.main_parameters: dict[Tensor, Tensor] = {
+            p: main for main, p in self.parameter_of_main.items()
+        }
         self.optimizer_parameters: dict[int, list[Tensor]] = {}
         self.seen_parameters: list[Tensor] = []
         self.trained_parameters: list[Tensor] = []
@@ -88,9 +89,9 @@ class StagewiseOptimizer:
                 parameters share memory, or the optimizer refers to parameters outside of its
                 groups.
         """
-        all_parameters = [p for group in self.inner.param_groups for p in group["params"]]
+        all_parameters = list_stepped_parameters(self.inner)
         if [*map(id, all_parameters)] != [*map(id, self.seen_parameters)]:
-            require_own_parameters(self.inner, self.main_parameters, self.parameters)
+            require_own_parameters(self.optimizer, self.parameters)
             self._assign_parameters(all_parameters)
             self._require_no_references()
             self.trained_parameters = [
@@ -120,8 +121,7 @@ class StagewiseOptimizer:
         Args:
             parameters: Parameters in groups of the optimizer. They may be main parameters.
         """
-        parameter_of_main = {main: p for p, main in self.main_parameters.items()}
-        return [parameter_of_main.get(p, p) for p in parameters]
+        return [self.parameter_of_main.get(p, p) for p in parameters]
 
     def _require_no_references(self) -> None:
         """Raise ModelError if the optimizer refers to parameters outside of its groups."""

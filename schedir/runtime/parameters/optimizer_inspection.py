@@ -29,6 +29,26 @@ def unwrap_optimizer(optimizer: object) -> Any:
     return optimizer.inner if isinstance(optimizer, MainOptimizer) else optimizer
 
 
+def map_main_parameters(optimizer: object) -> dict[Any, Any]:
+    """Return a dict: main parameter -> parameter, which is empty without a MainOptimizer.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    if not isinstance(optimizer, MainOptimizer):
+        return {}
+    return dict(zip(optimizer.main_parameters, optimizer.parameters, strict=True))
+
+
+def list_stepped_parameters(optimizer: object) -> list[Any]:
+    """Return the parameters in the groups of an optimizer, or [] if it has no groups.
+
+    Args:
+        optimizer: The optimizer. For a MainOptimizer, the result has the main parameters.
+    """
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
 def find_optimizers(optimizer: object) -> list[Any]:
     """Return an optimizer and the optimizers that it wraps.
 
@@ -98,12 +118,7 @@ def describe_options(optimizer: object) -> dict[Tensor, str]:
         Parameter -> description. For a MainOptimizer the keys are the 16-bit parameters.
     """
     inner = unwrap_optimizer(optimizer)
-    main_pairs = zip(
-        getattr(optimizer, "main_parameters", ()),
-        getattr(optimizer, "parameters", ()),
-        strict=False,
-    )
-    parameter_of_main = dict(main_pairs) if isinstance(optimizer, MainOptimizer) else {}
+    parameter_of_main = map_main_parameters(optimizer)
     descriptions: dict[Tensor, str] = {}
     for group in getattr(inner, "param_groups", ()):
         options = (f"{k} {group[k]}" for k in getattr(inner, "defaults", {}) if group.get(k))

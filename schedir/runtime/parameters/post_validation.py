@@ -36,7 +36,7 @@ from schedir.runtime.program_state import ProgramService, ProgramState
 from schedir.runtime.recording.async_scalars import AsyncScalarBuffer, AsyncScalars
 from schedir.runtime.services.update_checks import NormVerdict, UpdateChecks, compute_clip_factor
 from schedir.runtime.step_inputs import StepInputs
-from schedir.runtime.warm_up import UnsteppedParameters, preserve_step
+from schedir.runtime.step_rollback import UnsteppedParameters, preserve_step
 from schedir.transports.transport import Work
 
 
@@ -90,7 +90,7 @@ class PostValidation(ProgramService):
         self.must_repeat = self.waits_for_norm = self.is_warm_up = False
         self.repeated_steps = 0
         self.guard: UnvalidatedUpdateGuard | None = None
-        self.scalar_buffer = AsyncScalarBuffer(self.device, 1, 2)
+        self.scalar_buffer = AsyncScalarBuffer(self.device, 1)
         self.side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     # ------------------------------------------------------------ within a step

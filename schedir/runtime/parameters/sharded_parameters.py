@@ -26,11 +26,11 @@ from schedir.runtime.model_checks.storage_references import StorageReferences
 from schedir.runtime.model_checks.tensor_fingerprint import compute_checksums
 from schedir.runtime.parameters.buckets import Bucket, ShardSpec
 from schedir.runtime.parameters.gradient_buffers import GradientBuffers
-from schedir.runtime.parameters.mixed_precision import MainOptimizer
 from schedir.runtime.parameters.optimizer_inspection import (
     find_optimizers,
     has_step_hooks,
     is_torch_optimizer,
+    map_main_parameters,
     unwrap_optimizer,
 )
 from schedir.transports.collectives import CollectiveName, GroupKey
@@ -373,11 +373,7 @@ def shard_optimizer_state(
             indices of elements. The end is excluded.
     """
     for each_optimizer in find_optimizers(optimizer):
-        parameter_of_main = {}
-        if isinstance(each_optimizer, MainOptimizer):
-            parameter_of_main = dict(
-                zip(each_optimizer.main_parameters, each_optimizer.parameters, strict=True)
-            )
+        parameter_of_main = map_main_parameters(each_optimizer)
         for main, p in parameter_of_main.items():
             if p in shard_ranges:
                 main.grad, main.data = None, _take_shard(main.data, *shard_ranges[p])
@@ -408,11 +404,7 @@ def require_sharded_state(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> N
         ModelError: A state tensor with several elements has another shape than the parameter.
     """
     for each_optimizer in find_optimizers(optimizer):
-        parameter_of_main: dict[Any, Any] = {}
-        if isinstance(each_optimizer, MainOptimizer):
-            parameter_of_main = dict(
-                zip(each_optimizer.main_parameters, each_optimizer.parameters, strict=True)
-            )
+        parameter_of_main = map_main_parameters(each_optimizer)
         inner = unwrap_optimizer(each_optimizer)
         for p, parameter_state in getattr(inner, "state", {}).items():
             shape = shapes.get(parameter_of_main.get(p, p))

@@ -16,16 +16,15 @@ from schedir.runtime.recording.stream_events import make_event
 
 
 class AsyncScalarBuffer:
-    """Host memory for the scalars of several steps.
+    """Host memory for the scalars of two steps.
 
     Args:
         device: The device that computes the scalars. For a GPU the memory is pinned.
         count: The number of scalars per step.
-        max_steps: The largest number of steps whose scalars are copied but not yet read.
     """
 
-    def __init__(self, device: torch.device, count: int, max_steps: int) -> None:
-        self.free_rows = deque(_Row(device, count) for _ in range(max_steps))
+    def __init__(self, device: torch.device, count: int) -> None:
+        self.free_rows = deque(_Row(device, count) for _ in range(2))
 
     def copy(self, numbers: Tensor) -> AsyncScalars:
         """Start to copy scalars to the host, after all issued work of the current stream.
@@ -37,7 +36,7 @@ class AsyncScalarBuffer:
             The scalars. The caller must read them once.
 
         Raises:
-            IndexError: `max_steps` copies have not been read yet.
+            IndexError: Two copies have not been read yet.
         """
         row = self.free_rows.popleft()
         row.memory.copy_(numbers, non_blocking=True)

@@ -12,21 +12,18 @@ import torch.distributed as dist
 
 from schedir.transports.json_collectives import gather
 
-# With 16 requests, other traffic hardly delays the shortest request. All 16 take a few
-# milliseconds.
-ROUNDS: Final = 16
+# Requests that each process on another machine sends to process 0. With 16 requests, other traffic
+# hardly delays the shortest request. All 16 take a few milliseconds.
+_ROUNDS: Final = 16
 
 
-def measure_clock_offset(rounds: int = ROUNDS) -> tuple[float, float]:
+def measure_clock_offset() -> tuple[float, float]:
     """Return the offset of this process's clock, and the error of the offset, in seconds.
 
     All processes must call this. Processes on the machine of process 0 read the same clock as
     process 0, so their offset and error are 0. The processes on other machines ask process 0 for
     its time, one process after the other. Process 0 reads its clock at some time between a request
     and its answer. The shortest request therefore gives the best estimate.
-
-    Args:
-        rounds: The number of requests that each process on another machine sends to process 0.
 
     Returns:
         The offset and the error. A process subtracts the offset from its `perf_counter` to get the
@@ -40,7 +37,7 @@ def measure_clock_offset(rounds: int = ROUNDS) -> tuple[float, float]:
     rank, result = dist.get_rank(), (0.0, 0.0)
     for process, machine in enumerate(machines):
         if machine != machines[0] and rank in (0, process):
-            result = _measure_offset(rounds) if rank else _answer_clock_requests(process, rounds)
+            result = _measure_offset() if rank else _answer_clock_requests(process)
     return result
 
 
@@ -55,11 +52,11 @@ def _identify_machine() -> tuple[str, ...]:
     )
 
 
-def _measure_offset(rounds: int) -> tuple[float, float]:
+def _measure_offset() -> tuple[float, float]:
     """Return the offset and the error of the shortest request to process 0."""
     best = (0.0, float("inf"))
     remote_time = torch.zeros((), dtype=torch.float64)
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         send_time = perf_counter()
         dist.send(remote_time, 0)
         dist.recv(remote_time, 0)
@@ -70,9 +67,9 @@ def _measure_offset(rounds: int) -> tuple[float, float]:
     return best
 
 
-def _answer_clock_requests(peer: int, rounds: int) -> tuple[float, float]:
+def _answer_clock_requests(peer: int) -> tuple[float, float]:
     local_time = torch.zeros((), dtype=torch.float64)
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         dist.recv(local_time, peer)
         local_time.fill_(perf_counter())
         dist.send(local_time, peer)

@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 
-class Event(Protocol):
-    """The methods of `torch.cuda.Event` that schedir uses."""
-
-    def record(self) -> object:
-        """Record the event on the current stream."""
-        ...
-
-    def query(self) -> bool:
-        """Return whether the work before the event has ended."""
-        ...
-
-    def synchronize(self) -> object:
-        """Wait on the host until the work before the event has ended."""
-        ...
-
-
 class CpuEvent:
-    """An event on a CPU, where all issued work has already run."""
+    """A substitute for `torch.cuda.Event` on a CPU, where all issued work has already run."""
 
     def record(self) -> None:
         """Do nothing, because all issued work has ended."""
@@ -37,7 +19,7 @@ class CpuEvent:
         """Return immediately, because all issued work has ended."""
 
 
-def make_event(device: torch.device) -> Event:
+def make_event(device: torch.device) -> torch.cuda.Event | CpuEvent:
     """Create an event of a device, and record it once.
 
     torch creates a CUDA event when the event is first recorded. Without the record in this
@@ -46,6 +28,6 @@ def make_event(device: torch.device) -> Event:
     Args:
         device: The device.
     """
-    event: Event = torch.cuda.Event() if device.type == "cuda" else CpuEvent()
+    event = torch.cuda.Event() if device.type == "cuda" else CpuEvent()
     event.record()
     return event

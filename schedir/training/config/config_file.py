@@ -35,6 +35,7 @@ from schedir.training.config.settings_table import (
     get_section_classes,
     get_setting_types,
 )
+from schedir.training.config.train_config import SETTING_CHOICES
 
 
 class _SettingValue(NamedTuple):
@@ -61,6 +62,14 @@ _Settings = dict[tuple[str, str], _SettingValue]
 _Values = dict[tuple[str, str], Any]
 # The settings that select stages and microbatches by a text such as "all" or "0,1.3".
 _SELECTIONS: Final = ("recompute", "offload", "offload_to_disk")
+# The settings that are the name of a folder.
+_FOLDERS: Final = ("dir", "trace", "spill_dir", "checkpoint_dir")
+# The settings whose requirement lists all their values.
+_TEXT_REQUIREMENTS: Final = {
+    f.name: f.field_type.requirement
+    for f in ATTRIBUTE_FIELDS
+    if f.name in ("reduce_scatter_at", "optimizer_placement")
+} | {"recompute_at": PASS_OPTIONS["recompute_at"][0].requirement}
 _MODEL_KIND_KEY: Final = ("model", "kind")  # Its value decides which settings [model] has.
 
 
@@ -92,18 +101,9 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
         except TypeError:
             is_flag = isinstance(setting.value, bool)
             shown = str(setting.value).lower() if is_flag else describe(setting.value)
-            takes_all = name in _SELECTIONS
             raise setting.make_error(
                 f"{section}.{name} must be {describe_type(kind)}, not {shown}",
-                f'{name} = "all", or leave it out'
-                if is_flag and takes_all
-                else f'{name} = "{setting.value}{"GB" * name.endswith("_limit")}"'
-                if str in get_args(kind)
-                and not isinstance(setting.value, list | dict | bool)
-                # A number in data.validation is a share of the source. In quotes, it would be the
-                # name of another source.
-                and (section, name) != ("data", "validation")
-                else "",
+                _suggest_value(name, kind, setting.value),
             ) from None
     for name in ("checkpoint_every", "checkpoint_keep"):
         if ("train", name) in settings and ("train", "checkpoint_dir") not in settings:
@@ -127,6 +127,24 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
             has_backward=True, frozen_stages=frozen, max_instructions=max_instructions_of_file
         )
         return config
+
+
+def _suggest_value(name: str, kind: Any, value: Any) -> str:
+    """Return a hint for a setting whose value has a wrong type, or ""."""
+    is_flag = isinstance(value, bool)
+    if is_flag and name in _SELECTIONS:
+        return f'{name} = "all", or leave it out'
+    if is_flag and name in _FOLDERS:
+        return f'{name} = "FOLDER", or leave it out'
+    if name in SETTING_CHOICES:
+        return " or ".join(f'{name} = "{choice}"' for choice in SETTING_CHOICES[name])
+    if name in _TEXT_REQUIREMENTS:
+        return f"{name} {_TEXT_REQUIREMENTS[name]}"
+    # A number in data.validation is a share of the source. In quotes, it would be the name of
+    # another source.
+    if str in get_args(kind) and not isinstance(value, list | dict | bool) and name != "validation":
+        return f'{name} = "{value}{"GB" * name.endswith("_limit")}"'
+    return ""
 
 
 @contextmanager
@@ -297,17 +315,20 @@ def _require_known_name(
             for setting_type in section_types
             if setting_type in present and name not in known_names
         ]
-        kinds = [
-            kind
+        names_by_kind = {
+            kind: name if name in settings else find_present_name(name, settings)
             for kind, model_kind in MODEL_KINDS.items()
-            if name in get_setting_types(model_kind.config_class)
-        ]
+            for settings in [get_setting_types(model_kind.config_class)]
+        }
+        kinds = [kind for kind, present_name in names_by_kind.items() if present_name]
         if name in SECTION_CLASSES:
             hint = suggest_section(name)
         elif full_names:
             hint = f"did you mean {' or '.join(full_names)}?"
         elif subject == "setting model" and kinds:
-            hint = f"it is a setting of kind = {' or '.join(kinds)}"
+            present_name = names_by_kind[kinds[0]]
+            shown_name = "it" if present_name == name else present_name
+            hint = f"{shown_name} is a setting of kind = {' or '.join(kinds)}"
         hint = RETIRED_HINTS.get(setting_name.removeprefix("setting "), hint)
     raise setting.make_error(f"no {setting_name}", hint)
 

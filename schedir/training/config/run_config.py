@@ -28,7 +28,12 @@ from schedir.training.config.expert_requirements import require_expert_paralleli
 from schedir.training.config.model_kinds import MODEL_KINDS, ModelConfig, get_model_kind
 from schedir.training.config.segmentation import StageSegmentation, make_segmentation
 from schedir.training.config.setting_types import NumberRange, require_known
-from schedir.training.config.train_config import Fraction, PositiveInteger, TrainConfig
+from schedir.training.config.train_config import (
+    SETTING_CHOICES,
+    Fraction,
+    PositiveInteger,
+    TrainConfig,
+)
 from schedir.transports.registry import AUTO, DEVICES
 
 _Section = TypeVar("_Section", bound=type)
@@ -144,8 +149,7 @@ class PipelineConfig:
     layers_per_stage: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        known = (AUTO, "none", "minimal", "latency_preserving")
-        require_known("buffer_sharing", self.buffer_sharing, known)
+        require_known("buffer_sharing", self.buffer_sharing, SETTING_CHOICES["buffer_sharing"])
         for f in ATTRIBUTE_FIELDS:
             if f.in_config and f.section == "pipeline":
                 # `resolve` raises an error if the value is invalid.
@@ -300,7 +304,7 @@ class DataConfig:
     seed: Annotated[int, NumberRange(0)] = 0
 
     def __post_init__(self) -> None:
-        require_known("packing", self.packing, ("concatenate", "best_fit"))
+        require_known("packing", self.packing, SETTING_CHOICES["packing"])
         if self.end_of_document is not None and self.tokenizer == "bytes":
             raise UsageError(
                 'end_of_document needs a tokenizer from a file: tokenizer = "bytes" has its own '

@@ -14,7 +14,10 @@ PositiveInteger = Annotated[int, NumberRange(1)]
 Fraction = Annotated[float, NumberRange(0, below=1)]
 NonNegativeNumber = Annotated[float, NumberRange(0)]
 
+# The values of settings of all sections that have a list of values.
 SETTING_CHOICES = {
+    "buffer_sharing": (AUTO, "none", "minimal", "latency_preserving"),
+    "packing": ("concatenate", "best_fit"),
     "device": (*DEVICES,),
     "transport": (AUTO, *TRANSPORTS),
     "precision": ("float32", "bfloat16", "float16"),
@@ -106,9 +109,9 @@ class TrainConfig:
             raise UsageError(
                 f"min_lr {self.min_lr:g} is above lr {self.lr:g}", fields=["min_lr", "lr"]
             )
-        for name, choices in SETTING_CHOICES.items():
+        for name in ("device", "transport", "precision", "on_nonfinite", "resume"):
             hint = _describe_transports(self.device) if name == "transport" else ""
-            require_known(name, getattr(self, name), choices, hint)
+            require_known(name, getattr(self, name), SETTING_CHOICES[name], hint)
         if self.checkpoint_dir == "" or (self.checkpoint_dir is None and self.resume == "must"):
             raise UsageError(
                 "resume = 'must' needs checkpoint_dir, which is not set"
