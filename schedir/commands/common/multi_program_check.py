@@ -36,8 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--replicas", action="store_true",
-        help="check the programs of data-parallel replicas, one for each replica, instead of "
-        "steps: the order of collectives, and waits in a cycle; for torch, add --blocking-hosts",
+        help="read the SCHEDULEs as programs of data-parallel replicas, one each, and check that "
+        "their collectives have one order and that no ranks wait in a cycle; for torch, add "
+        "--blocking-hosts",
     )  # fmt: skip
 
 
