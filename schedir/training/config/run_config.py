@@ -91,8 +91,8 @@ class PipelineConfig:
       program. A setting here that contradicts the file is an error.
     - `ranks`: the number of pipeline ranks.
     - `microbatches`: the number of microbatches of each replica in a step.
-    - `stages_per_rank`: the number of stages of each rank. The default is that of the schedule, such
-      as 1 for `gpipe`, 2 for `interleaved` and 4 for `bitpipe`.
+    - `stages_per_rank`: the number of stages of each rank. The default is that of the schedule,
+      such as 1 for `gpipe`, 2 for `interleaved` and 4 for `bitpipe`.
     - `placement`: the rank of each stage: "loop", "vee", "mirror", "mirror-vee", or a list of
       ranks. A list of lists has one list for each stage replica. If the schedule needs a placement,
       this placement is the default.
