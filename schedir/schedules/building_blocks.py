@@ -32,7 +32,7 @@ def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
     is the bubble of `interleaved`. At other costs each wave adds to the bubble, so the schedule is
     best with m = P.
 
-    For m >= P, a rank has (v-1)P + r+1 stage activations in flight.
+    For m >= P, rank r has (v-1)P + r+1 stage activations in flight.
 
     Args:
         r: Rank, 0 to P - 1.

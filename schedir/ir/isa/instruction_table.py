@@ -357,9 +357,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         frees=(_V.LOCAL_NORM,),
         doc=(
             "Computes the norm of all gradients over all pipeline ranks, after an optimizer "
-            "step that did not wait for it. The next step waits for the norm before its own "
-            "update. If gradients had to be clipped, the rank undoes the first update, makes it "
-            "again with clipped gradients, and repeats the next step."
+            "step that did not wait for this norm. The next training step waits for the norm "
+            "before its own update. If gradients had to be clipped, the rank undoes the earlier "
+            "update, makes it again with clipped gradients, and repeats the next training step."
         ),
         cost="reduce_norm_after_step", partner=_O.ReduceNormAfterStep, group="model",
         is_implicit_in_torch=True,
