@@ -87,8 +87,8 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
     At most 2(P//2 + 1) stage activations are in flight. The idle time below is for F = I = W and m
     >= P. Each rank idles for (3P-7) F with an even P >= 4, and for (3P-4) F with an odd P >= 3. In
     this unit, 1F1B idles for 6(P-1) F, more than twice as long, because its stages have twice as
-    many layers. A constraint solver found that no order with this memory has less idle time, for m
-    = P up to 8.
+    many layers. For m = P up to 8, a constraint solver found that no order with this memory has
+    less idle time.
 
     At other costs, each microbatch adds max(0, 2F-W-2I, 2I-W-2F) of idle time. A late message
     delays the step. So if all messages of a rank share a queue, give `compile` the costs of your
