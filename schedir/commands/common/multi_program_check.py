@@ -36,9 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--replicas", action="store_true",
-        help="read the SCHEDULEs as programs of data-parallel replicas, one each, and check that "
-        "their collectives have one order and that no ranks wait in a cycle; for torch, add "
-        "--blocking-hosts",
+        help="read the SCHEDULEs as programs of data-parallel replicas, one each, and check the "
+        "order of their collectives and waits in a cycle; for torch, add --blocking-hosts",
     )  # fmt: skip
 
 
