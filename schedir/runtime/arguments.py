@@ -113,7 +113,8 @@ def require_stages(
             )
     elif isinstance(value, Sequence | nn.Sequential | nn.ModuleList) and not isinstance(value, str):
         if len(value) != len(all_stages):
-            raise refuse(f"`stages` has {len(value)} modules instead of {len(all_stages)}")
+            modules = f"{len(value)} module{'s' * (len(value) != 1)}"
+            raise refuse(f"`stages` has {modules} instead of {len(all_stages)}")
         stages = {s: value[s] for s in expected_stages}
     else:
         raise refuse(f"`stages` must be a list or a mapping of modules, not {type(value).__name__}")
