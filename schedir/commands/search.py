@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 INTERRUPTED_EXIT_CODE = 130
 _STOP_REASONS = {
     "proved": "the schedule is proved shortest",
-    "time": "the search reached its limit",
+    "limit": "the search reached its limit",
     "no better": "no change shortens the schedule",
     "interrupted": "interrupted, this is the best schedule so far",
 }

@@ -327,6 +327,7 @@ def all_plans(
 
 def _require_types(model: TransformerSpec, cluster: Cluster) -> None:
     require_type(model, "model", TransformerSpec, 'planner.load_model("gpt-22b")')
+    model.require_supported()
     require_type(cluster, "cluster", Cluster, 'planner.cluster_preset("a100", nodes=8)')
     for name in ("flops", "hbm_bandwidth", "nvlink_bandwidth", "network_bandwidth", "latency"):
         base, unit = find_forgotten_unit(name, number := getattr(cluster, name))

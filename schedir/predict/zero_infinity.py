@@ -1,10 +1,10 @@
 """Formulas of ZeRO-Infinity for memory, and for the bandwidth that offloading needs.
 
-The formulas are equations 1 to 11 of arXiv 2104.07857, sections 3 and 4, for a transformer that
-trains in 16 bits with Adam. The transformer has `layers` blocks (nl) of width `hidden` (hd). A
-batch has `batch` sequences (bsz) of `sequence` tokens (seq). `checkpoint_interval` (ci) is the
-number of blocks per activation checkpoint. If `batch` is the batch of one GPU, the bytes of
-activations are also the bytes of one GPU.
+The formulas are equations 1 to 3 and 6 to 11 of arXiv 2104.07857, sections 3 and 4, for a
+transformer that trains in 16 bits with Adam. The transformer has `layers` blocks (nl) of width
+`hidden` (hd). A batch has `batch` sequences (bsz) of `sequence` tokens (seq). `checkpoint_interval`
+(ci) is the number of blocks per activation checkpoint. If `batch` is the batch of one GPU, the
+bytes of activations are also the bytes of one GPU.
 
 Arithmetic intensity (ait in the paper) is the number of operations per byte moved.
 """
@@ -93,58 +93,6 @@ def checkpoint_bytes(
         checkpoint_interval=checkpoint_interval,
     )
     return ACTIVATION_BYTES * batch * sequence * hidden * layers / checkpoint_interval
-
-
-def largest_operator_bytes(hidden: int) -> float:
-    """Return the bytes of the largest operator's model states, 4 * hd * 4hd (equation 4).
-
-    The operator is a linear layer from hd to 4hd, with its parameters and gradients. These bytes
-    must be on the device at the same time, even if all other model states are offloaded.
-
-    Args:
-        hidden: Width of a block.
-
-    Raises:
-        UsageError: The size is not an integer of at least 1.
-
-    Example:
-        >>> f"{largest_operator_bytes(64 * 1024) / 2**30:g} GiB"  # of 10^13 parameters: Figure 2a
-        '64 GiB'
-    """
-    (hidden,) = _require_integers(hidden=hidden)
-    return float((PARAMETER_BYTES + GRADIENT_BYTES) * hidden * 4 * hidden)
-
-
-def activation_working_bytes(
-    hidden: int, heads: int, sequence: int, batch: int, checkpoint_interval: int = 1
-) -> float:
-    """Return the bytes of the activations between two checkpoints.
-
-    A backward needs all these activations at the same time: bsz seq ci (16 hd + 2 heads seq)
-        (equation 5).
-
-    Args:
-        hidden: Width of a block.
-        heads: Number of attention heads.
-        sequence: Number of tokens in a sequence.
-        batch: Number of sequences in a batch.
-        checkpoint_interval: Number of blocks per checkpoint.
-
-    Raises:
-        UsageError: A size is not an integer of at least 1.
-
-    Example:
-        >>> f"{activation_working_bytes(64 * 1024, 512, 1024, 4) / 2**30:g} GiB"  # Figure 2a
-        '8 GiB'
-    """
-    hidden, heads, sequence, batch, checkpoint_interval = _require_integers(
-        hidden=hidden,
-        heads=heads,
-        sequence=sequence,
-        batch=batch,
-        checkpoint_interval=checkpoint_interval,
-    )
-    return float(batch * sequence * checkpoint_interval * (16 * hidden + 2 * heads * sequence))
 
 
 def compute_efficiency(

@@ -91,7 +91,7 @@ class _BoundedSearch:
         uses_solver: bool,
     ) -> StopReason:
         """Search from initial orders, and then by CP-SAT. Return why the search stopped."""
-        stop_reason: StopReason = "time"
+        stop_reason: StopReason = "limit"
         try:
             heuristic_search.add_initial_orders(orders)
             if heuristic_search.run(self.tighten_bound):
@@ -103,7 +103,7 @@ class _BoundedSearch:
                     heuristic_search.add_order(solution.value, solution.order, "CP-SAT")
                 if solution.interrupted:
                     raise KeyboardInterrupt
-                stop_reason = "no better" if solution.is_proved else "time"
+                stop_reason = "no better" if solution.is_proved else "limit"
         except KeyboardInterrupt:
             stop_reason = "interrupted"
         return stop_reason

@@ -12,7 +12,7 @@ from schedir.ir.notebook_repr import render_html
 from schedir.ir.program import Program
 from schedir.predict.timeline import Timeline
 
-StopReason = Literal["proved", "time", "no better", "interrupted"]
+StopReason = Literal["proved", "limit", "no better", "interrupted"]
 
 
 class LowerBound(NamedTuple):
@@ -56,7 +56,7 @@ class SearchResult:
             search.
         num_evaluated: The number of orders that were evaluated.
         seed: The random seed of the search.
-        stop_reason: The reason why the search ended. "proved": no schedule is shorter. "time": the
+        stop_reason: The reason why the search ended. "proved": no schedule is shorter. "limit": the
             time limit or the number of evaluations is reached. "no better": the search no longer
             found shorter schedules. "interrupted": Ctrl-C.
         numba: "used" if the search ran loops that Numba compiled, else the reason why it ran

@@ -21,20 +21,21 @@ def _ended() -> Iterator[None]:
     kill_processes()
 
 
-# Files that take the longest, in seconds of a core or of waiting, the longest first.
+# The files that take the longest. Files whose tests wait alternate with files whose tests compute,
+# so that the workers do not all wait at the same time.
 LONG = (
-    "test_gpu_rehearsal", "test_process_cleanup", "test_checkpoint_kills",
-    "test_drop_in_replicas", "test_numeric_law", "test_nccl_stand_in", "test_megatron",
-    "test_checkpoint_resharding", "test_fault_injection", "test_resume", "test_tutorials",
-    "test_warmup_step", "test_drop_in_huggingface", "test_zero", "test_train",
-    "test_train_zero", "test_benchmarks", "test_post_validation", "test_schedir_runtime",
-    "test_instrument", "test_optimizer_offload", "test_machine_measurement",
-    "test_static_slots", "test_delayed_loss_reads", "test_huggingface_gpt2",
-    "test_nonfinite_steps", "test_new_instruction_runs", "test_segments", "test_shared_outputs",
-    "test_startup_comparison", "test_transport_matching", "test_train_termination",
-    "test_search_execution", "test_model_families", "test_full_disk", "test_background_saver",
-    "test_run_results", "test_hangs", "test_gpu_command", "test_own_model_page",
-    "test_several_programs", "test_packed_documents",
+    "test_megatron", "test_hangs", "test_drop_in_huggingface", "test_checkpoint_kills",
+    "test_resume", "test_shared_memory", "test_numeric_law", "test_gloo_processes",
+    "test_three_d_parallelism", "test_fault_injection", "test_nccl_stand_in", "test_gpu_command",
+    "test_segments", "test_same_gradients_errors", "test_train", "test_run_results",
+    "test_transport_matching", "test_process_cleanup", "test_search_execution", "test_warmup_step",
+    "test_checkpoint_resharding", "test_expert_parallel_runs", "test_tutorials",
+    "test_drop_in_hooks", "test_background_saver", "test_full_disk", "test_new_instruction_runs",
+    "test_checkpoints_in_process", "test_offload_training", "test_gradient_reduction",
+    "test_delayed_loss_reads", "test_drop_in_checkpoints", "test_drop_in_errors",
+    "test_model_families", "test_sequence_parallel", "test_drop_in", "test_boundary_tensors",
+    "test_drop_in_replicas", "test_gloo_executor", "test_shared_outputs", "test_schedir_runtime",
+    "test_startup_comparison",
 )  # fmt: skip
 
 

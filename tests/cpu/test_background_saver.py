@@ -124,9 +124,9 @@ def test_step_without_wait_spoils_copy(tmp_path: Path, monkeypatch: pytest.Monke
     run_steps(executor, 2, 3)
     copies_may_end.set()
     for rank in executor.executors:
-        pending_copies = rank.state.service(SnapshotCopies).pending_copies
-        assert pending_copies
-        for copy in pending_copies:
+        started_copies = rank.state.service(SnapshotCopies).started_copies
+        assert started_copies
+        for copy in started_copies:
             copy.finish()
     saver.write()
     saver.wait()

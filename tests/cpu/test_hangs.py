@@ -251,6 +251,36 @@ def test_watchdog_reports_stopped_process_but_not_slow_disk(stops: bool, tmp_pat
     assert output.startswith(expected) if stops else not output
 
 
+def run_peer_failure(number: int, folder: Path) -> None:
+    """Stop the second process. The first reports that a message exceeded its timeout."""
+    join_run(member := RunMember(folder, ProcessLayout(2, 1, 1), number))
+    process_exit.EXIT_GRACE = 0.1  # type: ignore[misc]
+    member.black_box.enter_phase(ProcessPhase.SAVE, 4)
+    if number:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with open(folder / "errors", "w") as log:
+        os.dup2(log.fileno(), 2)
+    process_exit.exit_with_error("a peer did not respond", is_peer_failure=True)
+
+
+def test_report_of_stopped_process_begins_with_reason(tmp_path: Path) -> None:
+    processes = [CONTEXT.Process(target=run_peer_failure, args=(k, tmp_path)) for k in (1, 0)]
+    try:
+        processes[0].start()
+        wait_until(lambda: read_process_state(processes[0].pid or 0, 0) == "stopped")
+        processes[1].start()
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [-signal.SIGKILL, 1]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    report = (tmp_path / "errors").read_text()
+    expected = "a peer did not respond: process 1 (pipeline rank 1) is stopped, saving step 4"
+    assert report.startswith(expected)
+
+
 def run_slow_set_up(folder: Path) -> None:
     """Set up for longer than the timeout, and then make no progress for a moment."""
     join_run(member := RunMember(folder, ProcessLayout(1, 1, 1), 0))

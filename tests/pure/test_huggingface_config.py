@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from schedir import planner
 from schedir.errors import ConfigError, UsageError
-from schedir.planner import load_model
+from schedir.planner import ParallelPlan, cluster_preset, load_model
 from schedir.planner.transformer.model_presets import MODEL_ALIASES, MODEL_PRESETS, find_preset
 
 LLAMA: dict[str, Any] = {
@@ -48,6 +51,46 @@ def test_qwen3_moe_config_equals_preset(tmp_path: Path) -> None:
         assert abs(load_model(name).params / 1e9 - billions) < 0.1
 
 
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "moe_layer_freq": 1, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "vocab_size": 129280, "max_position_embeddings": 163840,
+}  # fmt: skip
+
+
+def test_deepseek_config_equals_preset_and_is_counted(tmp_path: Path) -> None:
+    """README_WEIGHTS.md of DeepSeek-V3: 671 billion parameters, 36.6 active with the head only."""
+    model = load_model(write_config(tmp_path, **DEEPSEEK), sequence=4096)
+    assert model == load_model("DeepSeek-V3")
+    assert round(model.params / 1e9) == 671
+    embedding = model.embedding_params + model.sequence * model.hidden
+    assert abs((model.active_params - embedding) / 1e9 - 36.6) < 0.1
+    few_queries = load_model(write_config(tmp_path, **{**DEEPSEEK, "q_lora_rank": None}))
+    difference = 7168 * 128 * 192 - 1536 * (7168 + 128 * 192) - 1536  # The last term is the norm.
+    assert few_queries.attention_params - model.attention_params == difference
+
+
+def test_planner_refuses_latent_attention(tmp_path: Path) -> None:
+    model, cluster = load_model("deepseek-v3-671b"), cluster_preset("h100", nodes=256)
+    plan = ParallelPlan(pp=16, dp=128, ep=64, microbatches=32)
+    calls: list[Callable[[], Any]] = [
+        lambda: planner.plan(model, cluster, 4096),
+        lambda: planner.layer_time(model, cluster, plan),
+        lambda: planner.estimate_step(model, cluster, plan),
+        lambda: planner.peak_memory(model, cluster, plan),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(UsageError, match=r"kv_rank 512.*671\.\d billion, 37\.\d+ billion"):
+            call()
+    with pytest.raises(UsageError, match="dense_layers 62 must be at most layers 61"):
+        replace(model, dense_layers=62)
+    with pytest.raises(ConfigError, match="qk_nope_head_dim 64"):
+        load_model(write_config(tmp_path, **{**DEEPSEEK, "qk_nope_head_dim": 64}))
+
+
 def test_gpt2_config_keys(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({
@@ -63,7 +106,8 @@ def test_gpt2_config_keys(tmp_path: Path) -> None:
     ("changes", "text"),
     [
         ({"model_type": None}, "has no model_type"),
-        ({"model_type": "deepseek_v3"}, "model_type 'deepseek_v3'"),
+        ({"model_type": "deepseek_v2"}, "model_type 'deepseek_v2'"),
+        ({"model_type": "deepseek_v3"}, "no kv_lora_rank"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers [0]"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step 2"),
         ({"num_attention_heads": 48, "num_key_value_heads": 8}, "hidden 4096 is not a multiple of"),

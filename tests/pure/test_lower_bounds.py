@@ -99,6 +99,15 @@ def test_explanation_of_bound() -> None:
     assert bound.value == pytest.approx(1102.68 + 135.016 + 72.709)
 
 
+def test_explanation_of_full_backwards_names_B() -> None:
+    shape, costs = PipelineShape(4, 8), Costs(F=1, B=2)
+    bound = lower_bound(shape, costs, max_in_flight=4, split_backward=False)
+    assert bound.explanation == (
+        "rank 0 computes for 24 with at most 4 in flight; it is idle for 6 between its 4th F and "
+        "its first B, and 3 between its last F and its last B"
+    )
+
+
 def test_built_in_schedules_are_not_below_bound() -> None:
     bound_count, exact_count = 0, 0
     for name in schedules.__all__:

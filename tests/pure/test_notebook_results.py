@@ -19,7 +19,7 @@ def test_search_result_shows_its_lower_bound() -> None:
     result = schedir.search_schedule(PipelineShape(2, 4), time_limit=1.0)
     text = result._repr_html_()
     assert "<svg" in text and f"length {result.span:.6g}, proved shortest" in text
-    longer = replace(result, stop_reason="time", bound=result.span / 2)
+    longer = replace(result, stop_reason="limit", bound=result.span / 2)
     assert f"lower bound {result.span / 2:.6g}" in longer._repr_html_()
 
 

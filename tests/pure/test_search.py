@@ -149,6 +149,14 @@ def test_search_without_time_limit_ends_with_proof(seconds: float) -> None:
     assert result.stop_reason == "proved"
 
 
+def test_search_names_limit_if_it_ends_after_all_evaluations() -> None:
+    shape, costs = PipelineShape(4, 8), Costs(F=2, I=2, W=1)
+    result = search_schedule(
+        shape, costs, max_in_flight=3, max_evaluations=50, time_limit=float("inf")
+    )
+    assert result.stop_reason == "limit" and result.num_evaluated == 50
+
+
 def test_interrupt_during_compile_keeps_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from schedir.analysis.progress_models import ProgressModel
     from schedir.ir.program import Program
 
-BLOCKING_HOSTS_TEXT = ", if hosts block, as CPU hosts do"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options `--rank-programs` and `--replicas`, for ranks with different programs.
@@ -129,7 +127,7 @@ def describe_hosts(
         cpu_models: The models of `models` under which the programs also finish on blocking hosts.
     """
     if blocking_hosts:
-        return BLOCKING_HOSTS_TEXT
+        return ", if hosts block, as CPU hosts do"
     if cpu_models == models:
         return ""
     only = f"only under {join_words(cpu_models)}" if cpu_models else "under none"

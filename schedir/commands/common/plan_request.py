@@ -79,7 +79,7 @@ def resolve_model(args: argparse.Namespace) -> TransformerSpec:
     )
 
     model_options = {
-        name: value for name in SPEC_FIELDS if (value := getattr(args, name)) is not None
+        name: value for name in SPEC_FIELDS if (value := vars(args).get(name)) is not None
     }
     if args.model is None and not model_options:
         raise UsageError(
@@ -115,7 +115,7 @@ def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
     planner_options = {"closed_form_only": args.closed_form_only, "offload": args.offload}
     planner_options |= {} if args.stack is None else stack_preset(args.stack).options
     planner_options |= fixed
-    is_preset = args.model is not None and all(getattr(args, name) is None for name in SPEC_FIELDS)
+    is_preset = args.model is not None and all(vars(args).get(name) is None for name in SPEC_FIELDS)
     name = Path(args.model).stem if is_preset else "the model"
     cluster = _limit_memory(resolve_cluster(args), args.memory_limit)
     return PlanRequest(model, cluster, args.batch, (name, Path(args.cluster).stem), planner_options)

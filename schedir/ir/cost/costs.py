@@ -275,7 +275,8 @@ class Costs(CostFields):
 
     def _expand(self, name: str | None, shape: PipelineShape) -> NDArray[np.float64]:
         value = getattr(self._resolved, name) if name else None
-        value = 0.0 if value is None else value
+        if value is None:  # the cost of most opcodes
+            return np.zeros((shape.stages, 1))
         if name in PER_RANK_COSTS and isinstance(value, tuple):
             value = select_ranks(f"cost {name}", value, shape)
             value = (value + value[-1:] * shape.stages)[: shape.stages]

@@ -22,6 +22,7 @@ _GATED_BY_TYPE: Final = {
     "qwen2": True,
     "qwen3": True,
     "qwen3_moe": True,
+    "deepseek_v3": True,
 }
 # The keys of a `config.json` for each field of TransformerSpec. The first key with a value is used.
 _KEYS: Final[dict[str, tuple[str, ...]]] = {
@@ -33,8 +34,18 @@ _KEYS: Final[dict[str, tuple[str, ...]]] = {
     "ffn": ("moe_intermediate_size", "intermediate_size", "n_inner"),
     "kv_heads": ("num_key_value_heads",),
     "head_dim": ("head_dim",),
-    "experts": ("num_local_experts", "num_experts"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "active": ("num_experts_per_tok",),
+}
+# Further keys of `deepseek_v3`. The planner counts parameters with the fields of these keys.
+_DEEPSEEK_KEYS: Final = {
+    "head_dim": "v_head_dim",
+    "shared_experts": "n_shared_experts",
+    "dense_layers": "first_k_dense_replace",
+    "dense_ffn": "intermediate_size",
+    "query_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "rope_dim": "qk_rope_head_dim",
 }
 
 
@@ -111,6 +122,16 @@ def read_huggingface_config(path: Path) -> dict[str, Any]:
         key = next((key for key in keys if config.get(key) is not None), None)
         if key is not None:
             fields[field] = config[key]
+    if kind == "deepseek_v3":
+        if not config.get("kv_lora_rank"):
+            raise ConfigError(
+                "the file has model_type 'deepseek_v3', but no kv_lora_rank",
+                hint="give the config.json in the folder of the model",
+                location=str(path),
+                fields=["model"],
+            )
+        # Models without a latent vector of queries have null as q_lora_rank.
+        fields |= {field: config.get(key) or 0 for field, key in _DEEPSEEK_KEYS.items()}
     # By default, GPT-2 ties its embeddings, and the other types do not.
     fields["tied"] = config.get("tie_word_embeddings", kind == "gpt2")
     _require_supported(config, fields, path)
@@ -119,7 +140,12 @@ def read_huggingface_config(path: Path) -> dict[str, Any]:
 
 def _require_supported(config: dict[str, Any], fields: dict[str, Any], path: Path) -> None:
     """Raise ConfigError for attention windows, and if only some layers have experts."""
-    for key, usual in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+    usual_values: list[tuple[str, Any]] = [
+        ("decoder_sparse_step", 1), ("mlp_only_layers", []), ("moe_layer_freq", 1),
+    ]  # fmt: skip
+    if config["model_type"] == "deepseek_v3":
+        usual_values.append(("qk_nope_head_dim", config.get("v_head_dim")))
+    for key, usual in usual_values:
         if (value := config.get(key, usual)) != usual:
             raise ConfigError(
                 f"the planner does not support {key} {describe(value)}",

@@ -134,8 +134,10 @@ def require_even_division(model: TransformerSpec, plan: ParallelPlan) -> None:
         plan: The plan. Its tp, cp and ep are checked.
 
     Raises:
-        UsageError: A degree does not divide a size. The message names the degree and the size.
+        UsageError: A degree does not divide a size. The message names the degree and the size. Or
+            the planner does not support the model (`TransformerSpec.require_supported`).
     """
+    model.require_supported()
     t, c, kv = plan.tp, plan.cp, model.kv_heads
     rows = [
         ("heads", model.heads, t, "tp"),

@@ -70,6 +70,7 @@ def count_layer_params(model: TransformerSpec, t: Any = 1, e: Any = 1) -> tuple[
         The number of parameters that all replicas have, and the number of parameters of the experts
         on one of `e` replicas.
     """
+    model.require_supported()
     hidden, width = model.hidden, model.attention_width
     columns = width / t + 2 * np.maximum(model.kv_heads / t, 1) * model.head_dim
     attention = (hidden + 1) * columns + hidden * width / t

@@ -78,6 +78,15 @@ MODEL_PRESETS: Final[dict[str, tuple[TransformerSpec, str]]] = {
     "qwen3-32b": (_make_qwen3(64, 5120, 64, 8, 25600), _QWEN3_SOURCE),
     "qwen3-30b-a3b": (_make_qwen3(48, 2048, 32, 4, 768, 128), _QWEN3_SOURCE),
     "qwen3-235b-a22b": (_make_qwen3(94, 4096, 64, 4, 1536, 128), _QWEN3_SOURCE),
+    "deepseek-v3-671b": (
+        TransformerSpec(
+            61, 7168, 128, vocab=129_280, sequence=4096, ffn=2048, head_dim=128, gated=True,
+            experts=256, active=8, tied=False, shared_experts=1, dense_layers=3, dense_ffn=18432,
+            query_rank=1536, kv_rank=512, rope_dim=64,
+        ),
+        "arXiv 2412.19437, section 4.2; vocab and dense_ffn: config.json of deepseek-ai/DeepSeek-V3"
+        " at huggingface.co. Only for its number of parameters",
+    ),
 }  # fmt: skip
 # Other name of a model -> name of the preset. Names are compared without case, spaces, "-", "_" and
 # ".".
@@ -98,6 +107,8 @@ MODEL_ALIASES: Final = {
     "mixtral": "mixtral-8x7b",
     "qwen330b": "qwen3-30b-a3b",
     "qwen3235b": "qwen3-235b-a22b",
+    "deepseekv3": "deepseek-v3-671b",
+    "deepseek671b": "deepseek-v3-671b",
 }
 SPEC_FIELDS: Final = {f.name: f for f in fields(TransformerSpec)}
 # Key of a `schedir train` configuration -> field of `TransformerSpec`. The planner does not need

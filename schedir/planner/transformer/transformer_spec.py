@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, fields
+from typing import Final
 
 from schedir.call_errors import explain_wrong_calls
 from schedir.errors import UsageError, describe
 from schedir.ir.cost.number_parsing import MAX_LAYERS, MAX_WIDTH
+
+# Fields of models for which the planner only counts parameters.
+_UNSUPPORTED: Final = (
+    "shared_experts", "dense_layers", "dense_ffn", "query_rank", "kv_rank", "rope_dim",
+)  # fmt: skip
 
 
 @explain_wrong_calls(
@@ -32,6 +38,16 @@ class TransformerSpec:
         experts: The number of feed-forward networks in a layer.
         active: The number of experts that process each token (arXiv 2101.03961).
         tied: True if the head uses the weight of the embedding.
+        shared_experts: The number of further experts that process each token.
+        dense_layers: The number of first layers with one feed-forward network instead of experts.
+        dense_ffn: The width of the feed-forward network of these layers.
+        query_rank: The size of the latent vector from which latent attention computes queries
+            (arXiv 2405.04434, section 2.1).
+        kv_rank: The size of the latent vector for keys and values. 0 means no latent attention.
+        rope_dim: The additional width of queries and of the shared key with rotary embeddings.
+
+    The planner counts the parameters of models with one of the last six fields, but it cannot plan
+    them: `require_supported` refuses them.
 
     Raises:
         UsageError: A size is not an integer of at least 1, or is too large. Or `kv_heads` does not
@@ -58,6 +74,12 @@ class TransformerSpec:
     experts: int = 1
     active: int = 1
     tied: bool = True
+    shared_experts: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    query_rank: int = 0
+    kv_rank: int = 0
+    rope_dim: int = 0
 
     def __post_init__(self) -> None:
         for name, usual, times in (("ffn", "hidden", 4), ("kv_heads", "heads", 1)):
@@ -79,9 +101,12 @@ class TransformerSpec:
                     )
                 continue
             upper = MAX_LAYERS if f.name == "layers" else MAX_WIDTH
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= upper:
+            lower = 0 if f.name in _UNSUPPORTED else 1
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            if not is_integer or not lower <= value <= upper:
                 raise UsageError(
-                    f"model: {f.name} must be an integer from 1 to {upper}, not {describe(value)}",
+                    f"model: {f.name} must be an integer from {lower} to {upper}, not "
+                    f"{describe(value)}",
                     fields=[f.name],
                 )
         for total, part in divided:
@@ -97,6 +122,28 @@ class TransformerSpec:
                 f"model: active {self.active} must be at most experts {self.experts}",
                 fields=["active", "experts"],
             )
+        if self.dense_layers > self.layers:
+            raise UsageError(
+                f"model: dense_layers {self.dense_layers} must be at most layers {self.layers}",
+                fields=["dense_layers", "layers"],
+            )
+
+    def require_supported(self) -> None:
+        """Raise an error if the planner cannot predict the times and the memory of this model.
+
+        Raises:
+            UsageError: The model has latent attention, shared experts or dense first layers. The
+                message has its number of parameters.
+        """
+        names = [name for name in _UNSUPPORTED if getattr(self, name)]
+        if names:
+            values = ", ".join(f"{name} {getattr(self, name)}" for name in names)
+            raise UsageError(
+                f"model: the planner cannot predict the times and the memory of a model with "
+                f"{values}; it only counts its parameters: {self.params / 1e9:.4g} billion, "
+                f"{self.active_params / 1e9:.4g} billion of them active",
+                fields=names,
+            )
 
     @property
     def attention_width(self) -> int:
@@ -110,12 +157,26 @@ class TransformerSpec:
 
     @property
     def attention_weights(self) -> int:
-        """The number of elements of the two matrices of the attention of a layer."""
+        """The number of elements of the matrices of the attention of a layer."""
+        if self.kv_rank:
+            queries = self.heads * (self.head_dim + self.rope_dim)
+            from_latent = self.kv_rank * 2 * self.attention_width
+            to_latent = self.hidden * (self.kv_rank + self.rope_dim)
+            if self.query_rank:
+                of_queries = self.query_rank * (self.hidden + queries)
+            else:
+                of_queries = self.hidden * queries
+            return of_queries + to_latent + from_latent + self.hidden * self.attention_width
         return self.hidden * (self.qkv_columns + self.attention_width)
 
     @property
     def attention_params(self) -> int:
-        """The number of parameters of attention: two matrices, their biases, and the norm."""
+        """The number of parameters of attention: matrices, their biases, and the norm.
+
+        Latent attention has no biases, and a norm of each latent vector.
+        """
+        if self.kv_rank:
+            return self.attention_weights + self.query_rank + self.kv_rank + 2 * self.hidden
         return self.attention_weights + self.qkv_columns + 3 * self.hidden
 
     @property
@@ -126,9 +187,19 @@ class TransformerSpec:
 
     @property
     def layer_params(self) -> int:
-        """The number of parameters of a layer: attention, feed-forward networks, norms, router."""
+        """The number of parameters of a layer: attention, feed-forward networks, norms, router.
+
+        The layer is not one of the `dense_layers`.
+        """
         router = self.hidden * self.experts if self.experts > 1 else 0
-        return self.attention_params + self.experts * self.expert_params + 2 * self.hidden + router
+        networks = (self.experts + self.shared_experts) * self.expert_params
+        return self.attention_params + networks + 2 * self.hidden + router
+
+    @property
+    def dense_layer_params(self) -> int:
+        """The number of parameters of one of the `dense_layers`."""
+        matrices = self.hidden * self.dense_ffn * (3 if self.gated else 2)
+        return self.attention_params + matrices + 2 * self.hidden
 
     @property
     def embedding_params(self) -> int:
@@ -139,7 +210,14 @@ class TransformerSpec:
     def params(self) -> int:
         """The number of parameters: for a GPT, equation 2 of SC21 (arXiv 2104.04473)."""
         ends = self.embedding_params * (1 if self.tied else 2) + self.sequence * self.hidden
-        return self.layers * self.layer_params + ends + 2 * self.hidden
+        layers = (self.layers - self.dense_layers) * self.layer_params
+        return layers + self.dense_layers * self.dense_layer_params + ends + 2 * self.hidden
+
+    @property
+    def active_params(self) -> int:
+        """The number of parameters that process a token."""
+        idle_experts = (self.layers - self.dense_layers) * (self.experts - self.active)
+        return self.params - idle_experts * self.expert_params
 
     def count_flops(self, batch: int) -> float:
         """Return the number of floating-point operations of one step, without recomputation.

@@ -33,7 +33,6 @@ class SnapshotCopies(RankService):
         # behind a snapshot.
         self.lanes = CopyLanes(device)
         self.requested: dict[int, Sequence[CopyPair]] = {}  # stage -> pairs to copy
-        self.pending_copies: list[LaneJob] = []
         self.started_copies: list[LaneJob] = []  # since the last request
         self.requester: object = None  # the object that made the last request
 
@@ -82,9 +81,7 @@ class SnapshotCopies(RankService):
             stage: The number of the stage.
         """
         if self.requested and (pairs := self.requested.pop(stage, ())):
-            copy = self.start_copy(pairs)
-            self.pending_copies.append(copy)
-            self.started_copies.append(copy)
+            self.started_copies.append(self.start_copy(pairs))
 
     def start_copy(self, pairs: Sequence[CopyPair]) -> LaneJob:
         """Start copies immediately, independent of the request.
@@ -99,8 +96,8 @@ class SnapshotCopies(RankService):
 
         If a copy failed, this method raises the error of the copy.
         """
-        while self.pending_copies:
-            self.pending_copies.pop().wait()
+        for copy in self.started_copies:
+            copy.wait()
 
 
 @torch.no_grad()

@@ -108,6 +108,11 @@ class _RankIdleBounds:
         return self.problem.tail_time[self.rank] * (self.problem.objective == "span")
 
     @cached_property
+    def _backward(self) -> str:
+        """The letter of the backward: I if backwards are split, else B."""
+        return "I" if self.problem.split_backward else "B"
+
+    @cached_property
     def max_forwards_ahead(self) -> int:
         """The number of F's that the rank's last stage can start before its first I ends."""
         return self.lags.max_forwards_ahead(self.problem, self.stages[-1])
@@ -228,16 +233,18 @@ class _RankIdleBounds:
         work_after = self.max_work_after_last_I
         yield LowerBound(
             outside_time + active_time - work_after,
-            f"{idle_text}; after its last I it computes for at most {work_after:.6g}; a microbatch "
-            f"takes {outside_time:.6g} to reach the rank and to return",
+            f"{idle_text}; after its last {self._backward} it computes for at most "
+            f"{work_after:.6g}; a microbatch takes {outside_time:.6g} to reach the rank and to "
+            "return",
         )
         capacity = problem.capacity[self.rank]
         if 0 < capacity < inf:
             area = problem.microbatches * sum(map(self._memory_time_area, self.stages)) / capacity
             yield LowerBound(
                 self.first_arrival + area + self.tail_time,
-                f"rank {self.rank} stores each microbatch from its F to its I and to its W: within "
-                f"its memory limit this takes {area:.6g}{self._describe_ends()}",
+                f"rank {self.rank} stores each microbatch from its F to its {self._backward}"
+                f"{' and to its W' * problem.split_backward}: within its memory limit this takes "
+                f"{area:.6g}{self._describe_ends()}",
             )
 
     def _memory_time_area(self, stage: int) -> float:
@@ -260,10 +267,10 @@ class _RankIdleBounds:
             else "the F's that fit into memory"
         )
         idle_texts = [
-            f"{start:.6g} between {forwards_text} and its first I" * (start > 0),
+            f"{start:.6g} between {forwards_text} and its first {self._backward}" * (start > 0),
             f"{num_trips} times {trip_idle:.6g} until a microbatch returns"
             * (num_trips * trip_idle > 0),
-            f"{end:.6g} between its last F and its last I" * (end > 0),
+            f"{end:.6g} between its last F and its last {self._backward}" * (end > 0),
         ]
         *earlier_texts, last_text = filter(None, idle_texts) if any(idle_texts) else [""]
         limit = f" with at most {self.max_forwards_ahead} in flight" * (

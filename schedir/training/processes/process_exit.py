@@ -289,16 +289,19 @@ def _find_cause(member: RunMember, reason: str) -> StallCause | None:
     """Return the process for which this process waits.
 
     A process closes its connections before it exits. So this function retries for `EXIT_TIMEOUT`
-    seconds, until the black boxes show which process has exited.
+    seconds, until the black boxes show which process has exited. A failure or a death explains
+    itself. For other states, the text of the cause begins with the reason.
     """
     deadline = time.monotonic() + EXIT_TIMEOUT
     reason = reason.partition("\n")[0]
     while True:
-        cause = member.inspect_stall().find_cause()
-        if cause is not None and cause.kind < StallKind.MISSING:
+        stalled_run = member.inspect_stall()
+        cause = stalled_run.find_cause()
+        if cause is not None and cause.kind < StallKind.STOPPED:
             return cause
-        if time.monotonic() > deadline:
-            return member.inspect_stall().find_cause(reason)
+        is_stopped = cause is not None and cause.kind is StallKind.STOPPED
+        if is_stopped or time.monotonic() > deadline:
+            return stalled_run.find_cause(reason)
         time.sleep(0.02)
 
 
