@@ -542,7 +542,7 @@ class Timeline:
     @property
     def caption(self) -> str:
         """The description and the causality warning, which every chart must show."""
-        scope = "" if self.program.has_backward else "forward only"
+        scope = "forward only" * (not self.program.has_backward)
         return ", ".join(filter(None, [self.description, scope, self.causality_warning]))
 
     @cached_property

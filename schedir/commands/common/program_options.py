@@ -96,14 +96,11 @@ def unknown_option_error(name: str) -> UsageError:
     Args:
         name: The name.
     """
-    match = find_similar_name(name, PROGRAM_OPTIONS) or find_similar_name(
-        name.lower(), PROGRAM_OPTIONS
-    )
-    hint = f"did you mean {option_name(match)}?" if match else "schedir options lists all options"
-    if not match and (schedule := _find_schedule_with_option(name)):
+    match = find_similar_name(name.lower(), PROGRAM_OPTIONS)
+    words = _separate_value(name) or (match and option_name(match))
+    hint = f"did you mean {words}?" if words else "schedir options lists all options"
+    if not words and (schedule := _find_schedule_with_option(name)):
         hint = f"options of a schedule are in brackets: '{schedule}({name}=VALUE)'"
-    if words := _separate_value(name):
-        hint = f"did you mean {words}?"
     hint = _OTHER_OPTIONS.get(name, RETIRED_HINTS.get(name, hint))
     return UsageError(f"-O: no option {name!r}", hint=hint)
 
