@@ -366,6 +366,7 @@ def require_rank(value: int, program: Program) -> int:
     raise ModelError(
         f"rank must be from 0 to {program.shape.ranks - 1}, not {describe(value)}",
         program=program.name,
+        hint="pass transport.rank, the pipeline rank of this process",
     )
 
 
