@@ -14,7 +14,7 @@ _Public = TypeVar("_Public", bound=Callable[..., Any])
 
 
 def explain_wrong_calls(example: str) -> Callable[[_Public], _Public]:
-    """Return a decorator of public functions and classes, for calls with wrong arguments.
+    """Return a decorator of public functions, methods and classes, for wrong arguments.
 
     Python's own TypeError does not suggest the new name of an argument, or a call that works.
 
@@ -38,7 +38,8 @@ def explain_wrong_calls(example: str) -> Callable[[_Public], _Public]:
                 # ran. Otherwise the function itself raised the error.
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                     raise
-                arguments = args[1:] if isinstance(public, type) else args
+                is_method = isinstance(public, type) or "self" in signature(public).parameters
+                arguments = args[1:] if is_method else args
                 raise (_make_call_error(public, arguments, named, example) or error) from None
 
         if not isinstance(public, type):
@@ -54,13 +55,14 @@ def _make_call_error(
 ) -> UsageError | None:
     """Return the error for arguments that a function does not accept, else None."""
     name = public.__name__
+    all_parameters = [each for each in signature(public).parameters.values() if each.name != "self"]
     parameters = {
         each.name: each
-        for each in signature(public).parameters.values()
+        for each in all_parameters
         if each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     }
     positional = [each for each, p in parameters.items() if p.kind is not Parameter.KEYWORD_ONLY]
-    accepts_any_name = len(parameters) < len(signature(public).parameters)
+    accepts_any_name = len(parameters) < len(all_parameters)
     for keyword in named:
         if keyword not in parameters and not accepts_any_name:
             hint = suggest_name(keyword, parameters) or example

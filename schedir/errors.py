@@ -30,6 +30,10 @@ from math import isnan
 from numbers import Real
 from typing import Any
 
+# The hint for a file whose format has another number.
+OTHER_VERSION_HINT = (
+    "another version of schedir wrote the file: use that version, or write the file again"
+)
 _MAX_LINE_WIDTH = 160  # characters; a message cuts longer lines of a program text
 
 

@@ -187,7 +187,8 @@ class _ManifestReader:
         if version != FORMAT_VERSION:
             raise CheckpointError(
                 f"{self.checkpoint_name} has format {describe(version)}, but this version of "
-                f"schedir reads format {FORMAT_VERSION}"
+                f"schedir reads format {FORMAT_VERSION}",
+                hint="use the version of schedir that wrote the checkpoint, or a later one",
             )
         _require_fields(value, "schedir_checkpoint", "step", "when", "facts", "state")
         for key in ("step", "when"):

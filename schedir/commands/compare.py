@@ -172,14 +172,16 @@ def _format_comparison(
          "peak in flight", "peak activations", *["peak memory"] * has_sizes,
          *["gathers"] * has_gathers],
         [
-            [", ".join(filter(None, [label, f["kind"] * several_kinds, f["causality_warning"]])),
+            [", ".join(filter(None, [label, f["kind"] * several_kinds,
+                                     "forward only" * (not request.timeline.program.has_backward),
+                                     f["causality_warning"]])),
              *(str(f[name]) for name in ("ranks", "microbatches", "stages")),
              f"{f['span']:.6g} {f['unit']}".strip(),
              f"{f['bubble']:.1%}", format_possible_gain(f),
              str(f["peak_in_flight"]), f"{f['peak_activations']:.6g}",
              *[_format_peak_memory(f)] * has_sizes,
              *[format_range(f.get("unshards", [0]))] * has_gathers]
-            for label, f in zip(label_requests(requests), rows, strict=True)
+            for label, request, f in zip(label_requests(requests), requests, rows, strict=True)
         ],
     )  # fmt: skip
 

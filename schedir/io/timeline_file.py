@@ -19,7 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.progress_models import MODELS
-from schedir.errors import InstructionSite, SchedirError, TraceError, UsageError
+from schedir.errors import (
+    OTHER_VERSION_HINT,
+    InstructionSite,
+    SchedirError,
+    TraceError,
+    UsageError,
+    describe,
+)
 from schedir.io.files import atomic_write, is_perfetto_export, open_regular_file
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.input_trust import RAISE_LIMIT_HINT, get_max_file_instructions
@@ -226,7 +233,12 @@ class _TimelineReader:
         self._require_size(_HEADER_FILE, _MAX_HEADER_BYTES)
         header = json.loads(self._read_member(_HEADER_FILE))
         if not isinstance(header, dict) or header.get("schedir_timeline") != FORMAT_VERSION:
-            raise TraceError(f"the header must have schedir_timeline = {FORMAT_VERSION}")
+            version = header.get("schedir_timeline") if isinstance(header, dict) else None
+            raise TraceError(
+                f"the header must have schedir_timeline = {FORMAT_VERSION}, not "
+                f"{describe(version)}",
+                hint=OTHER_VERSION_HINT if type(version) is int else "",
+            )
         for old, new in (("model", "progress_model"), ("blocks", "blocking_hosts")):
             if old in header and new in header:
                 raise TraceError(f"the header has both {new} and {old}, its former name")

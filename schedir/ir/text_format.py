@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedir.errors import ParseError, ShapeError, require_type
+from schedir.errors import OTHER_VERSION_HINT, ParseError, ShapeError, require_type
 from schedir.ir.input_trust import RAISE_LIMIT_HINT, get_max_file_instructions
 from schedir.ir.isa.instructions import INSTRUCTIONS, NEIGHBOR_VALUES, OPCODE_BY_TEXT, Scope
 from schedir.ir.pipeline.field_schema import Field
@@ -304,8 +304,10 @@ def from_text(text: str, max_instructions: int | None = None) -> Program:
         raise first_line.make_error(fact, hint=hint)
     if lines[0].text.split()[1:] != [str(FORMAT_VERSION)]:
         raise lines[0].make_error(
-            f"the format must be {FORMAT_VERSION}, not {lines[0].text[8:]!r}", 8
-        )
+            f"the format must be {FORMAT_VERSION}, not {lines[0].text[8:]!r}", 8,
+            OTHER_VERSION_HINT if lines[0].text[8:].isdecimal()
+            else f"the first line must be 'schedir {FORMAT_VERSION}'",
+        )  # fmt: skip
     begin = next((k for k, line in enumerate(lines) if line.text.startswith("rank ")), len(lines))
     header_values = _parse_header(lines[1:begin], lines[0])
     header = {key: value for key, (value, _, _) in header_values.items()}

@@ -29,6 +29,10 @@ _CHOICES: Final = {
 }
 
 
+# The schedule of a plan whose order of instructions `improve_schedule` has found.
+SEARCHED_SCHEDULE: Final = "search"
+
+
 @explain_wrong_calls("ParallelPlan(pp=8, tp=8, dp=16, microbatches=96)")
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:

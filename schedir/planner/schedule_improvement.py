@@ -18,7 +18,7 @@ from schedir.planner.estimate.instruction_costs import compute_costs, compute_st
 from schedir.planner.estimate.offload_plans import require_no_offload
 from schedir.planner.estimate.simulated_estimate import estimate_from_program, simulate_plan
 from schedir.planner.hardware.software_constants import SoftwareConstants
-from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate
+from schedir.planner.parallel_plan import SEARCHED_SCHEDULE, ParallelPlan, PlanEstimate
 from schedir.planner.plan_compilation import lower_draft, plan_program
 from schedir.planner.plan_estimate import strip_estimates
 from schedir.planner.trainer_profile import get_trainer
@@ -140,7 +140,7 @@ def improve_schedule(
         )
         estimate = estimate_from_program(model, cluster, kind, lowered, times, search_trainer)
         if estimate.fits and (estimate.step_time < best.step_time or not best.fits):
-            best, program = replace(estimate, schedule="search"), lowered
+            best, program = replace(estimate, schedule=SEARCHED_SCHEDULE), lowered
     return ImprovedPlan(best, program, lower_bound, combine_numba(numba_statuses))
 
 

@@ -542,7 +542,8 @@ class Timeline:
     @property
     def caption(self) -> str:
         """The description and the causality warning, which every chart must show."""
-        return ", ".join(filter(None, [self.description, self.causality_warning]))
+        scope = "forward only" * (not self.program.has_backward)
+        return ", ".join(filter(None, [self.description, scope, self.causality_warning]))
 
     @cached_property
     def graph(self) -> Graph:

@@ -113,7 +113,8 @@ def require_stages(
             )
     elif isinstance(value, Sequence | nn.Sequential | nn.ModuleList) and not isinstance(value, str):
         if len(value) != len(all_stages):
-            raise refuse(f"`stages` has {len(value)} modules instead of {len(all_stages)}")
+            modules = f"{len(value)} module{'s' * (len(value) != 1)}"
+            raise refuse(f"`stages` has {modules} instead of {len(all_stages)}")
         stages = {s: value[s] for s in expected_stages}
     else:
         raise refuse(f"`stages` must be a list or a mapping of modules, not {type(value).__name__}")
@@ -365,6 +366,7 @@ def require_rank(value: int, program: Program) -> int:
     raise ModelError(
         f"rank must be from 0 to {program.shape.ranks - 1}, not {describe(value)}",
         program=program.name,
+        hint="pass transport.rank, the pipeline rank of this process",
     )
 
 

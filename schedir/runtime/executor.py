@@ -184,10 +184,6 @@ class Executor:
         boundaries = BoundaryTable.from_boundary(boundary, program)
         extra_runs = resolve_extra_programs(extra_programs, program, boundaries)
         rank = arguments.require_rank(rank, program)
-        local_stages = arguments.require_stages(stages, program, rank)
-        numbered_stages = [] if isinstance(stages, Mapping) else [*enumerate(stages)]
-        stages = local_stages
-        arguments.require_optimizer(optimizer)
         transport = arguments.require_transport(transport)
         if (process_rank := getattr(transport, "rank", rank)) != rank:
             raise ModelError(
@@ -196,6 +192,10 @@ class Executor:
                 hint="pass transport.rank as rank",
                 fields=["rank"],
             )
+        local_stages = arguments.require_stages(stages, program, rank)
+        numbered_stages = [] if isinstance(stages, Mapping) else [*enumerate(stages)]
+        stages = local_stages
+        arguments.require_optimizer(optimizer)
         programs = [program, *(extra_program for extra_program, _ in extra_runs)]
         require_type(
             gradients, "gradients", GradientOptions, "gradients=GradientOptions(max_norm=1.0)"
@@ -299,6 +299,7 @@ class Executor:
     def record_timestamps(self, record_timestamps: bool) -> None:
         self.runner.record_timestamps = record_timestamps
 
+    @explain_wrong_calls("executor.step(inputs, targets)")
     def step(
         self,
         inputs: Microbatches,
@@ -340,10 +341,11 @@ class Executor:
                 with `program`.
             ProgramSequenceError: Ranks run different programs.
         """
-        runner = self.runner if program is None else self.find_runner(program, has_backward=True)
+        runner = self.find_step_runner(program)
         self._switch_program(runner)
         return runner.run_step(StepInputs(inputs, targets, grad_scale, keywords))
 
+    @explain_wrong_calls("executor.evaluate(inputs, targets)")
     def evaluate(
         self,
         inputs: Microbatches,
@@ -378,6 +380,27 @@ class Executor:
         self.validate_last_update()
         self._switch_program(runner)
         return runner.run_evaluation(StepInputs(inputs, targets, 1.0, keywords))
+
+    def find_step_runner(self, program: Program | None) -> ProgramRunner:
+        """Return the runner of a training step.
+
+        Args:
+            program: See `step`.
+
+        Raises:
+            ModelError: The executor has no such program, or it has an optimizer, but its first
+                program has only forwards.
+        """
+        if program is not None:
+            return self.find_runner(program, has_backward=True)
+        if not self.program.has_backward and self.resources.optimizer is not None:
+            raise ModelError(
+                "step needs backwards, but the program has only forwards, so the optimizer would "
+                "not update the weights",
+                program=self.program.name,
+                hint="evaluate(inputs, targets), or a schedule with B, or with I and W",
+            )
+        return self.runner
 
     def find_runner(self, program: Program | None, *, has_backward: bool) -> ProgramRunner:
         """Return the runner of one of the programs of this executor.

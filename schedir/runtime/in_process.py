@@ -201,6 +201,7 @@ class InProcessExecutor:
         for replica in self.stage_replicas:
             replica.record_state()
 
+    @explain_wrong_calls("executor.step(inputs, targets)")
     def step(
         self,
         inputs: Microbatches,
@@ -232,14 +233,12 @@ class InProcessExecutor:
             ModelError: As in `Executor.step`. Also if a module with stage replicas has changed in a
                 way that cannot be copied to the replicas.
         """
-        runners = [
-            executor.runner if program is None else executor.find_runner(program, has_backward=True)
-            for executor in self.executors
-        ]
+        runners = [executor.find_step_runner(program) for executor in self.executors]
         return self._run_until_valid(
             runners, StepInputs(inputs, targets, grad_scale, keywords), order_seed
         )
 
+    @explain_wrong_calls("executor.evaluate(inputs, targets)")
     def evaluate(
         self,
         inputs: Microbatches,

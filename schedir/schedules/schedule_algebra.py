@@ -100,7 +100,10 @@ class RankSchedule:
             int(times) if isinstance(times, (bool, np.bool_)) else _require_integer("n * F", times)
         )
         if count < 0:
-            raise ValueError(f"n * F needs an n of at least 0, not {count}: use max(n, 0)")
+            raise ValueError(
+                f"n * F needs an n of at least 0, not {count}: use min(warmup, microbatches) for a "
+                "warmup, or max(n, 0)"
+            )
         max_instructions = get_input_trust().max_instructions
         if max_instructions is not None and count * max(len(self), 1) > max_instructions:
             raise ValueError(

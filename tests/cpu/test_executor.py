@@ -58,8 +58,8 @@ def _start_with_wrong_world_size(rank: int) -> None:
 def _create_executor_of_other_rank(rank: int) -> None:
     program = compile(gpipe, PipelineShape(2, 4))
     transport = GlooTransport(program)
-    stages = {0: gpt_stages(2, tied=False)[0]}
-    if rank == 1:
+    model = gpt_stages(2, tied=False)
+    for stages in ({0: model[0]}, {1: model[1]}) if rank == 1 else ():
         with pytest.raises(ModelError, match="rank is 0, but the transport of this process has"):
             Executor(program, 0, stages, transport, loss=gpt.loss, boundary=BOUNDARY)
 

@@ -271,3 +271,57 @@ def find_missing_input_error(_: int, runtime: str) -> str:
 def test_wrong_arguments_of_cut_are_refused(model: Any, stages: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         cut(model, stages)
+
+
+@pytest.mark.parametrize(
+    ("call", "fact", "hint"),
+    [
+        (lambda e, x: e.step(x), "step needs targets", "executor.step(inputs, targets)"),
+        (lambda e, x: e.step(), "step needs inputs and targets", "executor.step(inputs, targets)"),
+        (lambda e, x: e.step(input=x, targets=x), "no argument 'input'", "'inputs'"),
+        (lambda e, x: e.evaluate(x), "evaluate needs targets", "executor.evaluate("),
+        (
+            lambda e, x: e.step(x, x, 1.0, None, (), PROGRAM),
+            "only inputs, targets, grad_scale, order_seed, keywords can be given without a name",
+            "executor.step(inputs, targets)",
+        ),
+    ],
+    ids=["no targets", "no arguments", "input", "evaluate", "too many"],
+)
+def test_wrong_arguments_of_a_step_are_refused(call: Any, fact: str, hint: str) -> None:
+    stages = [nn.Linear(8, 8) for _ in range(2)]
+    executor = InProcessExecutor(PROGRAM, stages, loss=mse_loss, boundary=(2, 8))
+    with pytest.raises(UsageError) as caught:
+        call(executor, torch.ones(4, 2, 8))
+    assert fact in caught.value.fact and hint in caught.value.hint
+    executor.step(torch.ones(4, 2, 8), torch.ones(4, 2, 8))  # the executor still works
+
+
+def test_step_with_optimizer_needs_backwards() -> None:
+    program = compile("forward_only", PipelineShape(2, 4))
+    x = torch.ones(4, 2, 8)
+
+    def make(optimizer: Any) -> InProcessExecutor:
+        stages = [nn.Linear(8, 8) for _ in range(2)]
+        return InProcessExecutor(
+            program, stages, loss=mse_loss, boundary=(2, 8), optimizer=optimizer
+        )
+
+    executor = make(torch.optim.AdamW)
+    with pytest.raises(
+        ModelError, match="step needs backwards, but the program has only"
+    ) as caught:
+        executor.step(x, x)
+    assert caught.value.hint.startswith("evaluate(inputs, targets), or a schedule with B")
+    assert executor.evaluate(x, x) >= 0
+    assert make(None).step(x, x) >= 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_wrong_dtype_of_boundary_has_hint(dtype: torch.dtype) -> None:
+    stages = [nn.Linear(8, 8, dtype=dtype) for _ in range(2)]
+    x = torch.ones(4, 2, 8, dtype=dtype)
+    executor = InProcessExecutor(PROGRAM, stages, loss=mse_loss, boundary=(2, 8))
+    with pytest.raises(ExecutionError, match=f"returns .* of {dtype}, but the boundary") as caught:
+        executor.step(x, x)
+    assert caught.value.hint.endswith(f"the boundary is Boundary((2, 8), {dtype})")

@@ -257,6 +257,7 @@ def test_unknown_format_does_not_select_older_checkpoint(folder: CheckpointDirec
     with pytest.raises(CheckpointError, match="format 2") as error:
         folder.find_checkpoint()
     assert not isinstance(error.value, IncompleteCheckpointError)
+    assert "use the version of schedir that wrote the checkpoint" in error.value.hint
 
 
 def test_checkpoint_paths_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -349,6 +349,10 @@ def test_check_prints_progress_models(capsys: pytest.CaptureFixture[str]) -> Non
 def test_check_reports_forward_only_program(capsys: pytest.CaptureFixture[str]) -> None:
     """A program without backwards is legal, but the backwards may have been forgotten."""
     assert "which run forward only," in run_command(capsys, "check", "forward_only")
+    for command in (["simulate"], ["explain"], ["draw"], ["compare", "gpipe"]):
+        out = run_command(capsys, *command, "forward_only")
+        assert re.search(r"^ ?forward_only, (predicted, )?forward only", out, re.MULTILINE)
+        assert out.count("forward only") == 1
 
 
 def test_check_hints_at_progress_models_that_finish(capsys: pytest.CaptureFixture[str]) -> None:

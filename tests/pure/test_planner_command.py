@@ -40,8 +40,9 @@ PLAN = PlanEstimate(
 
 def test_plans_print_as_golden_file() -> None:
     """Compare the complete output for two plans with the golden file."""
+    names = ("gpt-175b", "a100")
     request = PlanRequest(
-        MODEL_PRESETS["gpt-175b"][0], cluster_preset("a100", 128), 1536, ("gpt-175b", "a100"), {}
+        MODEL_PRESETS["gpt-175b"][0], cluster_preset("a100", 128), 1536, names, {}, "megatron"
     )
     uneven = replace(PLAN, layers_per_stage=(5, *[6] * 14, 7), tp=16, dp=8, sequence_parallel=True)
     plain = replace(
@@ -51,7 +52,7 @@ def test_plans_print_as_golden_file() -> None:
         plain, is_simulated=True, explanation="", breakdown=StepBreakdown(0.04, 0, 0, 0, 0, 0, 0)
     )
     text = format_plans(request, [uneven, plain], 1, 300e9)
-    text += format_plans(request, [plain], 1, None)
+    text += format_plans(replace(request, stack=""), [plain], 1, None)
     assert text == GOLDEN.read_text()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -101,8 +102,45 @@ def test_launcher_options_for_unsupported_schedule() -> None:
         MODEL,
         planner.ParallelPlan(pp=2, stages_per_rank=2, microbatches=4, schedule="zb_v"),
     )
-    assert launcher_options(model, choice)["megatron"].startswith("# ")
-    assert launcher_options(model, choice)["torchtitan"].startswith("pipeline_parallel_degree")
+    options = launcher_options(model, choice)
+    assert "# Megatron-LM has no schedule zb_v" in options["megatron"]
+    assert "# nanotron has no schedule zb_v" in options["nanotron"]
+    assert 'pipeline_parallel_schedule = "ZBVZeroBubble"' in options["torchtitan"]
+
+
+@settings(deadline=None)
+@given(
+    pp=st.integers(1, 4), tp=st.integers(1, 4), dp=st.integers(1, 4), cp=st.integers(1, 2),
+    microbatches=st.integers(1, 4), microbatch_size=st.integers(1, 4), zero=st.integers(0, 3),
+    sequence_parallel=st.booleans(), recompute=st.sampled_from(["none", "selective", "full"]),
+)  # fmt: skip
+def test_launcher_options_describe_the_plan(**fields: Any) -> None:
+    plan = planner.ParallelPlan(**fields)
+    options = launcher_options(replace(MODEL, layers=plan.pp), plan)
+    megatron = dict(re.findall(r"--([\w-]+)(?: (\w+))?", options["megatron"]))
+    nemo = dict(re.findall(r"(\w+)=(\w+)", options["nemo"]))
+    torchtitan = dict(re.findall(r"(\w+) = \"?(\w+)", options["torchtitan"]))
+    nanotron = dict(re.findall(r"(\w+): (\w+)", options["nanotron"]))
+    degrees = {"tensor": plan.tp, "pipeline": plan.pp, "context": plan.cp}
+    for name, degree in degrees.items():
+        option = f"{name}-model-parallel-size" if name != "context" else "context-parallel-size"
+        assert megatron.get(option, "1") == nemo.get(option.replace("-", "_"), "1") == str(degree)
+        assert torchtitan.get(f"{name}_parallel_degree", "1") == str(degree)
+    assert [nanotron["dp"], nanotron["pp"], nanotron["tp"]] == [
+        *map(str, (plan.dp, plan.pp, plan.tp))
+    ]
+    replicas = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
+    assert prod(int(torchtitan[name]) for name in replicas) == plan.dp
+    batch = int(nanotron["micro_batch_size"]) * int(nanotron["batch_accumulation_per_replica"])
+    assert batch * plan.dp == plan.batch == int(megatron["global-batch-size"])
+    assert megatron["micro-batch-size"] == nemo["micro_batch_size"] == str(plan.microbatch_size)
+    assert nemo["global_batch_size"] == torchtitan["global_batch_size"] == str(plan.batch)
+    assert ("sequence-parallel" in megatron) == plan.sequence_parallel
+    assert ("use-distributed-optimizer" in megatron) == (plan.zero > 0)
+    assert megatron.get("recompute-granularity", "none") == torchtitan["mode"] == plan.recompute
+    assert nanotron["zero_stage"] == str(min(plan.zero, 1))
+    assert ("# nanotron has no ZeRO" in options["nanotron"]) == (plan.zero > 1)
+    assert ("# ZeRO" in options["megatron"]) == (plan.zero > 1)
 
 
 # ---------------------------------------------------------------- for our trainer

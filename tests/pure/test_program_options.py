@@ -87,6 +87,28 @@ def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "suggestion"),
+    [
+        ("zero3", "-O zero=3"),
+        ("tp2", "-O tp=2"),
+        ("zero:3", "-O zero=3"),
+        ("zero-3", "-O zero=3"),
+        ("recompute:all", "-O recompute=all"),
+        ("recomputeall", "-O recompute=all"),
+        ("ranks4", "--ranks 4"),
+        ("stage-segments:fgfg", "-O stage_segments=fgfg"),
+        ("ZeRO=3", "-O zero"),
+        ("zero9", "-O zero"),  # 9 is not a ZeRO level
+    ],
+)
+def test_option_without_equals_sign_or_in_capitals_has_suggestion(
+    text: str, suggestion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = run_refused_command(capsys, "simulate", "gpipe", "-O", text)
+    assert f"hint: did you mean {suggestion}?" in message
+
+
 @pytest.mark.parametrize("name", PROGRAM_OPTIONS)
 def test_each_option_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert PROGRAM_OPTIONS[name].help

@@ -82,6 +82,22 @@ HEAD = "schedir 1\nprogram x\nranks 1  microbatches 2\n"
 
 
 @pytest.mark.parametrize(
+    ("number", "hint"),
+    [
+        ("2", "another version of schedir wrote the file"),
+        ("0", "another version of schedir wrote the file"),
+        ("1.0", "the first line must be 'schedir 1'"),
+        ("v1", "the first line must be 'schedir 1'"),
+        ("", "the first line must be 'schedir 1'"),
+    ],
+)
+def test_wrong_format_number_has_hint(number: str, hint: str) -> None:
+    with pytest.raises(ParseError, match=f"the format must be 1, not '{number}'") as caught:
+        from_text(f"schedir {number}\n")
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
     ("text", "line", "column"),
     [
         ("", 1, 1),

@@ -205,7 +205,10 @@ UNFOLDING_PROGRAM = (
     [
         (lambda: forge(header_json=b"[" * 60_000), "not a Timeline file"),
         (lambda: forge(header_json=b"[]"), "schedir_timeline = 1"),
-        (lambda: forge(header_json=make_header(schedir_timeline=2)), "schedir_timeline = 1"),
+        (
+            lambda: forge(header_json=make_header(schedir_timeline=2)),
+            r"schedir_timeline = 1, not 2\n *hint: another version of schedir wrote the file",
+        ),
         (lambda: forge(header_json=make_header(instructions=10**15)), "instructions"),
         (lambda: forge(header_json=make_header(instructions=True)), "instructions"),
         (lambda: forge(header_json=make_header(kind="seen")), "kind: 'seen'"),

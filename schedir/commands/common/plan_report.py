@@ -62,6 +62,14 @@ _COLUMN_MEANINGS: Final = {
 }  # fmt: skip
 _MAX_SENTENCE_WIDTH: Final = 110  # About the width of the table of plans.
 _MAX_OPTION_LENGTH: Final = 100  # The rest of a longer option is not printed; `--json` has all.
+# The first part of a name of `--stack` -> keys of `launcher_options`.
+_TRAINERS: Final = {
+    "megatron": ("megatron", "nemo"), "torchtitan": ("torchtitan",), "nanotron": ("nanotron",),
+}  # fmt: skip
+_TRAINER_NAMES: Final = {
+    "megatron": "Megatron-LM", "nemo": "NeMo (Megatron Bridge)", "torchtitan": "torchtitan",
+    "nanotron": "nanotron",
+}  # fmt: skip
 
 
 def format_seconds(time: float) -> str:
@@ -155,7 +163,6 @@ def format_plans(
             _format_step_times(plan),
             [*_format_memory(plan, cluster.memory), *_format_host_memory(plan, cluster)],
         ),
-        *(f"  {line}\n" for line in _format_layers(request, plan)),
     ]
     lines += [_wrap(f"  note: {note}") for note in _list_notes(request, plans, plan)]
     if plan.offload_comparison:
@@ -166,6 +173,7 @@ def format_plans(
         steps = tokens / (request.batch * model.sequence)
         lines.append(f"  {_format_count(tokens)} tokens take {steps:,.0f} steps: "
                      f"{steps * plan.step_time / _SECONDS_PER_DAY:,.1f} days\n")  # fmt: skip
+    lines += [f"  {line}\n" for line in _format_options(request, plan)]
     return "".join(lines)
 
 
@@ -311,26 +319,26 @@ def _join_columns(left: list[str], right: list[str]) -> Iterator[str]:
         yield f"  {first:<{width}}{second}".rstrip() + "\n"
 
 
-def _format_layers(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
-    """Yield lines about uneven layers per stage, with the options that other trainers need."""
-    if not (options_by_trainer := _find_launcher_options(request, plan)):
-        return
-    yield f"layers of each stage: {_format_repeats(plan.layers_per_stage)}"
-    for trainer, text in options_by_trainer.items():
-        yield f"  {trainer}"
-        for line in text.splitlines():
-            yield (
-                f"    {line}"
-                if len(line) <= _MAX_OPTION_LENGTH
-                else f"    {line[:_MAX_OPTION_LENGTH]}... (--json prints all)"
-            )
-
-
-def _find_launcher_options(request: PlanRequest, plan: PlanEstimate) -> dict[str, str]:
-    """Return trainer -> options for the layers per stage, or {} if these are equal."""
+def _format_options(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
+    """Yield the layers of each stage if they are uneven, and the options of `--stack`."""
     from schedir.planner import launcher_options
 
-    return launcher_options(request.model, plan) if len({*plan.layers_per_stage}) > 1 else {}
+    if len({*plan.layers_per_stage}) > 1:
+        yield f"layers of each stage: {_format_repeats(plan.layers_per_stage)}"
+    if not request.stack:
+        yield (
+            "--stack megatron, torchtitan or nanotron prints the options of this trainer, and "
+            "--json those of all trainers"
+        )
+    options = launcher_options(request.model, plan)
+    for trainer in _TRAINERS.get(request.stack.partition("-")[0], ()):
+        yield f"options of {_TRAINER_NAMES[trainer]}"
+        for line in options[trainer].splitlines():
+            yield (
+                f"  {line}"
+                if len(line) <= _MAX_OPTION_LENGTH
+                else f"  {line[:_MAX_OPTION_LENGTH]}... (--json prints all)"
+            )
 
 
 def _format_repeats(numbers: Sequence[int]) -> str:
@@ -387,13 +395,15 @@ def format_plans_json(request: PlanRequest, plans: Sequence[PlanEstimate]) -> st
         request: The request of the plans.
         plans: The plans, in the order of the table.
     """
+    from schedir.planner import launcher_options
+
     return format_json(
         {
             "model": asdict(request.model) | {"params": request.model.params},
             "cluster": asdict(request.cluster) | {"gpus": request.cluster.gpu_count},
             "batch": request.batch,
             "plans": [
-                collect_plan_facts(plan) | {"options": _find_launcher_options(request, plan)}
+                collect_plan_facts(plan) | {"options": launcher_options(request.model, plan)}
                 for plan in plans
             ],
         }

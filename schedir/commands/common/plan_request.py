@@ -48,6 +48,7 @@ class PlanRequest:
         batch: The number of sequences in a step.
         display_names: The printed names of the model and of the cluster.
         planner_options: The keyword arguments of `schedir.planner.plan`.
+        stack: The name of the training software, or "".
     """
 
     model: TransformerSpec
@@ -55,6 +56,7 @@ class PlanRequest:
     batch: int
     display_names: tuple[str, str]
     planner_options: dict[str, Any]
+    stack: str = ""
 
     @property
     def software(self) -> dict[str, Any]:
@@ -118,7 +120,8 @@ def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
     is_preset = args.model is not None and all(vars(args).get(name) is None for name in SPEC_FIELDS)
     name = Path(args.model).stem if is_preset else "the model"
     cluster = _limit_memory(resolve_cluster(args), args.memory_limit)
-    return PlanRequest(model, cluster, args.batch, (name, Path(args.cluster).stem), planner_options)
+    names = (name, Path(args.cluster).stem)
+    return PlanRequest(model, cluster, args.batch, names, planner_options, args.stack or "")
 
 
 def _limit_memory(cluster: Cluster, limit: float | None) -> Cluster:

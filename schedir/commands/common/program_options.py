@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from schedir.errors import ConfigError, SchedirError, UsageError, describe
 from schedir.io.files import read_text
-from schedir.io.option_spelling import FIELDS_WITH_FLAGS, option_name
+from schedir.io.option_spelling import FIELDS_WITH_FLAGS, option_name, option_words
 from schedir.io.toml_tables import find_position, parse_toml, suggest_file_kind, suggest_section
 from schedir.ir.pipeline.field_schema import YES_OR_NO_TYPE, FieldType
 from schedir.ir.program import HEADER_FIELDS
@@ -96,12 +96,26 @@ def unknown_option_error(name: str) -> UsageError:
     Args:
         name: The name.
     """
-    match = find_similar_name(name, PROGRAM_OPTIONS)
-    hint = f"did you mean {option_name(match)}?" if match else "schedir options lists all options"
-    if not match and (schedule := _find_schedule_with_option(name)):
+    match = find_similar_name(name.lower(), PROGRAM_OPTIONS)
+    words = _separate_value(name) or (match and option_name(match))
+    hint = f"did you mean {words}?" if words else "schedir options lists all options"
+    if not words and (schedule := _find_schedule_with_option(name)):
         hint = f"options of a schedule are in brackets: '{schedule}({name}=VALUE)'"
     hint = _OTHER_OPTIONS.get(name, RETIRED_HINTS.get(name, hint))
     return UsageError(f"-O: no option {name!r}", hint=hint)
+
+
+def _separate_value(text: str) -> str:
+    """Return the words for a name and a value without = between them, such as "zero3", or ""."""
+    for name in sorted(PROGRAM_OPTIONS, key=len, reverse=True):
+        value = text.removeprefix(name).lstrip(":_")
+        if value and text.startswith(name):
+            try:
+                PROGRAM_OPTIONS[name].kind.parse(value)
+            except ValueError:
+                continue
+            return " ".join(option_words(name, value))
+    return ""
 
 
 def _find_schedule_with_option(name: str) -> str:

@@ -322,7 +322,9 @@ class BoundaryTensors:
             raise ModelError(
                 f"stage {stage} returns {_describe_value(value)}{index_text}, but the boundary is "
                 f"{tensor}",
-                hint="" if _are_tensors([value]) else _TENSORS_HINT,
+                hint=_suggest_boundary(value, tensor)
+                if isinstance(value, Tensor)
+                else _TENSORS_HINT,
             )
         requires_grad = tuple([value.requires_grad for value in values])
         if requires_grad != self.requires_grad and any(requires_grad):
@@ -343,6 +345,13 @@ _TENSORS_HINT = "a stage must return a tensor, or a tuple of tensors"
 
 def _are_tensors(values: Iterable[object]) -> bool:
     return all(isinstance(value, Tensor) for value in values)
+
+
+def _suggest_boundary(value: Tensor, boundary: Boundary) -> str:
+    """Return a hint for an output of which only the dtype differs from its boundary, else ""."""
+    if value.shape != boundary.shape:
+        return ""
+    return f"if this dtype is right, the boundary is Boundary({tuple(value.shape)}, {value.dtype})"
 
 
 def _describe_value(value: object) -> str:
