@@ -1,6 +1,7 @@
 import gc
 import os
 import re
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -63,6 +64,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     text = (collection_path.stem + collection_path.read_text(encoding="utf-8")).lower()
     can_have = any(name in text or not name.startswith("test_") for name in names)
     return None if can_have else True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Report a test file that cannot be imported as an error.
+
+    pytest imports a file for its doctests first. If this import fails, pytest skips the doctests
+    and keeps the incomplete module. Without this hook, it would find no tests in the module.
+    """
+    report = yield
+    if report.skipped:
+        for name, module in [*sys.modules.items()]:
+            if getattr(module, "__dict__", {}).get("__file__") == str(collector.path):
+                del sys.modules[name]
+    return report
 
 
 @pytest.hookimpl(wrapper=True)

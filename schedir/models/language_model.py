@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from schedir.models.gpt_config import GPTConfig
-from schedir.models.llama_config import LlamaConfig
 from schedir.tensor_parallel.sliced_init import SlicedInit
 from schedir.tensor_parallel.vocab_parallel import (
     VocabParallelEmbedding,
@@ -32,6 +30,26 @@ class ParameterPlacement(TypedDict):
 
     device: torch.device | str
     dtype: torch.dtype
+
+
+class TokenModelConfig(Protocol):
+    """The part of a configuration that the embedding and the head need."""
+
+    @property
+    def vocab(self) -> int:
+        """Size of the vocabulary."""
+
+    @property
+    def hidden(self) -> int:
+        """Hidden size."""
+
+    @property
+    def tied(self) -> bool:
+        """Return whether the head uses the weight of the embedding."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the initial parameters."""
 
 
 def make_normal_init(
@@ -73,7 +91,7 @@ class EmbeddingAndHead(NamedTuple):
     @classmethod
     def for_stage(
         cls,
-        config: GPTConfig | LlamaConfig,
+        config: TokenModelConfig,
         is_first: bool,
         is_last: bool,
         tp: ProcessGroup | None,
@@ -119,7 +137,7 @@ class EmbeddingAndHead(NamedTuple):
 
 
 def find_tied_weight(
-    config: GPTConfig | LlamaConfig,
+    config: TokenModelConfig,
     embedding: VocabParallelEmbedding | None,
     head: VocabParallelHead | None,
 ) -> nn.Parameter | None:

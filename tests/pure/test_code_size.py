@@ -21,7 +21,7 @@ BUDGET = {
     "schedir/io": 2_080,
     "schedir/ir": 4_880,
     "schedir/megatron": 1_180,
-    "schedir/models": 1_230,
+    "schedir/models": 1_240,
     "schedir/passes": 2_800,
     "schedir/planner": 4_610,
     "schedir/predict": 1_580,
