@@ -53,6 +53,9 @@ _TRAINER_MODULES = (
     "torch._dynamo",
     "schedir.training.trainer",
 )
+# Launchers set these variables to the number of processes: torchrun, and mpirun of Open MPI. Each
+# of the processes would train the complete model if schedir ignored a missing RANK.
+_PROCESS_COUNT_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 _LAUNCHER_HINT = "start it with torchrun, or unset RANK"
 
 
@@ -77,6 +80,7 @@ def run(path: str, overrides: Sequence[str] = ()) -> int:
     """
     if "RANK" in os.environ:
         return _run_rank(path, overrides)
+    _require_no_launcher()
     config = read_config(path, overrides)
     with locate_setting_errors(path, overrides):
         program = build_program(config)
@@ -276,6 +280,16 @@ def _describe_os_error(error: OSError) -> str:
         return "standard output was closed"
     file_text = f" ({error.filename})" if error.filename else ""
     return f"cannot continue: {describe_os_error(error)}{file_text}"
+
+
+def _require_no_launcher() -> None:
+    """Refuse an environment of several processes that does not set the rank of this process."""
+    for name in _PROCESS_COUNT_VARIABLES:
+        if (count := os.environ.get(name, "1")) != "1":
+            raise UsageError(
+                f"the environment variable {name} is {count}, but RANK is not set",
+                hint=f"start several processes with torchrun, or unset {name}",
+            )
 
 
 def _check_environment() -> None:

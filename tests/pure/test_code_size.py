@@ -32,7 +32,7 @@ BUDGET = {
     "schedir/testing": 1_010,
     "schedir/torch_pipelining": 1_910,
     "schedir/traces": 960,
-    "schedir/training": 3_960,
+    "schedir/training": 3_970,
     "schedir/transports": 2_060,
     "schedir/verify": 1_280,
     "viz": 2_580,
