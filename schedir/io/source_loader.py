@@ -151,6 +151,8 @@ def suggest_source(source: str) -> str:
         return f"gunzip {source}"
     if hint := suggest_separator(source):
         return hint
+    if match := re.fullmatch(r"([\w./:-]+)\[(.+)\]", source):  # as in interleaved[group=4]
+        return f"write options in round brackets: '{match[1]}({match[2]})'"
     if timeline := _find_timeline(source):
         return f"did you mean {timeline}?"
     if isfile(source) and _is_trace(source) and is_perfetto_export(Path(source)):

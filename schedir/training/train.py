@@ -310,11 +310,14 @@ def _check_environment() -> None:
 def _require_process_count(program: Program) -> None:
     """Check that the launcher started the number of processes that the program needs."""
     mesh_sizes = program.shape.ranks, program.tp, program.dp
-    if fact := find_process_count_error(int(os.environ["WORLD_SIZE"]), *mesh_sizes):
+    world = int(os.environ["WORLD_SIZE"])
+    if fact := find_process_count_error(world, *mesh_sizes):
+        hint = f"torchrun --nproc-per-node {prod(mesh_sizes)} on one machine, or change "
         raise UsageError(
             fact,
-            hint=f"torchrun --nproc-per-node {prod(mesh_sizes)} on one machine, or change "
-            "pipeline.ranks, pipeline.tp or pipeline.dp",
+            hint="unset RANK, and schedir starts the processes"
+            if world == 1
+            else f"{hint}pipeline.ranks, pipeline.tp or pipeline.dp",
             fields=["ranks", "tp", "dp"],
         )
 

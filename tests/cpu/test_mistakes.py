@@ -172,6 +172,13 @@ def test_wrong_number_of_torchrun_processes_is_refused(tmp_path: Path) -> None:
     assert "hint: torchrun --nproc-per-node 2 on one machine, or change pipeline.ranks" in error
 
 
+def test_left_rank_of_one_process_is_refused(tmp_path: Path) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
+    error = train_as_rank(tmp_path, RANK="0", WORLD_SIZE="1", **address)
+    assert "there is 1 process, but pp 2 x tp 1 x dp 1 needs 2" in error
+    assert "hint: unset RANK, and schedir starts the processes" in error
+
+
 def test_rank_without_master_address_is_refused(tmp_path: Path) -> None:
     error = train_as_rank(tmp_path, RANK="0", WORLD_SIZE="2")
     assert "RANK is set, but MASTER_ADDR and MASTER_PORT are not" in error

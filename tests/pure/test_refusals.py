@@ -186,6 +186,20 @@ def test_wrong_counts_are_refused(
         ("print quits.py:f", "quits.py:1: raise GeneratorExit"),
         ("print mine.py:staggered -O optimizer_steps=2", "2 numbers for 4 stages"),
         ("print mine.py:odd", "raise Odd('bad')"),
+        # Wrong separators and brackets, and options of other trainers.
+        ("check interleaved[group=4]", "in round brackets: 'interleaved(group=4)'"),
+        ("check gpipe --sizes saved=1.2 GB", "a number of bytes without a space: 40GB"),
+        ("simulate gpipe --memory-limit 40 GiB", "a number of bytes without a space: 40GiB"),
+        ("draw gpipe -o x.svg --show lanes;path", "not 'lanes;path'\n  hint: such as lanes,arrows"),
+        ("plan --schedules gpipe;zb_h1", "names with commas between them, not 'gpipe;zb_h1'"),
+        (
+            "plan --tp 4:8",
+            "must be an integer, or integers with commas between them like 4,8",
+        ),
+        ("train d.toml --train.lr 3e-4", "--set train.lr=VALUE, or lr in [train] of the file"),
+        ("train d.toml --data.seed 1", "--set data.seed=VALUE, or seed in [data] of the file"),
+        ("train d.toml --training.steps 9", "--set train.steps=VALUE, or steps in [train]"),
+        ("train d.toml --kv-heads 4", "--set model.kv_heads=VALUE, or kv_heads in [model]"),
     ],
 )
 def test_wrong_arguments_are_refused(
