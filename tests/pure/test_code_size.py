@@ -19,7 +19,7 @@ BUDGET = {
     "schedir/hang_diagnosis": 2_220,
     "schedir/instrumentation": 560,
     "schedir/io": 2_080,
-    "schedir/ir": 4_880,
+    "schedir/ir": 4_885,
     "schedir/megatron": 1_180,
     "schedir/models": 1_240,
     "schedir/passes": 2_800,
