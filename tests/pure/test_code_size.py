@@ -18,7 +18,7 @@ BUDGET = {
     "schedir/data": 470,
     "schedir/hang_diagnosis": 2_220,
     "schedir/instrumentation": 560,
-    "schedir/io": 2_080,
+    "schedir/io": 2_095,
     "schedir/ir": 4_885,
     "schedir/megatron": 1_180,
     "schedir/models": 1_240,
