@@ -6,7 +6,7 @@ READY := .venv/.ready
 # threads, because it changes the order of sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test pure cpu pages campaign versions types docs lint format clean gpu
+.PHONY: demo test pure_then_cpu lint_then_pages pure cpu pages campaign versions types docs lint format clean gpu
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -15,11 +15,14 @@ demo: $(READY)
 # output is printed at the end.
 test: $(READY)
 	@mkdir -p build
-	@$(MAKE) --keep-going lint pages >build/lint_and_pages.log 2>&1 & job=$$!; code=0; \
-	$(MAKE) --keep-going pure cpu || code=$$?; \
-	wait $$job || code=$$?; \
-	echo "== make lint pages"; cat build/lint_and_pages.log; \
-	exit $$code
+	@code=0; $(MAKE) --no-print-directory -j2 -k pure_then_cpu lint_then_pages || code=$$?; \
+	echo "== make lint pages"; cat build/lint_and_pages.log; exit $$code
+
+pure_then_cpu:
+	@code=0; $(MAKE) pure || code=$$?; $(MAKE) cpu || code=$$?; exit $$code
+
+lint_then_pages:
+	@code=0; { $(MAKE) lint || code=$$?; $(MAKE) pages || code=$$?; } >build/lint_and_pages.log 2>&1; exit $$code
 
 pure: $(READY)
 	$(BIN)/pytest -n 2 tests/pure

@@ -28,7 +28,7 @@ from schedir.schedules.schedule_algebra import (
 # When to use each schedule, in the order of the page.
 WHEN = {
     "gpipe": "As a baseline, or with so few microbatches that memory is sufficient.",
-    "one_f_one_b": "The default, if memory is short and messages are fast.",
+    "one_f_one_b": "As the default, if memory is short and messages are fast.",
     "eager_1f1b": "If messages are slow and there is memory for twice the warmup.",
     "interleaved": "If the layers can be divided into more stages, links are fast, and backwards "
     "cannot be split.",
@@ -36,17 +36,17 @@ WHEN = {
     "looped_dfs": "As a baseline for `interleaved`.",
     "wave": "With m = P, if the first and the last stage must be on one rank. Otherwise "
     "`interleaved` has a smaller bubble.",
-    "zb_h1": "Instead of 1F1B if backwards can be split. The bubble is a third of 1F1B's, and each "
-    "rank needs the memory of 1F1B's first rank.",
+    "zb_h1": "Instead of 1F1B if backwards can be split. At F = I = W, the idle time is a third of "
+    "that of 1F1B. Each rank needs the memory of the first rank of 1F1B.",
     "zb_h2": "If there is much memory and ranks need not end together.",
     "interleaved_zb": "Instead of `interleaved` if backwards can be split. It needs no vee "
     "placement.",
-    "zb_v": "The smallest bubble in 1F1B's memory, if F, I and W are similar.",
+    "zb_v": "For the smallest bubble in the memory of 1F1B, if F, I and W are similar.",
     "v_half": "If there is only half of the memory that 1F1B needs.",
     "v_min": "If there is only a third of the memory that 1F1B needs, and F, I and W are nearly "
     "equal.",
-    "dualpipe_v": "If messages are long, as with expert parallelism. Then a pair that runs "
-    "together saves more time than a smaller bubble would.",
+    "dualpipe_v": "If messages are long, as with expert parallelism. In this case, the overlap "
+    "of a pair saves more time than a smaller bubble would.",
     "pipedream_2bw": "If gradients may be one update late. All updates of a run together have the "
     "bubble of one update, and each rank needs one more copy of the weights.",
     "dualpipe": "As `dualpipe_v`, if parameters are small compared with activations. It needs half "
@@ -54,7 +54,7 @@ WHEN = {
     "bitpipe": "As `chimera`, with half of its bubble and nearly twice its messages, if the layers "
     "can be divided into twice as many stages.",
     "chimera": "With m = P and full backwards, if there is memory for twice the parameters.",
-    "forward_only": "Evaluation and inference.",
+    "forward_only": "For evaluation and inference.",
 }  # fmt: skip
 
 

@@ -60,7 +60,7 @@ MODEL_ROWS: Final[tuple[ModelRow, ...]] = (
     ModelRow(
         "per_direction", True, False, True, False, False,
         "one queue per rank for activations, and one for gradients",
-        "two communicators for the pipeline, one for each direction, as of pytorch#186173",
+        "two communicators for the pipeline, one for each direction, as in pytorch#186173",
     ),
     ModelRow(
         "per_device", True, False, False, False, False,

@@ -57,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compare schedules of one model. --costs are per rank and microbatch, or lists with one "
         "number for each equal part of the model. They are split evenly over the stages of each "
-        "schedule. A schedule without a parameter v has one stage per rank. If a SCHEDULE is a "
-        "run, its shape, mean times and progress model are the defaults. --costs are then in the "
-        'time unit of the run. The column "to gain" is the '
+        "schedule. --stages-per-rank applies only to schedules with a parameter v, such as "
+        "interleaved. If a SCHEDULE is a run, its shape, mean times and progress model are the "
+        'defaults, and --costs are in the time unit of the run. The column "to gain" is the '
         "largest share of the span that another order of the same stages within the same memory "
         'can save. "none" means that no such order is shorter, and "-" that the share is unknown.'
     )

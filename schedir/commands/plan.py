@@ -359,7 +359,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--memory-limit", type=parse_byte_option, metavar="BYTES",
-        help="the most bytes of a GPU that a plan may use, such as 40GB (the memory of the GPU)",
+        help="the most bytes of a GPU that a plan may use, such as 40GB (default: its memory)",
     )  # fmt: skip
     many: Any = group.add_mutually_exclusive_group()
     many.add_argument("--nodes", type=parse_count, metavar="N", help="number of nodes")

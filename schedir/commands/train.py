@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument(
         "config", metavar="CONFIG.toml",
-        help="a file with the settings below; if its schedule is file.py:function, schedir "
+        help="a TOML file with settings; if its schedule is file.py:function, schedir "
         "executes file.py, unless --no-code is given",
     )  # fmt: skip
     parser.add_argument(

@@ -68,10 +68,10 @@ def chimera(r: int, P: int, m: int) -> RankSchedule:
     More than P microbatches run in units of P, one unit after the other. The order is derived from
     the paper, not from its code. The paper's forward doubling is not implemented.
 
-    If P divides m, each rank idles for (P-2)(min(F,B) + (m/P)|B-F|). At F = B, this is half of the
-    bubble of 1F1B. At B = 2F and m = P, the idle time is the paper's value.
+    If P divides m, each rank idles for (P-2)(min(F,B) + (m/P)|B-F|). At F = B, this is (P-2) F,
+    less than half of the 2(P-1) F of 1F1B. At B = 2F and m = P, the idle time is the paper's value.
 
-    For m >= P, a rank has P/2 + 1 + min(r, P-1-r) activations in flight. It has twice the
+    For m >= P, rank r has P/2 + 1 + min(r, P-1-r) activations in flight. It has twice the
     parameters of a rank of 1F1B.
 
     Args:
@@ -111,7 +111,7 @@ def bitpipe(r: int, P: int, m: int) -> RankSchedule:
     If P divides m, each rank idles for (P-2)(min(F,B) + (m/P)|B-F|). At B = 2F and m = P, this
     idle time is (P-2)/(3m+P-2) of the step. No message is sent where a vee reverses its direction.
 
-    For m >= P, a rank has 3P/2 + 1 + min(r, P-1-r) stage activations in flight. It has twice the
+    For m >= P, rank r has 3P/2 + 1 + min(r, P-1-r) stage activations in flight. It has twice the
     parameters of a rank of `interleaved`.
 
     Args:

@@ -42,9 +42,9 @@ def greedy_schedule(
     rank prefers the letter that is first in `priority`, then the lowest microbatch, then the last
     stage.
 
-    A forward does not use memory that later stages of the same rank need to continue. So the
-    microbatch in the last stage can always proceed, and the schedule has no deadlock. The limit can
-    be as low as the number of trained stages of the rank.
+    A forward leaves memory for one forward of each later stage of its rank. So the microbatch in
+    the last stage can always proceed, and the schedule has no deadlock. The limit can be as low as
+    the number of trained stages of the rank.
 
     Args:
         shape: Shape of the pipeline.

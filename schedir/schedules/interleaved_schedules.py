@@ -23,8 +23,8 @@ def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run breadth first: all microbatches through one local stage, then through the next.
 
     All forwards of a stage follow each other, and so do all its backwards. So sharded weights of a
-    stage are gathered at most twice. Each rank idles for (P-1)(F+B), which is (P-1)/(v m) of
-    ideal time. If m < P, it idles for (v-1)(P-m)(F+B) more. There are m v stage activations in
+    stage are gathered at most twice. Each rank idles for (P-1)(F+B), which is (P-1)/(v m) of ideal
+    time. If m < P, it idles for (v-1)(P-m)(F+B) more. Each rank has m v stage activations in
     flight. PyTorch's LoopedBFS runs the backwards of each stage in descending order of
     microbatches, which takes the same time.
 
@@ -58,7 +58,7 @@ def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     The backwards also have the same order. But in `interleaved`, forwards and backwards alternate.
     arXiv 2211.05953 uses the name "depth-first" for the alternating order.
 
-    If P divides m, each rank idles for (P-1)(F+B). There are m v stage activations in flight.
+    If P divides m, each rank idles for (P-1)(F+B). Each rank has m v stage activations in flight.
     Boundary activations of at most P microbatches wait for the next local stage. With `looped_bfs`,
     boundary activations of m microbatches wait.
 
@@ -93,7 +93,7 @@ def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> Ran
     The microbatches are divided into groups. Each group passes through all local stages before the
     next group.
 
-    If P divides m, the bubble is (P-1)/(v m) of ideal time. There are min(2(P-1-r) + (v-1)P + 1, v
+    If P divides m, the bubble is (P-1)/(v m) of ideal time. Rank r has min(2(P-1-r) + (v-1)P + 1, v
     m) stage activations in flight. The number of messages is v times the number of messages of
     1F1B.
 

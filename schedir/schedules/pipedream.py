@@ -10,8 +10,9 @@ from schedir.schedules.single_stage import one_f_one_b
 def pipedream_2bw(r: int, P: int, m: int) -> RankSchedule:
     """Run PipeDream-2BW: 1F1B without a flush, with two versions of the weights.
 
-    With `PipelineShape(optimizer_steps=..., weight_delay=1)`, update u is W(u+1) = W(u) - lr
-    grad(W(u-1)). This is the rule of the paper. The first update uses the gradient at W(0).
+    With `PipelineShape(optimizer_steps=..., weight_delay=1)`, update u is w(u+1) = w(u) - lr
+    grad(w(u-1)), where w(u) are the weights after u updates. This is the rule of the paper. The
+    first update uses the gradient at w(0).
 
     Each rank idles for (P-1)(F+B) once, for any number of updates. Rank r has min(P-r, m)
     activations in flight, and two versions of the weights. Each update needs at least P-1

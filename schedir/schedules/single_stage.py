@@ -8,7 +8,7 @@ from schedir.schedules.schedule_algebra import EMPTY, B, F, RankSchedule
 def gpipe(r: int, P: int, m: int) -> RankSchedule:
     """Run GPipe: all forwards, then all backwards.
 
-    The bubble is (P-1)/m of ideal time. There are m activations in flight.
+    The bubble is (P-1)/m of ideal time. Each rank has m activations in flight.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -65,8 +65,8 @@ def eager_1f1b(r: int, P: int, m: int) -> RankSchedule:
     """Run 1F1B with twice the warmup, so that messages overlap with compute.
 
     If messages take no time, the bubble is the same as in 1F1B. If a message takes t, 1F1B takes
-    2(P-1)t longer for every P microbatches. This schedule avoids this loss up to t = (F+B)/2. There
-    are min(2(P-1-r) + 1, m) activations in flight.
+    2(P-1)t longer for every P microbatches. This schedule avoids this loss up to t = (F+B)/2. Rank
+    r has min(2(P-1-r) + 1, m) activations in flight.
 
     Args:
         r: Rank, 0 to P - 1.

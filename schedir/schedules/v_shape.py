@@ -24,8 +24,8 @@ def zb_v(r: int, P: int, m: int) -> RankSchedule:
     If F = I >= W, rank r idles for 2(P-1-r)(F-W) in its active span. This idle time is 0 if W = F.
     From the first start to the last end, each rank idles for (P-1) max(F, 2(F-W)). These idle times
     require that the program is compiled with the costs, because the order of its transfers depends
-    on them. There are 2P stage activations in flight on each rank. These need as much memory as
-    P activations of 1F1B.
+    on the costs. There are 2P stage activations in flight on each rank. These need as much memory
+    as P activations of 1F1B.
 
     Args:
         r: Rank, 0 to P - 1.

@@ -343,7 +343,7 @@ def _draw_state_placement(draw: st.DrawFn, shape: PipelineShape, clips: bool) ->
 
 
 def tied_weights(shape: PipelineShape) -> st.SearchStrategy[TiedStages]:
-    """Return a strategy of the stages that share weights in a shape.
+    """Return a hypothesis strategy that draws which stages of a shape share weights.
 
     The strategy draws no tied weights, a weight of the first and the last stage, or up to two sets
     of stages.

@@ -17,7 +17,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models.moe_config import MoEConfig
 from schedir.passes.pass_types import BufferSharing
-from schedir.runtime import warm_up
+from schedir.runtime import step_rollback
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.parameters import buckets
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
@@ -149,7 +149,7 @@ def _run_case(case: Case, unwaited: Kind | None, is_early: bool = False) -> Case
     with pytest.MonkeyPatch.context() as patch:
         gpu = install_virtual_gpu(patch)
         patch.setattr(buckets, "BUCKET_BYTES", BUCKET)
-        patch.setattr(warm_up, "WARM_UP_STEPS", 1)  # the others would use the same streams
+        patch.setattr(step_rollback, "WARM_UP_STEPS", 1)  # the others would use the same streams
         if is_early:
             missing = GradientReduction._get_pending_grads
             patch.setattr(

@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--replicas", action="store_true",
-        help="check the programs of data-parallel replicas, one for each replica, instead of "
-        "steps: the order of collectives, and waits in a cycle; for torch, add --blocking-hosts",
+        help="read the SCHEDULEs as programs of data-parallel replicas, one each, and check the "
+        "order of their collectives and waits in a cycle; for torch, add --blocking-hosts",
     )  # fmt: skip
 
 

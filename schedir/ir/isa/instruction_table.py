@@ -312,9 +312,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         gives=(_V.PARAMS, _V.LOCAL_NORM),
         frees=(_V.GRAD, _V.NORM),
         doc=(
-            "Updates the parameters of the rank's stages. If each stage has its own step, this "
-            "instruction ends the update, after all optimizer states are written or all weights "
-            "are reloaded."
+            "Updates the parameters of the rank's stages. If each stage has its own optimizer "
+            "step, OptimizerStep only ends the update, after all optimizer states are written or "
+            "all weights are reloaded."
         ),
         cost="step", is_implicit_in_torch=True,
     ),
@@ -357,9 +357,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         frees=(_V.LOCAL_NORM,),
         doc=(
             "Computes the norm of all gradients over all pipeline ranks, after an optimizer "
-            "step that did not wait for it. The next step waits for the norm before its own "
-            "update. If gradients had to be clipped, the rank undoes the first update, makes it "
-            "again with clipped gradients, and repeats the next step."
+            "step that did not wait for this norm. The next training step waits for the norm "
+            "before its own update. If gradients had to be clipped, the rank undoes the earlier "
+            "update, makes it again with clipped gradients, and repeats the next training step."
         ),
         cost="reduce_norm_after_step", partner=_O.ReduceNormAfterStep, group="model",
         is_implicit_in_torch=True,
@@ -395,8 +395,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         gives=(_V.SNAPSHOT,),
         doc=(
             "Copies the weights and the optimizer state of a stage to the host before the "
-            "optimizer step changes them. A checkpoint is written from this copy during the "
-            "step. If no checkpoint is due, the instruction does nothing."
+            "optimizer step changes them. A checkpoint is written from this copy while the "
+            "next steps run. If no checkpoint is due, the instruction does nothing."
         ),
         cost="snapshot", idle_cause="snapshot",
         traffic=Traffic("host", ("params", "optimizer"), is_always_sharded=True,

@@ -67,7 +67,7 @@ _MICROBATCHES = make_field_metadata(
 )
 _STAGES_PER_RANK = make_field_metadata(
     make_integer_type(1, MAX_STAGES),
-    "number of stages per rank (1, or 2 if the schedule has a parameter v, as interleaved has)",
+    "number of stages per rank (that of the schedule: 1 for gpipe, 2 for interleaved)",
     is_always_shown=True,
     digest=lambda _, __: (),  # The digest has the placement, which determines this number.
 )

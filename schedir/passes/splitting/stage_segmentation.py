@@ -543,8 +543,8 @@ PASSES: Final = (
         option_descriptions={
             "stage_segments": "split each stage into this number of segments at its "
             "tensor-parallel collectives: 5, or 5,9,5 per stage, or the collectives between "
-            "segments, fgfg (with experts fgdc); compare and recommend take the segments of all "
-            "stages of a rank together",
+            "segments, fgfg (with experts fgdc); for compare and recommend, give the segments "
+            "of all stages of a rank together",
             "microbatch_chunks": "split each microbatch into this number of chunks; one chunk "
             "computes during the collective of another",
         },

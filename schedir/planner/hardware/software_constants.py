@@ -46,8 +46,8 @@ class SoftwareConstants:
     Args:
         tile_rows: The number of rows of the tile of a matrix product that a multiprocessor
             computes.
-        tile_columns: The number of columns of this tile. Rows and columns are exchanged if fewer
-            tiles are then needed.
+        tile_columns: The number of columns of this tile. Rows and columns are exchanged if
+            this reduces the number of tiles.
         max_splits: The largest number of splits of the inner dimension of a product.
         speed_share: The share of the cluster's compute speed that the software reaches: flops and
             bytes per second of all kernels.
@@ -78,7 +78,8 @@ class SoftwareConstants:
         reduction_overlap_share: The share of the reduction of a stage's gradients over replicas
             that can overlap with the last backward of the stage. The gradient of the embedding is
             complete only after the backward, so its reduction does not overlap.
-        all_reduce_overlap_share: The same share for plans without ZeRO, if it is larger.
+        all_reduce_overlap_share: For plans without ZeRO, this share replaces
+            `reduction_overlap_share` if it is larger.
         accumulation_bytes: Bytes for each parameter that separate kernels read and write to add the
             gradient of a microbatch to the gradient buffer.
         logit_bytes: Bytes of the saved tensors of the loss, for each logit of the last stage.

@@ -91,8 +91,8 @@ class PipelineConfig:
       program. A setting here that contradicts the file is an error.
     - `ranks`: the number of pipeline ranks.
     - `microbatches`: the number of microbatches of each replica in a step.
-    - `stages_per_rank`: the number of stages of each rank. The default is 2 if the schedule needs
-      two stages per rank, otherwise 1.
+    - `stages_per_rank`: the number of stages of each rank. The default is that of the schedule,
+      such as 1 for `gpipe`, 2 for `interleaved` and 4 for `bitpipe`.
     - `placement`: the rank of each stage: "loop", "vee", "mirror", "mirror-vee", or a list of
       ranks. A list of lists has one list for each stage replica. If the schedule needs a placement,
       this placement is the default.
@@ -127,8 +127,8 @@ class PipelineConfig:
       split at its all-to-alls, into 2 n + 1 segments. A number is the number of segments of each
       stage. A list has one number per stage. By default, stages are not split.
     - `microbatch_chunks`: splits each microbatch into this number of chunks, each with
-      `data.microbatch_size` / chunks samples. The settings of [memory] that name stages and
-      microbatches then name segments and chunks. By default, microbatches are not split.
+      `data.microbatch_size` / chunks samples. With chunks, the settings of [memory] that name
+      stages and microbatches name segments and chunks. By default, microbatches are not split.
     - `fill_collective_waits`: not available here, because it needs costs. `schedir compile ... -O
       stage_segments=fgfg -O fill_collective_waits=W --costs ... -o x.sched` writes a program for
       `schedule = "x.sched"`.
@@ -137,7 +137,7 @@ class PipelineConfig:
     schedule: str = "one_f_one_b"
     ranks: int = 1
     microbatches: int = 8
-    stages_per_rank: int = field(default=1, metadata={"default": "1, or 2 with a parameter v"})
+    stages_per_rank: int = field(default=1, metadata={"default": "set by the schedule"})
     placement: Placement = "loop"
     optimizer_steps: int = 1
     weight_delay: int | tuple[int, ...] = 0
@@ -289,8 +289,8 @@ class DataConfig:
       its own token for the end of a document.
     - `packing`: "concatenate" joins all documents into one stream of tokens. "best_fit" packs
       complete documents into windows.
-    - `validation`: the data for evaluation, on which the run never trains: another source, or the
-      share of `source` at its end, such as 0.01. By default, there is none.
+    - `validation`: the data for evaluation, on which the run never trains: another source, or a
+      share of `source`, such as 0.01, which is taken from its end. By default, there is none.
     - `microbatch_size`: the number of samples in a microbatch.
     - `seed`: the seed of the order of the windows, and of dropout.
     """
