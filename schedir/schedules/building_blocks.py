@@ -85,10 +85,9 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
     """Run V-Half, which needs half of the memory of 1F1B.
 
     At most 2(P//2 + 1) stage activations are in flight. The idle time below is for F = I = W and m
-    >= P. Each rank idles for (3P-7) F with an even P >= 4, and for (3P-4) F with an odd P >= 3. In
-    this unit, 1F1B idles for 6(P-1) F, more than twice as long, because its stages have twice as
-    many layers. For m = P up to 8, a constraint solver found that no order with this memory has
-    less idle time.
+    >= P. Each rank idles for (3P-7) F with an even P >= 4, and for (3P-4) F with an odd P >= 3.
+    1F1B idles for 6(P-1) F, more than twice as long, because its stages have twice as many layers.
+    For m = P up to 8, a constraint solver found that no order with this memory has less idle time.
 
     At other costs, each microbatch adds max(0, 2F-W-2I, 2I-W-2F) of idle time. A late message
     delays the step. So if all messages of a rank share a queue, give `compile` the costs of your
@@ -122,7 +121,7 @@ def v_min(r: int, P: int, m: int) -> RankSchedule:
 
     At most 2((P+1)//3 + 1) stage activations are in flight. The idle time below is for F = I = W
     and m >= P >= 2. Each rank idles for (4P-7) F, or for (4P-5) F if P = 1 modulo 3. This is about
-    two thirds of the idle time of 1F1B, which is 6(P-1) F in this unit.
+    two thirds of the 6(P-1) F of 1F1B, whose stages have twice as many layers.
 
     The schedule is efficient only if F, I and W are similar. For P >= 3 and W <= max(F, I), each
     microbatch adds 6 max(F, I) - 2(F+I+W) of idle time.

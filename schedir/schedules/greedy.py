@@ -43,8 +43,8 @@ def greedy_schedule(
     stage.
 
     A forward leaves memory for one forward of each later stage of its rank. So the microbatch in
-    the last stage can always proceed, and the schedule has no deadlock. The limit can be as low as
-    the number of trained stages of the rank.
+    the last stage can always proceed, and the schedule has no deadlock. `max_in_flight` can be
+    as low as the number of trained stages of the rank.
 
     Args:
         shape: Shape of the pipeline.

@@ -90,8 +90,8 @@ def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
 def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> RankSchedule:
     """Run interleaved 1F1B: v stages per rank, placed in a loop.
 
-    The microbatches are divided into groups. Each group passes through all local stages before the
-    next group.
+    The microbatches are divided into groups, of P microbatches if P divides m. Each group
+    passes through all local stages before the next group.
 
     If P divides m, the bubble is (P-1)/(v m) of ideal time. Rank r has min(2(P-1-r) + (v-1)P + 1, v
     m) stage activations in flight. The number of messages is v times the number of messages of

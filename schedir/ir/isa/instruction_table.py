@@ -124,7 +124,7 @@ FORMS: Final[tuple[FormRow, ...]] = (
 )
 
 LANES: Final[tuple[LaneRow, ...]] = (
-    LaneRow(_L.COMPUTE, False, "runs", "computes of the rank", "peer"),
+    LaneRow(_L.COMPUTE, False, "runs", "compute instructions of the rank", "peer"),
     LaneRow(_L.ACT, True, "starts", "messages with activations",
             color="#0072b2", label="activations"),
     LaneRow(_L.GRAD, True, "starts", "messages with gradients",
@@ -139,7 +139,8 @@ LANES: Final[tuple[LaneRow, ...]] = (
     LaneRow(_L.H2D, False, "starts", "copies from the host", "offload", "#c9a45c"),
     LaneRow(_L.DISK, False, "starts", "writes of the host to its disk, and reads from it",
             "disk", "#4a3728", "disk"),
-    LaneRow(_L.HOST, False, "starts", "computes of the host, in parallel with the device",
+    LaneRow(_L.HOST, False, "starts",
+            "optimizer steps that the host runs, in parallel with the device",
             "step", "#6b8e23", "host computes"),
     LaneRow(_L.EP, False, "waits", "all-to-alls of the expert-parallel group",
             "all_to_all", "#882255", "expert parallel"),
@@ -322,13 +323,13 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         _O.SendSkip, "send_skip", _L.ACT, _MB,
         needs=(_V.SKIP_OUT,),
         frees=(_V.SKIP_OUT,),
-        doc="Sends the second output of a stage to the rank of a later stage.",
+        doc="Sends a skip (the second output of a stage) to the rank of a later stage.",
         cost="send", peer=PeerRule.SKIP_TO, partner=_O.RecvSkip,
     ),
     Row(
         _O.RecvSkip, "recv_skip", _L.ACT, _MB,
         gives=(_V.SKIP_IN,),
-        doc="Receives the second output of an earlier stage.",
+        doc="Receives a skip from the rank of an earlier stage.",
         peer=PeerRule.SKIP_FROM, partner=_O.SendSkip,
     ),
     Row(
@@ -341,7 +342,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
     Row(
         _O.RecvSkipGrad, "recv_skip_grad", _L.GRAD, _MB,
         gives=(_V.SKIP_GRAD_IN,),
-        doc="Receives the gradient of a skip connection.",
+        doc="Receives the gradient of a skip from the rank of the later stage.",
         peer=PeerRule.SKIP_TO, partner=_O.SendSkipGrad,
     ),
     Row(
@@ -469,9 +470,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.ACT_IN,),
         gives=(_V.ACT_IN,),
         doc=(
-            "Sums the output of a segment over the tensor-parallel group, before the next "
-            "segment uses it (Megatron-LM's g). With sequence parallelism, each rank keeps its "
-            "part of the sum."
+            "Sums the output of a segment of a stage over the tensor-parallel group, before the "
+            "next segment uses it (the function g of Megatron-LM). With sequence parallelism, each "
+            "rank keeps its part of the sum."
         ),
         cost="tp_reduce", ring=CollectiveRing("tp", rounds=2), between_segments="always",
     ),
@@ -481,8 +482,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         gives=(_V.GRAD_IN,),
         doc=(
             "Sums the gradient of a segment's input over the tensor-parallel group, before the "
-            "segment that gave the input uses it (Megatron-LM's f). With sequence parallelism, "
-            "each rank keeps its part of the sum."
+            "segment that gave the input uses it (the function f of Megatron-LM). With sequence "
+            "parallelism, each rank keeps its part of the sum."
         ),
         cost="tp_reduce", ring=CollectiveRing("tp", rounds=2), between_segments="always",
     ),

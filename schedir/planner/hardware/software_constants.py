@@ -59,12 +59,12 @@ class SoftwareConstants:
             Megatron-LM.
         tensors_per_layer: The number of weights of a layer, if the software copies them one by one
             (`shard_copy_us`) or reduces them in buckets (`bucket_params`).
-        shard_copy_us: Microseconds to copy the shard of one replica of one tensor. With ZeRO, this
-            time is added to the gather of the weights.
+        shard_copy_us: Microseconds to copy a replica's shard of one tensor. With ZeRO, this time is
+            added to the gather of the weights, once per tensor and replica.
         bucket_params: Parameters of a bucket. Without ZeRO, each bucket of gradients has a separate
             all-reduce, and each tensor is in one bucket. 0 means one bucket per stage.
-        crossing_us: Microseconds that the host needs for each tensor-parallel collective, per rank
-            of the group, if the boundaries of stages cross nodes.
+        crossing_us: Microseconds that each tensor-parallel collective adds to the time of the host,
+            per rank of the group, if consecutive stages are on different nodes.
         flash_forward_efficiency: The share of `Cluster.flops` that the flash attention forward
             reaches.
         flash_backward_efficiency: The share of `Cluster.flops` that the flash attention backward

@@ -86,7 +86,7 @@ _STACKS: Final = {
     "megatron-fp8": Stack(
         SoftwareConstants(fp8_speedup=1.6), ADAM_MAIN_GRADS, "even", "flash", "tp-dp-pp",
         "as megatron, with products in FP8: fitted to the run of 64 B200 of docs/results/"
-        "planner.md; memory is that of 16 bits, which is more",
+        "planner.md; the predicted memory is that of training in 16 bits, which is more",
     ),
     "nanotron": Stack(
         _NANOTRON_CONSTANTS, ADAM_MAIN_GRADS, "compute", "flash", "tp-dp-pp",
