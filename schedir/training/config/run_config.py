@@ -128,7 +128,8 @@ class PipelineConfig:
       stage. A list has one number per stage. By default, stages are not split.
     - `microbatch_chunks`: splits each microbatch into this number of chunks, each with
       `data.microbatch_size` / chunks samples. With chunks, the settings of [memory] that name
-      stages and microbatches name segments and chunks. By default, microbatches are not split.
+      stages and microbatches name segments and chunks instead. By default, microbatches are not
+      split.
     - `fill_collective_waits`: not available here, because it needs costs. `schedir compile ... -O
       stage_segments=fgfg -O fill_collective_waits=W --costs ... -o x.sched` writes a program for
       `schedule = "x.sched"`.
@@ -278,8 +279,8 @@ class MemoryConfig:
 class DataConfig:
     """The data that a run reads: a `.bin` of tokens, or text files.
 
-    A step reads the next dp * microbatches * microbatch_size windows. A window has `model.context`
-    inputs. An epoch reads each window once.
+    A window has `model.context` input tokens and their targets. A step reads the next
+    dp * microbatches * microbatch_size windows. An epoch reads each window once.
 
     - `source`: a path or a glob, or a list of them: a `.bin`, or text files. The default is the
       Python source of the standard library.
