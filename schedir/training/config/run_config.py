@@ -120,8 +120,8 @@ class PipelineConfig:
     - `reduce_scatter_at`: when the replicas reduce gradients: "update_end", once after the last
       microbatch, or "each_backward", after each group of consecutive backwards of a stage.
       "each_backward" needs `zero` 2 or 3.
-    - `sequence_parallel`: if true, tensor-parallel ranks also split the tokens between them,
-      outside of their linear layers. Each rank then saves and sends 1/tp of these activations.
+    - `sequence_parallel`: if true, outside of the linear layers each tensor-parallel rank has 1/tp
+      of the tokens, and saves and sends 1/tp of the activations.
     - `stage_segments`: splits each stage of a GPT into segments. "layers" splits at each
       tensor-parallel collective, so n layers become 4 n + 1 segments. A model of kind "moe" is
       split at its all-to-alls, into 2 n + 1 segments. A number is the number of segments of each
