@@ -330,8 +330,8 @@ CLIP_GRAD_NORM: Final = make_field_metadata(
 )
 FROZEN_STAGES: Final = make_field_metadata(
     _FROZEN_STAGES_TYPE,
-    "number of stages, from the first, that are not trained (0); compare and recommend divide the "
-    "model into one part per rank, and take the number of parts that are not trained",
+    "number of stages, from the first, that are not trained (0). In compare and recommend, N "
+    "counts equal parts of the model, one part per rank",
 )
 NORM_CHECK: Final = make_field_metadata(
     _make_choice_type("before_step", "after_step"),
