@@ -31,9 +31,9 @@ from schedir.ir.isa.instructions import (
 )
 
 _BLOCKING_HINT = (
-    "issue the instructions that other ranks need earlier: a host that waits for the inputs of a "
-    "compute issues nothing meanwhile, and over NCCL a message also waits for what was issued "
-    "before it"
+    "issue earlier the instructions for which other ranks wait: while a host waits for the inputs "
+    "of a compute, it issues no instructions, and over NCCL a message also waits for the "
+    "instructions before it"
 )
 _DEVICE_SYNC_HINT = (
     "post messages later (overlap=False), or allocate no memory in a step: a host that waits for "

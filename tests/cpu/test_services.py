@@ -37,7 +37,7 @@ CORE_FILES = {
     "program_runner": set[str](),
     "executor": {"MessageBuffers", "ShardedStages", "UpdateChecks"},
     "in_process": set[str](),
-    "warm_up": set[str](),
+    "step_rollback": set[str](),
     "autograd.evaluation_mode": set[str](),
     "checkpoint_state": set[str](),
     "recording.live_memory": set[str](),

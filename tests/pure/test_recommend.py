@@ -366,8 +366,8 @@ def test_page_has_min_microbatches() -> None:
     fill = {"zb_v": 7, "dualpipe_v": 8, "dualpipe": 8, "chimera": 2, "bitpipe": 2}
     page = (DOCS / "how-to" / "choose-a-schedule.md").read_text()
     sentence = (
-        "`zb_v` needs 2P-1 microbatches, `dualpipe_v` 2P, `dualpipe` 2P and an even number, "
-        "`chimera` and `bitpipe` 2."
+        "`zb_v` needs 2P-1 microbatches, `dualpipe_v` 2P, `dualpipe` an even number of at least "
+        "2P, `chimera` and `bitpipe` 2."
     )
     assert sentence in " ".join(page.split())
     for name, schedule in get_built_in_schedules().items():

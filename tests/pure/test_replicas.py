@@ -229,7 +229,7 @@ def test_blocking_hosts_can_wait_in_a_cycle(other: str) -> None:
     error = find_error(replicas, "per_edge", blocking_hosts=True)
     assert isinstance(error, DeadlockError)
     assert error.fact.startswith("4 ranks of 2 replicas wait for each other")
-    assert error.hint.startswith("issue the instructions that other ranks need earlier")
+    assert error.hint.startswith("issue earlier the instructions for which other ranks wait")
     assert verdict(replicas, "per_edge", 0, blocking_hosts=True).kind == "hang"
 
 
