@@ -297,7 +297,10 @@ def print_anchored() -> None:
         print_row(
             anchor.name, f"{flops / 1e12:.0f}", *(f"{e:+.1%}" for e in errors), f"{means[-1]:.1%}"
         )
-    print(f"\nanchored to {runs[0].name}: {means[0]:.1%}; over all anchors {fmean(means):.1%}\n")
+    print(
+        f"\nanchored to {runs[0].name}: {means[0]:.1%} in the mean; "
+        f"mean over all anchors {fmean(means):.1%}\n"
+    )
 
 
 def print_regrets() -> None:

@@ -382,7 +382,7 @@ def print_calibrated() -> None:
             all_regrets += compute_regrets(test_runs, prediction)
             efficient_regrets += compute_efficient_regrets(test_runs, prediction)
     print_header(
-        "nodes", "median |error|", "with signs", "rows x draws", "MFU of 10 % or less", "", "n"
+        "nodes", "median |error|", "with signs", "n: runs x draws", "MFU of 10 % or less", "", "n"
     )
     for n in sorted(errors):
         print_row(n, *summarize(errors[n]), *summarize(inefficient_errors[n]))

@@ -225,9 +225,9 @@ class _Parser(argparse.ArgumentParser):
                 ):
                     message = f"{parser.prog} takes one SCHEDULE, and {word!r} is one too many"
                     hint = suggest_source(word)
-                    if re.fullmatch(r"[kMGTP]?i?B", word):  # as in --memory-limit 40 GB
-                        hint = f"write a number of bytes without a space: 40{word}"
                     hint = hint or f"schedir compare SCHEDULE {word} compares several schedules"
+                if re.fullmatch(r"[kMGTP]?i?B", word):  # as in --memory-limit 40 GB
+                    hint = f"write a number of bytes without a space: 40{word}"
         raise UsageError(message, hint=hint)
 
     def _add_value_name(self, option: str) -> str:
@@ -278,9 +278,11 @@ class _Parser(argparse.ArgumentParser):
         if "--set" in option_actions:
             from schedir.training.config.settings_table import list_settings
 
-            field = name[2:].replace("-", "_")
-            for section, (_, settings) in list_settings().items():
+            given_section, _, field = name[2:].replace("-", "_").rpartition(".")
+            sections = sorted(list_settings().items(), key=lambda item: item[0] != given_section)
+            for title, (_, settings) in sections:
                 if field in [setting.name for setting in settings]:
+                    section = title.split()[0]  # "model" for "model of kind llama"
                     return f"--set {section}.{field}=VALUE, or {field} in [{section}] of the file"
         options = {
             option[2:].replace("-", "_"): option for option in option_actions if len(option) > 2

@@ -273,19 +273,21 @@ def to_float(value: object) -> float | None:
     return None if isnan(number) else number
 
 
-def require_bool(value: object, name: str) -> bool:
+def require_bool(value: object, name: str, hint: str = "") -> bool:
     """Convert a user's value of a boolean setting to a bool.
 
     Args:
         value: A bool, a numpy bool, or the integer 0 or 1.
         name: Name of the setting, for the error message.
+        hint: The hint of the error.
 
     Raises:
         UsageError: `value` is anything else.
     """
     if type(value).__name__ in ("bool", "bool_") or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
-    raise UsageError(f"{name} must be True or False, not {describe(value)}", fields=[name])
+    fact = f"{name} must be True or False, not {describe(value)}"
+    raise UsageError(fact, hint=hint, fields=[name])
 
 
 class ConfigError(UsageError):

@@ -117,7 +117,10 @@ def _resolve_overlays(show: str | Collection[str]) -> frozenset[str]:
     require_type(show, "show", Collection, '"lanes,arrows"')
     for name in show:
         if not isinstance(name, str) or name not in OVERLAYS:
-            raise UsageError(f"show must contain only {', '.join(OVERLAYS)}, not {describe(name)}")
+            raise UsageError(
+                f"show must contain only {', '.join(OVERLAYS)}, not {describe(name)}",
+                hint="such as lanes,arrows",
+            )
     return frozenset(show)
 
 

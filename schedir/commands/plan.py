@@ -7,6 +7,7 @@ With `--gpu-counts`, the command plans for several numbers of GPUs. With `--meas
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -42,6 +43,7 @@ from schedir.errors import SchedirError, UsageError
 from schedir.extras import require_package
 from schedir.io.files import atomic_write, require_writable
 from schedir.io.terminal_output import format_json, format_table
+from schedir.ir.cost.number_parsing import parse_integer
 from schedir.schedule_search.search_arguments import DEFAULT_TIME_LIMIT
 
 if TYPE_CHECKING:
@@ -378,10 +380,17 @@ def format_epilog() -> str:
 
 
 def _parse_counts(text: str) -> tuple[int, ...]:
-    return tuple(map(parse_count, text.split(",")))
+    try:
+        return tuple(map(parse_integer, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be an integer, or integers with commas between them like 4,8, not {text!r}"
+        ) from None
 
 
 def _parse_names(text: str) -> tuple[str, ...]:
+    if re.search(r"\w *[ ;:|+] *\w", text):
+        raise argparse.ArgumentTypeError(f"must be names with commas between them, not {text!r}")
     return tuple(word.strip() for word in text.split(","))
 
 

@@ -8,12 +8,28 @@ from collections.abc import Collection, Container, Mapping
 from difflib import get_close_matches
 from typing import Any, Final
 
-from schedir.errors import ConfigError
+from schedir.errors import ConfigError, UsageError
 
 MAX_TOML_BYTES: Final = 2**18  # In bytes. A configuration that a user writes is shorter.
 # For a key with n dots, tomllib creates n keys of up to n parts. The limit bounds the memory of
 # these keys.
 MAX_DOTS_PER_LINE: Final = 1000
+
+
+def require_configuration_name(path: str) -> None:
+    """Refuse the name of a schedule or a run in place of a configuration.
+
+    Args:
+        path: The path of the configuration.
+
+    Raises:
+        UsageError: The path ends with the suffix of another type of file.
+    """
+    if path.endswith((".sched", ".timeline", ".py", ".csv")):
+        raise UsageError(
+            f"{path} is not a configuration, which is a TOML file",
+            hint="the setting pipeline.schedule of a configuration names its schedule",
+        )
 
 
 def parse_toml(text: str, location: str) -> dict[str, Any]:

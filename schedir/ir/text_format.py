@@ -470,7 +470,9 @@ def _parse_line(line: _Line, remaining: int, max_instructions: int, hint: str) -
 
 
 def _suggest_notation(part: str) -> str:
-    """Return a hint if `part` is an instruction in another notation, such as F0.1 or 0F1."""
+    """Return a hint if `part` is an instruction in another notation, such as F0.1 or 2x F 0.1."""
+    if repeated := re.match(r"(\d+) *[x*] *(?=\w)", part):
+        return f"did you mean '{repeated[1]} x  {part[repeated.end() :]}'?"
     for pattern in _OTHER_NOTATIONS:
         match = pattern.fullmatch(part)
         if match and match["name"] in OPCODE_BY_TEXT:

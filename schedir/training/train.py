@@ -53,6 +53,9 @@ _TRAINER_MODULES = (
     "torch._dynamo",
     "schedir.training.trainer",
 )
+# Launchers set these variables to the number of processes: torchrun, and mpirun of Open MPI. Each
+# of the processes would train the complete model if schedir ignored a missing RANK.
+_PROCESS_COUNT_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 _LAUNCHER_HINT = "start it with torchrun, or unset RANK"
 
 
@@ -77,6 +80,7 @@ def run(path: str, overrides: Sequence[str] = ()) -> int:
     """
     if "RANK" in os.environ:
         return _run_rank(path, overrides)
+    _require_no_launcher()
     config = read_config(path, overrides)
     with locate_setting_errors(path, overrides):
         program = build_program(config)
@@ -278,6 +282,16 @@ def _describe_os_error(error: OSError) -> str:
     return f"cannot continue: {describe_os_error(error)}{file_text}"
 
 
+def _require_no_launcher() -> None:
+    """Refuse an environment of several processes that does not set the rank of this process."""
+    for name in _PROCESS_COUNT_VARIABLES:
+        if (count := os.environ.get(name, "1")) != "1":
+            raise UsageError(
+                f"the environment variable {name} is {count}, but RANK is not set",
+                hint=f"start several processes with torchrun, or unset {name}",
+            )
+
+
 def _check_environment() -> None:
     """Check the environment variables that a launcher sets."""
     names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -296,11 +310,14 @@ def _check_environment() -> None:
 def _require_process_count(program: Program) -> None:
     """Check that the launcher started the number of processes that the program needs."""
     mesh_sizes = program.shape.ranks, program.tp, program.dp
-    if fact := find_process_count_error(int(os.environ["WORLD_SIZE"]), *mesh_sizes):
+    world = int(os.environ["WORLD_SIZE"])
+    if fact := find_process_count_error(world, *mesh_sizes):
+        hint = f"torchrun --nproc-per-node {prod(mesh_sizes)} on one machine, or change "
         raise UsageError(
             fact,
-            hint=f"torchrun --nproc-per-node {prod(mesh_sizes)} on one machine, or change "
-            "pipeline.ranks, pipeline.tp or pipeline.dp",
+            hint="unset RANK, and schedir starts the processes"
+            if world == 1
+            else f"{hint}pipeline.ranks, pipeline.tp or pipeline.dp",
             fields=["ranks", "tp", "dp"],
         )
 

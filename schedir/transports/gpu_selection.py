@@ -117,9 +117,8 @@ def require_gpus(
         lacks_cuda = torch.version.cuda is None
         raise UsageError(
             "device 'cuda' needs a GPU, but torch finds none",
-            hint="install a torch with CUDA: this one has none"
-            if lacks_cuda
-            else "check that nvidia-smi lists a GPU",
+            hint="on a machine without a GPU, use the device 'cpu'; otherwise "
+            + ("install a torch with CUDA" if lacks_cuda else "check that nvidia-smi lists a GPU"),
         )
     variables = read_nccl_files(environ) | dict(environ)
     for rule in _REFUSED_VARIABLES:

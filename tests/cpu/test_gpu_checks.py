@@ -84,6 +84,7 @@ def test_unsuitable_machines_are_refused() -> None:
             require_gpus(processes, gpus, environ)
         assert error.value.hint
         errors.append(format_error(error.value))
+    assert "on a machine without a GPU, use the device 'cpu'" in errors[0]
     # Other tests cover a torch without CUDA.
     assert "\n".join(errors[1:]) + "\n" == (GOLDEN / "machines.txt").read_text()
 

@@ -172,6 +172,13 @@ def test_wrong_number_of_torchrun_processes_is_refused(tmp_path: Path) -> None:
     assert "hint: torchrun --nproc-per-node 2 on one machine, or change pipeline.ranks" in error
 
 
+def test_left_rank_of_one_process_is_refused(tmp_path: Path) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
+    error = train_as_rank(tmp_path, RANK="0", WORLD_SIZE="1", **address)
+    assert "there is 1 process, but pp 2 x tp 1 x dp 1 needs 2" in error
+    assert "hint: unset RANK, and schedir starts the processes" in error
+
+
 def test_rank_without_master_address_is_refused(tmp_path: Path) -> None:
     error = train_as_rank(tmp_path, RANK="0", WORLD_SIZE="2")
     assert "RANK is set, but MASTER_ADDR and MASTER_PORT are not" in error
@@ -317,6 +324,15 @@ def test_step_with_optimizer_needs_backwards() -> None:
     assert make(None).step(x, x) >= 0
 
 
+@pytest.mark.parametrize("boundary", [(8, 8), (4, 2, 8), (8,)], ids=str)
+def test_boundary_of_batch_has_hint(boundary: Any) -> None:
+    stages = [nn.Linear(8, 8) for _ in range(2)]
+    executor = InProcessExecutor(PROGRAM, stages, loss=mse_loss, boundary=boundary)
+    with pytest.raises(ExecutionError, match=r"returns \[2, 8\]") as caught:
+        executor.step(torch.ones(4, 2, 8), torch.ones(4, 2, 8))
+    assert "a boundary is for one microbatch: Boundary((2, 8)) fits" in caught.value.hint
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_wrong_dtype_of_boundary_has_hint(dtype: torch.dtype) -> None:
     stages = [nn.Linear(8, 8, dtype=dtype) for _ in range(2)]
@@ -325,3 +341,9 @@ def test_wrong_dtype_of_boundary_has_hint(dtype: torch.dtype) -> None:
     with pytest.raises(ExecutionError, match=f"returns .* of {dtype}, but the boundary") as caught:
         executor.step(x, x)
     assert caught.value.hint.endswith(f"the boundary is Boundary((2, 8), {dtype})")
+
+
+def test_norm_in_place_of_switch_has_hint() -> None:
+    with pytest.raises(UsageError, match="must be True or False, not 0") as caught:
+        compile("gpipe", PipelineShape(2, 4), clip_grad_norm=0.5)  # type: ignore[arg-type]
+    assert caught.value.hint.endswith("GradientOptions(max_norm=1.0) for the executor")

@@ -209,6 +209,16 @@ def test_rank_without_master_address_is_refused(
     assert "MASTER_ADDR" in error.value.fact
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_process_count_without_rank_is_refused(
+    config: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(UsageError, match=f"{name} is 2, but RANK is not set") as error:
+        run(config)
+    assert error.value.hint == f"start several processes with torchrun, or unset {name}"
+
+
 WORLD_VARIABLES = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 

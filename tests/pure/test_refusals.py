@@ -69,6 +69,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program_text: str) -
     Path("typo.sched").write_text(f"{header} 1\nrank 0\n  G 0.0\n")
     Path("zero.sched").write_text(f"{header} 0\nrank 0\n")
     Path("half.sched").write_text(f"{header} 2\nrank 0\n  F 0.0; F 0.1; B 0.0\n")
+    Path("twice.sched").write_text(f"{header} 2\nrank 0\n  2x F 0.0+; B 0.0+\n")
+    Path("starred.sched").write_text(f"{header} 2\nrank 0\n  2 * F 0.0+\n")
+    Path("program.txt").write_text(program_text)
     Path("empty.sched").write_text("")
     Path("syntax.py").write_text("def f(:\n")
     Path("raises.py").write_text("\n1 / 0\n")
@@ -186,6 +189,29 @@ def test_wrong_counts_are_refused(
         ("print quits.py:f", "quits.py:1: raise GeneratorExit"),
         ("print mine.py:staggered -O optimizer_steps=2", "2 numbers for 4 stages"),
         ("print mine.py:odd", "raise Odd('bad')"),
+        # Wrong separators and brackets, and options of other trainers.
+        ("check interleaved[group=4]", "in round brackets: 'interleaved(group=4)'"),
+        ("check gpipe --sizes saved=1.2 GB", "a number of bytes without a space: 40GB"),
+        ("simulate gpipe --memory-limit 40 GiB", "a number of bytes without a space: 40GiB"),
+        ("draw gpipe -o x.svg --show lanes;path", "not 'lanes;path'\n  hint: such as lanes,arrows"),
+        ("plan --schedules gpipe;zb_h1", "names with commas between them, not 'gpipe;zb_h1'"),
+        (
+            "plan --tp 4:8",
+            "must be an integer, or integers with commas between them like 4,8",
+        ),
+        ("check twice.sched", "hint: did you mean '2 x  F 0.0+'?"),
+        ("check starred.sched", "hint: did you mean '2 x  F 0.0+'?"),
+        ("check program.txt", "the name of a program must end in .sched, and that of a run in"),
+        (
+            "train f.sched",
+            "f.sched is not a configuration, which is a TOML file\n  hint: the setting",
+        ),
+        ("train mine.py", "hint: the setting pipeline.schedule"),
+        ("check gpipe --config f.sched", "f.sched is not a configuration, which is a TOML file"),
+        ("train d.toml --train.lr 3e-4", "--set train.lr=VALUE, or lr in [train] of the file"),
+        ("train d.toml --data.seed 1", "--set data.seed=VALUE, or seed in [data] of the file"),
+        ("train d.toml --training.steps 9", "--set train.steps=VALUE, or steps in [train]"),
+        ("train d.toml --kv-heads 4", "--set model.kv_heads=VALUE, or kv_heads in [model]"),
     ],
 )
 def test_wrong_arguments_are_refused(

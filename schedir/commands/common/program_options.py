@@ -15,7 +15,13 @@ from typing import Any, Final, NamedTuple
 from schedir.errors import ConfigError, SchedirError, UsageError, describe
 from schedir.io.files import read_text
 from schedir.io.option_spelling import FIELDS_WITH_FLAGS, option_name, option_words
-from schedir.io.toml_tables import find_position, parse_toml, suggest_file_kind, suggest_section
+from schedir.io.toml_tables import (
+    find_position,
+    parse_toml,
+    require_configuration_name,
+    suggest_file_kind,
+    suggest_section,
+)
 from schedir.ir.pipeline.field_schema import YES_OR_NO_TYPE, FieldType
 from schedir.ir.program import HEADER_FIELDS
 from schedir.passes.pass_registry import OPTION_SECTIONS, PASS_OPTIONS
@@ -207,6 +213,7 @@ class _ConfigAction(argparse.Action):
             raise UsageError("--config is given twice")
         setattr(namespace, self.dest, values)
         typed = getattr(namespace, "program_options", None) or ()
+        require_configuration_name(values)
         settings, text = {}, read_text(values)
         for name, value in _read_options(text, values).items():
             if name not in typed and getattr(namespace, name, None) in (None, False):
@@ -258,6 +265,7 @@ def read_config(path: str) -> dict[str, Any]:
         UsageError: The file cannot be read, contains a section or a setting that `schedir train`
             does not have, or contains an invalid value.
     """
+    require_configuration_name(path)
     return _read_options(read_text(path), path)
 
 

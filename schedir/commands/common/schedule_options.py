@@ -316,9 +316,12 @@ def _parse_fields(
         except ValueError:
             value_text = f"{value!r}" if equals else "nothing"
             kind = "a number" if subject == "cost" else "a number of bytes of at least 0,"
+            hint = f"{name}={example} or {name}={example}:{example}:{example}"
+            if "=" in value:  # as in F=1;B=2
+                pairs = re.split(r"[^\w.]+(?=[A-Za-z_]+=)", f"{name}={value}")
+                hint = f"write a comma between two {subject}s: {','.join(pairs)}"
             raise UsageError(
-                f"--{subject}s: {name} must be {kind} or one per stage, not {value_text}",
-                hint=f"{name}={example} or {name}={example}:{example}:{example}",
+                f"--{subject}s: {name} must be {kind} or one per stage, not {value_text}", hint=hint
             ) from None
     return values
 

@@ -38,7 +38,8 @@ def find_process_count_error(processes: int, ranks: int, tp: int, dp: int) -> st
     needed = ranks * tp * dp
     if processes == needed:
         return ""
-    return f"there are {processes} processes, but pp {ranks} x tp {tp} x dp {dp} needs {needed}"
+    count_text = "is 1 process" if processes == 1 else f"are {processes} processes"
+    return f"there {count_text}, but pp {ranks} x tp {tp} x dp {dp} needs {needed}"
 
 
 def describe_process(process: int, ranks: int, tp: int, dp: int) -> str:

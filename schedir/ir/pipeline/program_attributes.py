@@ -6,7 +6,7 @@ from dataclasses import replace
 from inspect import signature
 from typing import Any, Final, NamedTuple, NoReturn
 
-from schedir.errors import ShapeError, describe
+from schedir.errors import ShapeError, describe, require_bool
 from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL, ZERO_LEVEL_COUNT
 from schedir.ir.isa.table_schema import TIERS
 from schedir.ir.pipeline.field_schema import (
@@ -298,6 +298,10 @@ def require_compatible(
 # The attributes that `require_compatible` compares: all its parameters except the shape.
 COMPATIBILITY_FIELDS: Final = tuple(signature(require_compatible).parameters)[1:]
 
+_CLIPPING_HINT = "clip_grad_norm=True, and GradientOptions(max_norm=1.0) for the executor"
+_CLIPPING_TYPE = replace(
+    YES_OR_NO_TYPE, resolve=lambda name, value, _: require_bool(value, name, _CLIPPING_HINT)
+)
 _STAGE_COUNT_TYPE = make_integer_type(0, MAX_STAGES, "a number of stages")
 CHUNK_COUNT_TYPE: Final = make_integer_type(1, MAX_MICROBATCHES)
 _CHUNKS_TYPE = replace(CHUNK_COUNT_TYPE, resolve=_resolve_chunks)
@@ -322,7 +326,7 @@ TIED_WEIGHTS: Final = make_field_metadata(
     in_config=False,  # The model section of a configuration has this setting.
 )
 CLIP_GRAD_NORM: Final = make_field_metadata(
-    YES_OR_NO_TYPE,
+    _CLIPPING_TYPE,
     "clip gradients by their global norm",
     is_always_shown=True,
     digest=digest_value,

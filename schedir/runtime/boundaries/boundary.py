@@ -348,9 +348,11 @@ def _are_tensors(values: Iterable[object]) -> bool:
 
 
 def _suggest_boundary(value: Tensor, boundary: Boundary) -> str:
-    """Return a hint for an output of which only the dtype differs from its boundary, else ""."""
+    """Return a hint for an output with another dtype or number of samples than its boundary."""
+    if value.shape[-1:] != boundary.shape[-1:]:
+        return ""  # The stage has another width, which may be wrong.
     if value.shape != boundary.shape:
-        return ""
+        return f"a boundary is for one microbatch: Boundary({tuple(value.shape)}) fits this output"
     return f"if this dtype is right, the boundary is Boundary({tuple(value.shape)}, {value.dtype})"
 
 

@@ -19,6 +19,7 @@ from schedir.io.toml_tables import (
     MAX_TOML_BYTES,
     find_position,
     parse_toml,
+    require_configuration_name,
     suggest_file_kind,
     suggest_section,
 )
@@ -167,6 +168,7 @@ def _read_settings(path: str, overrides: Sequence[str]) -> _Settings:
 
 
 def _read_file_settings(path: str) -> Iterator[tuple[tuple[str, str], _SettingValue]]:
+    require_configuration_name(path)
     text = read_text(path, MAX_TOML_BYTES)
     tables = parse_toml(text, path)
     for section, table in tables.items():
