@@ -235,7 +235,7 @@ RULES = [
     ),
     Rule(
         ("split", "P or more", "any", "m >= P"),
-        "twice as many microbatches reduce the bubble by 40 to 55 %",
+        "twice as many microbatches make the bubble 40 to 55 % smaller",
         lambda w: not w.full_backward and w.P <= w.m < 8 * w.P and is_limit_at_least(w.limit, 1),
         lambda w: 0.45 <= _compute_bubble_ratio(w) <= 0.6,
     ),

@@ -30,7 +30,7 @@ COMMANDS: Final = {
     "check": "prove that a program is complete and finishes",
     "simulate": "predict when each rank works, and how much memory it uses",
     "explain": "explain why ranks are idle, and simulate changes that shorten the step",
-    "recognize": "name the built-in schedule that a program follows, and the first difference",
+    "recognize": "name the built-in schedule that a program follows, or the most similar one",
     "studio": "design a schedule in the browser: change it, and see its timeline",
     "draw": "draw runs on the terminal, as a picture, or as an interactive page",
     "diagnose": "find where a job hangs, from its flight recorder dumps or black boxes",

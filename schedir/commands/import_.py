@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "-o", dest="output", metavar="FILE", required=True,
-        help="the FILE.sched for the program of a CSV or of traces, or the FILE.timeline for the "
-        "run of traces",
+        help="the file to write: FILE.sched contains the program of a CSV or of traces, and "
+        "FILE.timeline the run of traces",
     )  # fmt: skip
     parser.add_argument(
         "--ranks", type=parse_count, metavar="N",

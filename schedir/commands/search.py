@@ -99,8 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       "shape of the run unless an option sets another shape")  # fmt: skip
     goal_group.add_argument(
         "--max-in-flight", type=_parse_counts, metavar="N",
-        help="limit the (stage, microbatch) pairs in flight on a rank instead of its memory; a "
-        "pair is in flight from its F to its W or B; one number, or one per rank: 8:8:7",
+        help="limit the (stage, microbatch) pairs in flight on a rank instead of its memory. A "
+        "pair is in flight from its F to its W or B. Give one number, or one per rank: 8:8:7",
     )  # fmt: skip
     search_group = parser.add_argument_group("the search")
     search_group.add_argument("--objective", default="span", metavar="WHAT", type=_parse_objective,
@@ -127,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      "FILE.timeline")  # fmt: skip
     search_group.add_argument("--bound", default="closed", metavar="HOW",
                      help="how to prove the lower bound: closed (default), with formulas; or "
-                     "solver, with a constraint solver for small problems; solver needs "
+                     "solver, with a constraint solver for small problems, which needs "
                      "schedir[solver]")  # fmt: skip
 
 

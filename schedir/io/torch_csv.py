@@ -242,7 +242,7 @@ class _CellLocation(NamedTuple):
 def from_csv(
     text: str, name: str = "imported", ranks: int | None = None, zero: int | None = None
 ) -> Program:
-    r"""Read a CSV of torch.distributed.pipelining, of either format, and return its program.
+    r"""Return the program of a CSV of torch.distributed.pipelining, with or without transfers.
 
     Ranks, stages, microbatches and the placement are inferred. A file that was cut off after some
     rows may give a program of fewer ranks. An error is raised only if the transfers or the

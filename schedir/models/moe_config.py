@@ -34,7 +34,7 @@ class MoEConfig(GPTConfig):
         shared_experts: Number of experts that process all tokens, in addition to the `active`
             experts (DeepSeekMoE, arXiv 2401.06066). Each replica has all shared experts. 0 is none.
         aux_loss: The factor of the auxiliary loss.
-        balance_rate: The step of the routing bias after an update, such as 0.001. The bias
+        balance_rate: The change of each expert's routing bias in an update, such as 0.001. The bias
             balances the experts without an auxiliary loss (arXiv 2412.19437, section 2.1.2). 0 is
             no bias.
         capacity_factor: A rank has a buffer for this many times the tokens that its experts receive

@@ -224,7 +224,7 @@ def weave(
     weights: RankSchedule = EMPTY,
     defer_weights: int = 0,
 ) -> RankSchedule:
-    """Return a warmup of forwards, then forwards and backwards in turn, then all other letters.
+    """Return a warmup of forwards, then forwards and backwards in turn, then the remaining letters.
 
     With split backwards, each round of a forward and a backward ends with one letter of `weights`.
     The first `defer_weights` rounds have no such letter. The remaining letters of `weights` come

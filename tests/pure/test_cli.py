@@ -393,7 +393,7 @@ def test_check_with_blocking_hosts(capsys: pytest.CaptureFixture[str]) -> None:
         json.loads(run_command(capsys, *argv, "--json"))["progress_models_with_blocking_hosts"]
         == []
     )
-    assert "issues nothing meanwhile" in run_refused_command(capsys, *argv, "--blocking-hosts")
+    assert "it issues no instructions" in run_refused_command(capsys, *argv, "--blocking-hosts")
     out = run_command(
         capsys, "check", "narrow.sched", "--progress-model", "per_edge", "--blocking-hosts"
     )

@@ -36,8 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--replicas", action="store_true",
-        help="read the SCHEDULEs as programs of data-parallel replicas, one each, and check the "
-        "order of their collectives and waits in a cycle; for torch, add --blocking-hosts",
+        help="read the SCHEDULEs as programs of data-parallel replicas, one each. Check that the "
+        "replicas run their collectives in one order, and that no ranks wait in a cycle. For "
+        "torch, add --blocking-hosts",
     )  # fmt: skip
 
 

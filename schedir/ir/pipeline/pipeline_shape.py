@@ -67,7 +67,7 @@ _MICROBATCHES = make_field_metadata(
 )
 _STAGES_PER_RANK = make_field_metadata(
     make_integer_type(1, MAX_STAGES),
-    "number of stages per rank (that of the schedule: 1 for gpipe, 2 for interleaved)",
+    "number of stages per rank (default: set by the schedule, such as 1 for gpipe)",
     is_always_shown=True,
     digest=lambda _, __: (),  # The digest has the placement, which determines this number.
 )

@@ -320,7 +320,7 @@ DP: Final = make_field_metadata(
 )
 TIED_WEIGHTS: Final = make_field_metadata(
     TIED_KIND,
-    "stages that share weights: yes for the first and the last (a tied embedding), or 0=2,1=3",
+    "stages that share weights: yes for the first and last (a tied embedding), or sets: 0=2,1=3",
     is_always_shown=True,
     digest=_digest_tied_weights,
     in_config=False,  # The model section of a configuration has this setting.
@@ -334,8 +334,8 @@ CLIP_GRAD_NORM: Final = make_field_metadata(
 )
 FROZEN_STAGES: Final = make_field_metadata(
     _FROZEN_STAGES_TYPE,
-    "number of stages, from the first, that are not trained (0); compare and recommend divide the "
-    "model into one part per rank, and take the number of parts that are not trained",
+    "number of stages, from the first, that are not trained (0). In compare and recommend, N "
+    "counts equal parts of the model, one part per rank",
 )
 NORM_CHECK: Final = make_field_metadata(
     _make_choice_type("before_step", "after_step"),

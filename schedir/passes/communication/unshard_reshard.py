@@ -201,8 +201,8 @@ PASSES = (
             "unsharded_stages": "with zero 3: number of stages of a rank whose weights are "
             "unsharded at once; the default is the stage that computes and the next one",
             "unshard_prefetch": "with zero 3: begin to gather weights this number of stage "
-            "computations before their use (1), as far as unsharded_stages allows; 0 has the "
-            "fewest gathers, but ranks wait for each one",
+            "computations before their use (1), as far as unsharded_stages allows; with 0, ranks "
+            "gather least often, but wait for each gather",
         },
         order=20,  # in phase "ends", because a program with ZeRO is incomplete without unshards
     ),

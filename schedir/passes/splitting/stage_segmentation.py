@@ -541,9 +541,9 @@ PASSES: Final = (
         option_names=("stage_segments", "microbatch_chunks"),
         option_types={"stage_segments": SEGMENTS_TYPE, "microbatch_chunks": CHUNK_COUNT_TYPE},
         option_descriptions={
-            "stage_segments": "split each stage into this number of segments at its "
-            "tensor-parallel collectives: 5, or 5,9,5 per stage, or the collectives between "
-            "segments, fgfg (with experts fgdc); for compare and recommend, give the segments "
+            "stage_segments": "split each stage into segments at its tensor-parallel collectives: "
+            "a number of segments (5), a number per stage (5,9,5), or the letters of the "
+            "collectives (fgfg, with experts fgdc). For compare and recommend, give the segments "
             "of all stages of a rank together",
             "microbatch_chunks": "split each microbatch into this number of chunks; one chunk "
             "computes during the collective of another",

@@ -120,15 +120,16 @@ class PipelineConfig:
     - `reduce_scatter_at`: when the replicas reduce gradients: "update_end", once after the last
       microbatch, or "each_backward", after each group of consecutive backwards of a stage.
       "each_backward" needs `zero` 2 or 3.
-    - `sequence_parallel`: if true, tensor-parallel ranks also split the tokens between them,
-      outside of their linear layers. Each rank then saves and sends 1/tp of these activations.
+    - `sequence_parallel`: if true, outside of the linear layers each tensor-parallel rank has 1/tp
+      of the tokens, and saves and sends 1/tp of the activations.
     - `stage_segments`: splits each stage of a GPT into segments. "layers" splits at each
       tensor-parallel collective, so n layers become 4 n + 1 segments. A model of kind "moe" is
       split at its all-to-alls, into 2 n + 1 segments. A number is the number of segments of each
       stage. A list has one number per stage. By default, stages are not split.
     - `microbatch_chunks`: splits each microbatch into this number of chunks, each with
       `data.microbatch_size` / chunks samples. With chunks, the settings of [memory] that name
-      stages and microbatches name segments and chunks. By default, microbatches are not split.
+      stages and microbatches name segments and chunks instead. By default, microbatches are not
+      split.
     - `fill_collective_waits`: not available here, because it needs costs. `schedir compile ... -O
       stage_segments=fgfg -O fill_collective_waits=W --costs ... -o x.sched` writes a program for
       `schedule = "x.sched"`.
@@ -278,8 +279,8 @@ class MemoryConfig:
 class DataConfig:
     """The data that a run reads: a `.bin` of tokens, or text files.
 
-    A step reads the next dp * microbatches * microbatch_size windows. A window has `model.context`
-    inputs. An epoch reads each window once.
+    A window has `model.context` input tokens and their targets. A step reads the next
+    dp * microbatches * microbatch_size windows. An epoch reads each window once.
 
     - `source`: a path or a glob, or a list of them: a `.bin`, or text files. The default is the
       Python source of the standard library.

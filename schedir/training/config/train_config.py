@@ -56,8 +56,8 @@ class TrainConfig:
       At the start of the run, the processes also wait at most this time for each other.
     - `threads`: the number of torch threads of a process.
     - `device`: "cpu", or "cuda" for one GPU per process.
-    - `transport`: the transport of messages. "auto" is the first transport of the device that
-      supports the program.
+    - `transport`: the transport of messages. "auto" is the first row of the table
+      "Transports" that fits the device and the program.
     - `precision`: the type of the weights: "float32", "bfloat16" or "float16". Gradients and the
       optimizer state are float32. With "float16" the loss is scaled. The scale depends on the
       gradient norm, so `clip_grad_norm` must not be 0.
@@ -67,8 +67,8 @@ class TrainConfig:
       because of the scale of float16 are always skipped.
     - `checkpoint_dir`: a directory for checkpoints. By default, none are written.
     - `checkpoint_every`: the number of steps between two checkpoints. A checkpoint is written while
-      the next steps run, or between steps if a compiled `FILE.sched` has no snapshots. The last
-      step has a checkpoint, too.
+      the next steps run, or between steps if a `FILE.sched` was compiled without
+      `checkpoint_snapshots`. The last step has a checkpoint, too.
     - `checkpoint_keep`: the number of newest checkpoints that are kept.
     - `resume`: "auto" resumes from the newest complete checkpoint, if there is one. "must" refuses
       to start without a checkpoint. "no" begins a new run. If there are checkpoints, "no" refuses
