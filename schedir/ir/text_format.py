@@ -29,7 +29,7 @@ import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
