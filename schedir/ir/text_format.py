@@ -29,7 +29,7 @@ import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -469,9 +469,14 @@ def _parse_line(line: _Line, remaining: int, max_instructions: int, hint: str) -
     return words.reshape(-1)
 
 
+# A longer text of a file is not repeated in a hint.
+_MAX_HINTED_CHARACTERS: Final = 60
+
+
 def _suggest_notation(part: str) -> str:
     """Return a hint if `part` is an instruction in another notation, such as F0.1 or 2x F 0.1."""
-    if repeated := re.match(r"(\d+) *[x*] *(?=\w)", part):
+    repeated = re.match(r"(\d{1,9}) *[x*] *(?=\w)", part)
+    if repeated and len(part) <= _MAX_HINTED_CHARACTERS:
         return f"did you mean '{repeated[1]} x  {part[repeated.end() :]}'?"
     for pattern in _OTHER_NOTATIONS:
         match = pattern.fullmatch(part)

@@ -69,7 +69,7 @@ class GlooTransport(ProcessTransport):
         ...     schedir.PipelineShape(ranks=4, microbatches=4), dp=2))
         Traceback (most recent call last):
             ...
-        schedir.errors.ModelError: gpipe: there are 1 processes, but pp 4 x tp 1 x dp 2 needs 8
+        schedir.errors.ModelError: gpipe: there is 1 process, but pp 4 x tp 1 x dp 2 needs 8
           hint: torchrun --nproc-per-node 8, or compile a program whose pp x tp x dp is 1
         >>> distributed.destroy_process_group()
     """
