@@ -77,7 +77,19 @@ class _World:
         self.pipes: list[Connection] = []
 
     def run(self, call: Any, world_size: int, limit: float, grace: float) -> list[Any]:
+        """Return the results of a call, which is repeated once if Gloo does not connect.
+
+        In one of several thousand process groups of torch 2.13, `init_process_group` hangs.
+        """
         pickled = pickle.dumps(call)
+        try:
+            return self._run_once(pickled, world_size, limit, grace)
+        except RankError as error:
+            if not _hangs_in_connect(error):
+                raise
+            return self._run_once(pickled, world_size, limit, grace)
+
+    def _run_once(self, pickled: bytes, world_size: int, limit: float, grace: float) -> list[Any]:
         while len(self.processes) < world_size:
             self._start()
         pipes, processes = self.pipes[:world_size], self.processes[:world_size]
@@ -112,6 +124,12 @@ class _World:
 _WORLD = _World()
 # This runs before multiprocessing waits for the end of all children.
 atexit.register(_WORLD.end)
+
+
+def _hangs_in_connect(error: RankError) -> bool:
+    """Return whether a rank hung before it called the function."""
+    texts = error.tracebacks.values()
+    return bool(error.hung_ranks) and any("in init_process_group" in text for text in texts)
 
 
 def _read_changes(pipe: Connection, limit: float) -> list[str]:
