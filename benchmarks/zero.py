@@ -41,6 +41,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -327,7 +328,7 @@ class LiveTensors(TorchDispatchMode):
 
     def __init__(self, but: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.excluded = {StorageWeakRef(x.untyped_storage()) for x in but}
+        self.excluded = {*_collect_storages(but)}
         self.tensor_refs = [ref(x) for x in gc.get_objects() if issubclass(type(x), Tensor)]
         self.storage_sizes: dict[StorageWeakRef, int] = {}
 
@@ -358,7 +359,8 @@ class LiveTensors(TorchDispatchMode):
 
 
 def _collect_storages(values: Iterable[object]) -> dict[StorageWeakRef, int]:
-    tensors = (x for x in values if isinstance(x, Tensor) and not x.is_sparse)
+    """Return the bytes of the storages of all tensors that have a storage."""
+    tensors = (x for x in values if isinstance(x, Tensor) and not is_lazy(x) and not x.is_sparse)
     return {StorageWeakRef(x): x.nbytes() for x in (t.untyped_storage() for t in tensors)}
 
 
