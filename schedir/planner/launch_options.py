@@ -110,7 +110,7 @@ def _list_megatron_settings(plan: ParallelPlan) -> Iterator[list[_Setting]]:
         _Setting("micro-batch-size", "train.micro_batch_size", plan.microbatch_size),
         _Setting("global-batch-size", "train.global_batch_size", plan.batch),
     ]
-    memory = {
+    flags = {
         "sequence-parallel": ("model.sequence_parallel", plan.sequence_parallel),
         "use-distributed-optimizer": ("ddp.use_distributed_optimizer", plan.zero > 0),
         "optimizer-cpu-offload": (
@@ -122,7 +122,7 @@ def _list_megatron_settings(plan: ParallelPlan) -> Iterator[list[_Setting]]:
             plan.rank_order == "tp-pp-dp" and plan.pp > 1 and plan.dp > 1,
         ),
     }
-    yield [_Setting(option, *row) for option, row in memory.items() if row[1]]
+    yield [_Setting(option, *row) for option, row in flags.items() if row[1]]
     layer: dict[str, int | str] = {}
     if plan.attention == "flash":
         layer["attention_backend"] = "flash"

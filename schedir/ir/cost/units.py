@@ -21,9 +21,11 @@ class _Unit(NamedTuple):
     suffixes: tuple[str, ...] = ()  # Units for printing.  The largest is first.
     high: float = MAX_RATE
     base: str = ""  # The quantity that a number without a unit counts, such as bytes per second.
-    usual: str = ""  # The unit that the user of a number from `low_typo` to `high_typo` forgot.
-    low_typo: float = 0.0
-    high_typo: float = 0.0
+    # A number without a unit that is at least `suspicious_from` and less than `suspicious_below`
+    # probably lacks the unit `usual`.
+    usual: str = ""
+    suspicious_from: float = 0.0
+    suspicious_below: float = 0.0
 
 
 def _make_unit_parser(**units: float) -> Callable[[str], float]:
@@ -50,7 +52,7 @@ _FLOP_UNITS: Final = {f"{p}FLOP/s": 1000.0 ** (k + 3) for k, p in enumerate("GTP
 _BYTE_UNITS: Final = ("TB", "GB", "MB")
 _BANDWIDTH_UNIT: Final = _Unit(
     _parse_bandwidth, "300GB/s", suffixes=tuple(f"{size}/s" for size in _BYTE_UNITS),
-    base="bytes per second", usual="GB/s", high_typo=1e5,
+    base="bytes per second", usual="GB/s", suspicious_below=1e5,
 )  # fmt: skip
 _FLOPS_UNIT: Final = _Unit(
     _make_unit_parser(**_FLOP_UNITS),
@@ -58,7 +60,7 @@ _FLOPS_UNIT: Final = _Unit(
     suffixes=("PFLOP/s", "TFLOP/s", "GFLOP/s"),
     base="operations per second",
     usual="TFLOP/s",
-    high_typo=1e5,
+    suspicious_below=1e5,
 )
 _LATENCY_UNIT: Final = _Unit(
     _make_unit_parser(us=1e-6, ms=1e-3, s=1.0),
@@ -67,11 +69,11 @@ _LATENCY_UNIT: Final = _Unit(
     suffixes=("s", "ms", "us"),
     base="seconds",
     usual="us",
-    low_typo=0.5,
-    high_typo=1e6,
+    suspicious_from=0.5,
+    suspicious_below=1e6,
 )
 _MEMORY_UNIT: Final = _Unit(
-    parse_bytes, "80GB", suffixes=_BYTE_UNITS, base="bytes", usual="GB", high_typo=1e3
+    parse_bytes, "80GB", suffixes=_BYTE_UNITS, base="bytes", usual="GB", suspicious_below=1e3
 )
 # A number of bits per second, such as 400Gb/s and 400 Gbps.
 _BITS_PATTERN = re.compile(r"\s*([0-9.]+)\s*([kMGT])(?:b/s|bps|bits?/s|bit)\s*")
@@ -116,8 +118,8 @@ def find_forgotten_unit(name: str, number: float) -> tuple[str, str]:
         (('bytes per second', 'GB/s'), ('', ''))
     """
     unit = _UNIT_BY_FIELD[name]
-    is_typo = number > 0 and unit.low_typo <= number < unit.high_typo
-    return (unit.base, unit.usual) if is_typo else ("", "")
+    is_suspicious = number > 0 and unit.suspicious_from <= number < unit.suspicious_below
+    return (unit.base, unit.usual) if is_suspicious else ("", "")
 
 
 def _convert_bits(name: str, value: Any) -> str:
