@@ -386,6 +386,8 @@ def save_results(result: RunResult, output: OutputConfig) -> None:
     with atomic_write(Path(output.dir, SUMMARY_FILE)) as temporary:
         temporary.write_text(format_json(facts))
     written_names.insert(1, SUMMARY_FILE)
+    if Path(output.dir, EVALUATIONS_FILE).exists():
+        written_names.insert(1, EVALUATIONS_FILE)
     print(
         f"wrote {', '.join(written_names[:-1])} and {written_names[-1]} to {output.dir}", flush=True
     )

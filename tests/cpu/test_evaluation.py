@@ -49,7 +49,8 @@ def test_held_out_loss_equals_plain_model(
         assert tokens == targets.numel() and loss == pytest.approx(mean, rel=1e-5)
         assert perplexity == math.exp(loss)
     line = f"step 6  held-out loss {rows[-1][1]:.4f}  perplexity {rows[-1][2]:,.1f}\n"
-    assert line in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert line in output and "wrote loss.csv, evaluation.csv" in output
 
 
 def test_evaluations_do_not_change_training_losses(config: str, tmp_path: Path) -> None:
