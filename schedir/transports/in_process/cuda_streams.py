@@ -7,8 +7,7 @@ GPUs. So the same operations overlap as between GPUs. The host never waits.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +23,8 @@ from schedir.transports.collectives import (
     PendingCollectives,
     run_collective,
 )
-from schedir.transports.transport import Work, allocate_buffers
+from schedir.transports.in_process.virtual_rank import VirtualRankHub, VirtualRankTransport
+from schedir.transports.transport import Work
 
 
 class StreamPoint:
@@ -105,18 +105,18 @@ class _StreamPart(CollectiveMember):
     end_point: StreamPoint
 
 
-class StreamHub:
+class StreamHub(VirtualRankHub):
     """The state that virtual ranks share: incomplete messages and collectives.
 
     Incomplete messages have only a sender or only a receiver so far.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.sent_messages: dict[tuple[Lane, int, int], deque[_MessageSide]] = defaultdict(deque)
         self.awaited_messages: dict[tuple[Lane, int, int], deque[_MessageSide]] = defaultdict(deque)
         self.lane_streams: dict[tuple[Lane, int, int], torch.cuda.Stream] = {}
         self.pending_collectives: PendingCollectives[_StreamPart] = PendingCollectives()
-        self.payloads: list[Any] = []  # the payloads of all ranks, see Transport.check_agreement
 
     def get_lane_stream(self, lane: Lane, source: int, target: int) -> torch.cuda.Stream:
         """Return the CUDA stream of a directed edge, and create it at first use.
@@ -132,7 +132,7 @@ class StreamHub:
         return self.lane_streams[key]
 
 
-class StreamMailbox:
+class StreamMailbox(VirtualRankTransport[StreamHub]):
     """The transport of a virtual rank on a GPU.
 
     A message is a copy on the stream of its directed edge.
@@ -144,14 +144,6 @@ class StreamMailbox:
         progress_model: The value of the attribute `progress_model`.
     """
 
-    tp: int = 1
-    dp: int = 1
-    tp_rank: int = 0
-    dp_rank: int = 0
-    is_grouped: bool = False
-    blocking_hosts: bool = False
-    uses_static_buffers: bool = False
-
     def __init__(
         self,
         hub: StreamHub,
@@ -159,26 +151,9 @@ class StreamMailbox:
         group_members: dict[GroupKey, list[int]],
         progress_model: ProgressModel,
     ) -> None:
-        self.hub = hub
-        self.rank = rank
-        self.group_members = group_members
-        self.progress_model = progress_model
+        super().__init__(hub, rank, group_members, progress_model)
         self.compute_stream: Any = torch.cuda.Stream()
         self.collective_stream: Any = torch.cuda.Stream(priority=-1)
-
-    allocate_buffers = staticmethod(allocate_buffers)
-
-    def check_agreement(
-        self, facts: Mapping[str, str], payload: object = None, record_types: Sequence[type] = ()
-    ) -> list[Any]:
-        """Return the payloads of all virtual ranks, which `make_mailboxes` received.
-
-        Args:
-            facts: Not used.
-            payload: Not used.
-            record_types: Not used.
-        """
-        return self.hub.payloads
 
     def use_compute_stream(self) -> AbstractContextManager[object]:
         """Return a context in which computation uses the stream of this rank."""
@@ -214,18 +189,6 @@ class StreamMailbox:
             return side.end_point
         return _copy_message(self.hub.sent_messages[key].popleft(), side)
 
-    def on_step_begin(self, program: int) -> None:
-        """Do nothing, because this transport matches messages only by their order.
-
-        Args:
-            program: Not used.
-        """
-
-    def start_group(self) -> None:
-        """Do nothing, because messages are copied one by one."""
-
-    end_group = on_step_end = start_group
-
     def start_collective(
         self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
@@ -246,10 +209,6 @@ class StreamMailbox:
                 for member in members:
                     member.end_point.record(self.collective_stream)
         return end_point
-
-    def side_stream(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing. Virtual ranks have tp=1, so they start no gathers."""
-        return nullcontext()
 
 
 def _record_current_point() -> StreamPoint:

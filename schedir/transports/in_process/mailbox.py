@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ from schedir.transports.collectives import (
     run_collective,
 )
 from schedir.transports.in_process.cuda_streams import StreamHub, StreamMailbox
-from schedir.transports.transport import CompletedWork, Work, allocate_buffers
+from schedir.transports.in_process.virtual_rank import VirtualRankHub, VirtualRankTransport
+from schedir.transports.transport import CompletedWork, Work
 
 
 @dataclass(eq=False)
@@ -38,62 +39,21 @@ class _CollectivePart(CollectiveMember, CompletedWork):
         assert self.is_done, "all ranks are issued before one of them waits"
 
 
-class MailboxHub:
+class MailboxHub(VirtualRankHub):
     """The state that virtual ranks share: incomplete messages and collectives.
 
     Incomplete messages have only a sender or only a receiver so far.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.sent_messages: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
         self.awaited_receives: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
         self.pending_collectives: PendingCollectives[_CollectivePart] = PendingCollectives()
-        self.payloads: list[Any] = []  # the payloads of all ranks, see Transport.check_agreement
 
 
-class Mailbox:
-    """The transport of one virtual rank on a CPU.
-
-    Args:
-        hub: The state that all virtual ranks share.
-        rank: The rank.
-        group_members: The ranks of each group that contains this rank.
-        progress_model: The value of the attribute `progress_model`.
-    """
-
-    tp: int = 1
-    dp: int = 1
-    tp_rank: int = 0
-    dp_rank: int = 0
-    is_grouped: bool = False
-    blocking_hosts: bool = False
-    uses_static_buffers: bool = False
-
-    def __init__(
-        self,
-        hub: MailboxHub,
-        rank: int,
-        group_members: dict[GroupKey, list[int]],
-        progress_model: ProgressModel,
-    ) -> None:
-        self.hub = hub
-        self.rank = rank
-        self.group_members = group_members
-        self.progress_model = progress_model
-
-    allocate_buffers = staticmethod(allocate_buffers)
-
-    def check_agreement(
-        self, facts: Mapping[str, str], payload: object = None, record_types: Sequence[type] = ()
-    ) -> list[Any]:
-        """Return the payloads of all virtual ranks, which `make_mailboxes` received.
-
-        Args:
-            facts: Not used.
-            payload: Not used.
-            record_types: Not used.
-        """
-        return self.hub.payloads
+class Mailbox(VirtualRankTransport[MailboxHub]):
+    """The transport of one virtual rank on a CPU."""
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """See `Transport.send`. This method copies the tensor immediately."""
@@ -133,21 +93,10 @@ class Mailbox:
 
     use_compute_stream = nullcontext
 
-    def on_step_begin(self, program: int) -> None:
-        """Do nothing, because this transport matches messages only by their order.
+    def wait_for_caller(self) -> None:
+        """Do nothing, because the calls of a CPU run one after the other."""
 
-        Args:
-            program: Not used.
-        """
-
-    def start_group(self) -> None:
-        """Do nothing, because messages are delivered one by one."""
-
-    wait_for_caller = make_caller_wait = end_group = on_step_end = start_group
-
-    def side_stream(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing, because no wait takes time."""
-        return nullcontext()
+    make_caller_wait = wait_for_caller
 
 
 def make_mailboxes(
