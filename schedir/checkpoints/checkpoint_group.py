@@ -118,17 +118,16 @@ class CheckpointGroup:
                     hint="all processes must call the same function with the same step",
                 )
 
-    def broadcast_result(self, compute: Callable[[], _T], kinds: RecordTypes = ()) -> _T:
+    def broadcast_result(self, compute: Callable[[], _T]) -> _T:
         """Return the result of `compute` in the first process.
 
         If `compute` fails, all processes raise its error.
 
         Args:
             compute: Computes the result. Only the first process calls this function.
-            kinds: The types of records that the result may contain.
 
         Raises:
             CheckpointError: `compute` failed, or a process has ended.
         """
-        (result, *_) = self.gather_results(lambda: compute() if not self.process else None, kinds)
+        (result, *_) = self.gather_results(lambda: compute() if not self.process else None)
         return cast(_T, result)

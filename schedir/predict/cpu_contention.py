@@ -11,7 +11,6 @@ import numpy as np
 from schedir.analysis.critical_path.longest_path import build_problem
 from schedir.analysis.critical_path.node_loop import Times
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import UsageError, describe, require_type
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.number_parsing import NON_NUMBER_TYPES
@@ -28,24 +27,20 @@ def simulate_on_cpus(
     program: Program,
     costs: Costs,
     processors: float,
-    *,
-    progress_model: ProgressModel = "per_edge",
-    blocking_hosts: bool = True,
 ) -> Timeline:
     """Simulate a program with ranks that share the processors of a machine.
 
     If n ranks compute on fewer than n processors, each rank runs at processors/n of its speed. This
     is the ideal processor sharing of a fair thread scheduler. Sums and gathers of several processes
-    use processors too, because they copy and add bytes. Messages use no processor. If each running
-    instruction has a processor, the result is the same as from `simulate`.
+    use processors too, because they copy and add bytes. Messages use no processor. Hosts block, and
+    each edge has its own queue, as with Gloo. If each running instruction has a processor, the
+    result is the same as from `simulate`.
 
     Args:
         program: A lowered program.
         costs: The costs of a rank that runs alone.
         processors: The number of processors. The number may be below 1 if each rank represents
             several processes that share a machine.
-        progress_model: The progress model of the transport.
-        blocking_hosts: True if hosts are blocking, as on CPUs.
 
     Raises:
         UsageError: `processors` is not a number above 0, or the program is a draft.
@@ -74,12 +69,12 @@ def simulate_on_cpus(
         raise UsageError(
             "program is a draft, which has no messages yet", hint="schedir.compile(schedule, shape)"
         )
-    graph = build_complete_graph(program, progress_model, blocking_hosts=blocking_hosts)
+    graph = build_complete_graph(program, "per_edge", blocking_hosts=True)
     prove(graph)
     start, end = _share_processors(graph, costs, float(processors))
     require_representable(end, program)
     spans = build_spans(program, start, end)
-    return Timeline(program, spans, progress_model=progress_model, blocking_hosts=blocking_hosts)
+    return Timeline(program, spans, progress_model="per_edge", blocking_hosts=True)
 
 
 def _share_processors(graph: Graph, costs: Costs, processors: float) -> tuple[Times, Times]:
