@@ -34,21 +34,6 @@ def bias_gelu_reference(x: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(x + bias)
 
 
-def backward_reference(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and bias from autograd, in plain torch.
-
-    Args:
-        dy: The gradient of the output.
-        x: See `bias_gelu`.
-        bias: See `bias_gelu`.
-    """
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        bias = bias.detach().requires_grad_()
-        dx, dbias = torch.autograd.grad(bias_gelu_reference(x, bias), (x, bias), dy)
-    return dx, dbias
-
-
 class _BiasGelu(torch.autograd.Function):
     """The fused operation. It saves x and the bias, not their sum."""
 

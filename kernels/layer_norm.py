@@ -45,28 +45,6 @@ def add_layer_norm_reference(
     return h, F.layer_norm(h, weight.shape, weight, bias, eps)
 
 
-def backward_reference(
-    dh: Tensor, dy: Tensor, h: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias, in plain torch.
-
-    The gradient of the residual equals the gradient of x.
-
-    Args:
-        dh: The gradient of h.
-        dy: The gradient of the LayerNorm output.
-        h: The sum, from the forward.
-        weight: See `add_layer_norm`.
-        bias: See `add_layer_norm`.
-        eps: See `add_layer_norm`.
-    """
-    with torch.enable_grad():
-        h, weight, bias = (p.detach().requires_grad_() for p in (h, weight, bias))
-        y = F.layer_norm(h, weight.shape, weight, bias, eps)
-        dx, dweight, dbias = torch.autograd.grad(y, (h, weight, bias), dy)
-    return dx + dh, dweight, dbias
-
-
 class _AddLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
