@@ -123,7 +123,10 @@ def count_end_params(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]
 
 
 def compute_saved_bytes(
-    model: TransformerSpec, plan: ParallelPlan, itemsize: float = 2, gathered_bytes: float = 0
+    model: TransformerSpec,
+    plan: ParallelPlan,
+    itemsize: float = 2,
+    constants: SoftwareConstants | None = None,
 ) -> tuple[float, float]:
     """Return the bytes that a layer saves for a microbatch, and the bytes of its recomputation.
 
@@ -131,7 +134,9 @@ def compute_saved_bytes(
 
     - Keys and values have `kv_heads` heads, and a head has `head_dim` elements.
     - Terms of the feed-forward network have the width `ffn`. With a gate, the input of the
-      activation function is counted twice. Each of the `active` experts of a token is counted.
+      activation function is counted twice, and software can also save the output of this function
+      (`gate_bytes`). Each of the `active` experts of a token is counted.
+    - A mask of dropout has `mask_bytes` per element.
     - Flash attention saves no scores, but 4 bytes per token and head.
     - A context-parallel rank has 1/cp of the tokens, and the attention scores between its tokens
       and all tokens.
@@ -142,7 +147,7 @@ def compute_saved_bytes(
         model: The model.
         plan: The plan.
         itemsize: Bytes of an element. Masks and softmax sums have fixed sizes.
-        gathered_bytes: See `SoftwareConstants`.
+        constants: Constants of the software. None means `SoftwareConstants()`.
 
     Returns:
         The saved bytes, and the additional bytes that the layer uses while it is recomputed.
@@ -151,15 +156,16 @@ def compute_saved_bytes(
         arXiv 2205.05198: the terms.
         arXiv 2307.08691, section 3.1.2: the softmax sums of flash attention.
     """
-    all_terms = _compute_saved_terms(model, plan, "none", itemsize)
-    kept_terms = _compute_saved_terms(model, plan, plan.recompute, itemsize)
+    constants = constants or SoftwareConstants()
+    all_terms = _compute_saved_terms(model, plan, "none", itemsize, constants)
+    kept_terms = _compute_saved_terms(model, plan, plan.recompute, itemsize, constants)
     if plan.recompute == "full" and plan.sequence_parallel:
         kept_terms = {term: size / plan.tp for term, size in kept_terms.items()}
     saved = sum(kept_terms.values())
     recomputed = sum(all_terms.values()) - sum(kept_terms.values())
     if plan.sequence_parallel and plan.recompute != "full":
         tokens = plan.microbatch_size * (model.sequence // plan.cp)
-        saved += gathered_bytes * (1 - 1 / plan.tp) * tokens * model.hidden
+        saved += constants.gathered_bytes * (1 - 1 / plan.tp) * tokens * model.hidden
     return saved, recomputed
 
 
@@ -169,7 +175,11 @@ _SCORE_TERMS: Final = (
 
 
 def _compute_saved_terms(
-    model: TransformerSpec, plan: ParallelPlan, recompute: Any, itemsize: float
+    model: TransformerSpec,
+    plan: ParallelPlan,
+    recompute: Any,
+    itemsize: float,
+    constants: SoftwareConstants,
 ) -> dict[str, float]:
     tokens = model.sequence // plan.cp
     terms = compute_layer_terms(
@@ -189,11 +199,18 @@ def _compute_saved_terms(
         **dict.fromkeys(_SCORE_TERMS, plan.cp * (plan.attention != "flash")),
     }
     result = {
-        term: size * scale.get(term, 1) * (1 if term.startswith("mask") else itemsize / 2)
+        term: size
+        * scale.get(term, 1)
+        * (constants.mask_bytes if term.startswith("mask") else itemsize / 2)
         for term, size in terms.items()
     }
-    if plan.attention == "flash" and recompute != "full":
-        result["sums of the softmax"] = 4.0 * model.heads * tokens * plan.microbatch_size / plan.tp
+    if recompute == "full":
+        return result
+    rank_tokens = tokens * plan.microbatch_size / plan.tp
+    if model.gated:
+        result["output of GELU"] = constants.gate_bytes * model.ffn * model.active * rank_tokens
+    if plan.attention == "flash":
+        result["sums of the softmax"] = 4.0 * model.heads * rank_tokens
     return result
 
 
@@ -304,9 +321,7 @@ def _estimate_activations(
     p, t, v, b, m, c = _get_columns(
         plans, "pp", "tp", "stages_per_rank", "microbatch_size", "microbatches", "cp"
     )
-    saved_per_layer, recomputed = compute_saved_by_plan(
-        model, plans, itemsize, constants.gathered_bytes
-    )
+    saved_per_layer, recomputed = compute_saved_by_plan(model, plans, itemsize, constants)
     live_stages, loss_microbatches, boundary_buffers = _count_in_flight(plans, shares)
     has_split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
         plans.schedule
@@ -326,6 +341,7 @@ def _estimate_activations(
         activations
         + shares.has_first_stage
         * np.minimum(np.ceil(live_stages / v), m)
+        * constants.mask_bytes
         * boundary_size
         / sequence_shards
     )
@@ -375,7 +391,10 @@ def estimate_memory(
 
 
 def compute_saved_by_plan(
-    model: TransformerSpec, plans: PlanColumns, itemsize: float, gathered_bytes: float
+    model: TransformerSpec,
+    plans: PlanColumns,
+    itemsize: float,
+    constants: SoftwareConstants | None = None,
 ) -> tuple[Floats, Floats]:
     """Return `compute_saved_bytes` of each plan, as two arrays of shape (plans, 1).
 
@@ -383,13 +402,13 @@ def compute_saved_by_plan(
         model: The model.
         plans: The plans.
         itemsize: Bytes of an element.
-        gathered_bytes: See `SoftwareConstants`.
+        constants: Constants of the software. None means `SoftwareConstants()`.
     """
     first_rows, row_of_plan = plans.find_distinct(
         "tp", "microbatch_size", "recompute", "sequence_parallel", "cp"
     )
     distinct_bytes = [
-        compute_saved_bytes(model, plans.plan_at(model, i), itemsize, gathered_bytes)
+        compute_saved_bytes(model, plans.plan_at(model, i), itemsize, constants)
         for i in first_rows.tolist()
     ]
     saved, recomputed = np.array(distinct_bytes).reshape(-1, 2)[row_of_plan].T
