@@ -131,7 +131,9 @@ def predict(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> Predicti
             )
         seconds[members], memory[members] = table.step_times, table.total_memory
         shares = plans.compute_shares(model)
-        by_group = estimate_memory(model, plans, shares, stack.constants, stack.state_bytes).memory
+        by_group = estimate_memory(
+            model, cluster, plans, shares, stack.constants, stack.state_bytes
+        ).memory
         logged_memory[members] = by_group.sum(axis=0)[:, 0]  # The first group has the first rank.
     return Prediction(seconds, memory, logged_memory)
 
@@ -292,6 +294,22 @@ def format_regrets(lost: Sequence[float]) -> str:
             f"{np.percentile(lost, 90):.1%}, worst {max(lost):.0%}, n = {len(lost)}")  # fmt: skip
 
 
+def count_refusals(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> Any:
+    """Return the number of refused runs and of all runs: with a result, and without a result."""
+    is_refused = ~(predict(runs, stack, cluster).memory <= cluster.memory)
+    has_result = np.array([run.seconds is not None for run in runs])
+    return np.array(
+        [((is_refused & group).sum(), group.sum()) for group in (has_result, ~has_result)]
+    )
+
+
+def format_refusals(counts: Any) -> str:
+    """Return the counts of `count_refusals` as text."""
+    (wrong, ran), (correct, failed) = counts.tolist()
+    return (f"of {ran} runs that ran, {wrong} are refused; of {failed} without a result, "
+            f"{correct} ({correct / max(failed, 1):.1%})")  # fmt: skip
+
+
 def print_comparison(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> None:
     """Print errors by model and nodes, the rank correlation, the regret, and the refused runs."""
     print_error_header()
@@ -307,16 +325,7 @@ def print_comparison(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) ->
     print(f"\nrank correlation: {correlation:.3f}, n = {is_counted.sum()}")
     print(f"\n{format_regrets(compute_regrets(runs, prediction))}")
     print(f"\namong runs that count, {format_regrets(compute_efficient_regrets(runs, prediction))}")
-    all_runs = read_runs()
-    is_refused = ~(predict(all_runs, stack, cluster).memory <= cluster.memory)
-    has_result = np.array([run.seconds is not None for run in all_runs])
-    correct_refusals = (is_refused & ~has_result).sum()
-    print(
-        f"\nof {has_result.sum()} runs that ran, {(is_refused & has_result).sum()} are "
-        f"refused; of {(~has_result).sum()} "
-        f"without a result, {correct_refusals} "
-        f"({correct_refusals / max((~has_result).sum(), 1):.0%})\n"
-    )
+    print(f"\n{format_refusals(count_refusals(read_runs(), stack, cluster))}\n")
 
 
 # ------------------------------------------------------------ tables
@@ -343,7 +352,7 @@ def print_left_out() -> None:
         ("1.34 B", lambda run: run.model.layers == 16),
         *((f"all but {n} nodes", lambda run, n=n: run.nodes != n) for n in (1, 2, 4, 8, 16)),
     ]
-    all_regrets = []
+    all_regrets, refusals = [], np.zeros((2, 2), int)
     for name, is_training in splits[: 1 if SMOKE else None]:
         stack, cluster = fit_nanotron([run for run in runs if is_training(run)])
         test_runs = [run for run in runs if not is_training(run)]
@@ -356,7 +365,10 @@ def print_left_out() -> None:
         print_errors("all of these", test_runs, prediction)
         if name.startswith("all but"):
             all_regrets += compute_regrets(test_runs, prediction)
+            all_test_runs = [run for run in read_runs() if not is_training(run)]
+            refusals += count_refusals(all_test_runs, stack, cluster)
     print(f"\nfor each number of nodes, by the others: {format_regrets(all_regrets or [0.0])}\n")
+    print(f"{format_refusals(refusals)}\n")
 
 
 def predict_rows(

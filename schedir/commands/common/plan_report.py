@@ -42,7 +42,7 @@ _STEP_PART_NAMES: Final = dict(
 _MEMORY_PART_NAMES: Final = dict(
     zip(
         GpuMemory._fields,
-        ("weights", "gradients", "optimizer", "activations", "other"),
+        ("weights", "gradients", "optimizer", "activations", "buffers", "allocator", "process"),
         strict=True,
     )
 )
@@ -164,6 +164,7 @@ def format_plans(
             [*_format_memory(plan, cluster.memory), *_format_host_memory(plan, cluster)],
         ),
     ]
+    lines += [_wrap(f"  {line}") for line in _describe_activations(request, plan)]
     lines += [_wrap(f"  note: {note}") for note in _list_notes(request, plans, plan)]
     if plan.offload_comparison:
         lines.append(_wrap(f"  offload: {plan.offload_comparison}"))
@@ -286,6 +287,17 @@ def _format_memory(plan: PlanEstimate, limit: float) -> list[str]:
     return [f"memory {format_bytes(plan.memory.total)} of {format_bytes(limit)}", *rows]
 
 
+def _describe_activations(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
+    """Yield the activations of each pipeline rank, if the plan has several and does not offload."""
+    from schedir.planner.transformer.memory_estimate import estimate_by_rank
+
+    if plan.pp == 1 or (plan.offload, plan.optimizer_placement) != ("none", "device"):
+        return
+    ranks = estimate_by_rank(request.model, request.cluster, plan, **request.software)
+    sizes = [f"{rank.activations / 1e9:.1f}" for rank in ranks]
+    yield f"activations of each pipeline rank, by formula: {_format_repeats(sizes)} GB"
+
+
 def _format_host_memory(plan: PlanEstimate, cluster: Cluster) -> Iterator[str]:
     """Yield a line for each part of the host memory of a GPU, if the plan uses host memory."""
     if plan.host_memory.total:
@@ -341,7 +353,7 @@ def _format_options(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
             )
 
 
-def _format_repeats(numbers: Sequence[int]) -> str:
+def _format_repeats(numbers: Sequence[int | str]) -> str:
     """Return numbers as text, with consecutive equal numbers joined.
 
     Example:

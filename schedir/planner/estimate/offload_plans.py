@@ -121,7 +121,7 @@ def _guess_offload_plans(
     the states of all stages and to store the states of one stage.
     """
     plans, share = plan_table.plans, 1 + constants.allocator_share
-    weights, gradients, optimizer, activations, _ = plan_table.memory
+    weights, gradients, optimizer, activations, *_ = plan_table.memory
     compute, recompute, tensor = plan_table.breakdowns[:3]
     assert cluster.host_bandwidth is not None and cluster.host_memory is not None
     memory_limit = (cluster.memory - constants.reserved_bytes) / share

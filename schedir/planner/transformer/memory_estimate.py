@@ -11,7 +11,13 @@ from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL
 from schedir.planner.estimate.schedule_formulas import SCHEDULE_FORMULAS, get_formulas
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import GpuMemory, ParallelPlan
-from schedir.planner.plan_columns import SCHEDULE_NAMES, Floats, PlanColumns, RankGroupShares
+from schedir.planner.plan_columns import (
+    RECOMPUTE_MODES,
+    SCHEDULE_NAMES,
+    Floats,
+    PlanColumns,
+    RankGroupShares,
+)
 from schedir.planner.transformer.layer_ops import require_even_division
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.layer_activation_bytes import compute_layer_terms
@@ -354,8 +360,40 @@ def _estimate_activations(
     return activations, np.where(p > 1, boundary_buffers * boundary, 0.0)
 
 
+def _compute_reclaimable(
+    model: TransformerSpec,
+    cluster: Cluster,
+    plans: PlanColumns,
+    shares: RankGroupShares,
+    constants: SoftwareConstants,
+) -> Floats:
+    """Return the bytes of gathered tensors that the allocator can reclaim.
+
+    The host can free a tensor that a collective uses before the GPU has run the collective. The
+    allocator reuses such memory late. If memory is exhausted, the allocator waits for the GPU, and
+    then reuses the memory. The runs of docs/results/planner-h100.md show this only if a
+    tensor-parallel group is on several nodes.
+
+    Returns:
+        Bytes of shape (plans, groups).
+
+    References:
+        torch.Tensor.record_stream, and `release_cached_blocks` of torch's CUDACachingAllocator.cpp.
+    """
+    t, v, b, c = _get_columns(plans, "tp", "stages_per_rank", "microbatch_size", "cp")
+    is_reclaimable = (t > cluster.gpus_per_node) & (plans.sequence_parallel[:, None] > 0)
+    is_reclaimable &= plans.recompute[:, None] != RECOMPUTE_MODES.index("full")
+    if not is_reclaimable.any() or not constants.gathered_bytes:
+        return np.zeros(shares.first_rank.shape)
+    tokens = 1.0 * b * (model.sequence // c)
+    per_layer = constants.gathered_bytes * (1 - 1 / t) * tokens * model.hidden
+    live_stages, _, _ = _count_in_flight(plans, shares)
+    return np.asarray(is_reclaimable * live_stages * shares.layers / v * per_layer)
+
+
 def estimate_memory(
     model: TransformerSpec,
+    cluster: Cluster,
     plans: PlanColumns,
     shares: RankGroupShares,
     constants: SoftwareConstants,
@@ -365,6 +403,7 @@ def estimate_memory(
 
     Args:
         model: The model.
+        cluster: The cluster. Its memory limits the memory that the allocator reuses late.
         plans: The plans.
         shares: The layers of each rank group, from `PlanColumns.compute_shares`.
         constants: Constants of the software.
@@ -383,9 +422,17 @@ def estimate_memory(
     all_params = params.common + params.experts
     buffers = buffers + constants.unsharded_bytes * (zero == 1) * all_params
     used = weights + grads + optimizer + activations + buffers
-    other = buffers + constants.allocator_share * used + constants.reserved_bytes
-    exists = shares.rank_count > 0
-    memory = np.stack([x * exists for x in (weights, grads, optimizer, activations, other)])
+    available = (cluster.memory - constants.reserved_bytes) / (1 + constants.allocator_share)
+    reclaimed = np.clip(
+        used - np.floor(available),
+        0,
+        _compute_reclaimable(model, cluster, plans, shares, constants),
+    )
+    activations, used = activations - reclaimed, used - reclaimed
+    allocator = constants.allocator_share * used
+    process = np.full(used.shape, constants.reserved_bytes)
+    parts = (weights, grads, optimizer, activations, buffers, allocator, process)
+    memory = np.stack([part * (shares.rank_count > 0) for part in parts])
     outer_stage_params = params.inner + params.embedding + np.where(v > 1, 0, params.head)
     return MemoryTable(memory, params.common, params.experts, outer_stage_params)
 
@@ -510,6 +557,6 @@ def estimate_by_rank(
     plans = PlanColumns.from_plan(plan)
     shares = plans.compute_shares(model, merge_equal_ranks=False)
     memory_table = estimate_memory(
-        model, plans, shares, constants or SoftwareConstants(), state_bytes
+        model, cluster, plans, shares, constants or SoftwareConstants(), state_bytes
     ).memory
     return tuple(GpuMemory(*rank) for rank in memory_table[:, 0].T.tolist())
