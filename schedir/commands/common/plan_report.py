@@ -288,14 +288,23 @@ def _format_memory(plan: PlanEstimate, limit: float) -> list[str]:
 
 
 def _describe_activations(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
-    """Yield the activations of each pipeline rank, if the plan has several and does not offload."""
-    from schedir.planner.transformer.memory_estimate import estimate_by_rank
+    """Yield the activations of each pipeline rank and the part of the loss, without offload."""
+    from schedir.planner.transformer.memory_estimate import (
+        compute_loss_bytes,
+        estimate_by_rank,
+        get_state_bytes,
+    )
 
-    if plan.pp == 1 or (plan.offload, plan.optimizer_placement) != ("none", "device"):
+    if (plan.offload, plan.optimizer_placement) != ("none", "device"):
         return
-    ranks = estimate_by_rank(request.model, request.cluster, plan, **request.software)
-    sizes = [f"{rank.activations / 1e9:.1f}" for rank in ranks]
-    yield f"activations of each pipeline rank, by formula: {_format_repeats(sizes)} GB"
+    model, cluster, software = request.model, request.cluster, request.software
+    itemsize = (software["state_bytes"] or get_state_bytes(cluster)).params
+    loss_bytes = compute_loss_bytes(model, plan, software["constants"], itemsize)
+    ranks = estimate_by_rank(model, cluster, plan, **software)
+    sizes = [f"{rank.activations / 1e9:.3g}" for rank in ranks]
+    if plan.pp > 1:
+        yield f"activations of each pipeline rank, by formula: {_format_repeats(sizes)} GB"
+    yield f"logits and loss: {format_bytes(loss_bytes)} of the activations of the last stage"
 
 
 def _format_host_memory(plan: PlanEstimate, cluster: Cluster) -> Iterator[str]:

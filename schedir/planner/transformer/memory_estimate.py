@@ -329,16 +329,10 @@ def _estimate_activations(
     )
     saved_per_layer, recomputed = compute_saved_by_plan(model, plans, itemsize, constants)
     live_stages, loss_microbatches, boundary_buffers = _count_in_flight(plans, shares)
-    has_split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
-        plans.schedule
-    ][:, None]
     boundary_size = 1.0 * b * model.sequence / c * model.hidden
     sequence_shards = np.where(plans.sequence_parallel[:, None] > 0, t, 1)
-    logits = 1.0 * b * model.sequence / c * -(-model.vocab // t)
     # The first stage saves the mask of the dropout after the embedding. The last stage saves the
-    # inputs of the last norm and of the logits, and the logits in 32 bits for the loss
-    # (arXiv 2205.05198, section 4.3). With a split backward, I replaces the 32-bit logits by their
-    # gradients in the number type of activations. These gradients remain until W.
+    # inputs of the last norm and of the logits, and the tensors of the loss.
     activations = (
         live_stages * shares.layers / v * saved_per_layer
         + np.minimum(shares.layers, 1) * recomputed
@@ -353,11 +347,58 @@ def _estimate_activations(
     )
     activations = activations + shares.has_last_stage * (
         loss_microbatches * (2 * itemsize * boundary_size / sequence_shards)
-        + constants.logit_bytes * logits
-        + (loss_microbatches - 1) * np.where(has_split, np.minimum(itemsize, 4), 4) * logits
+        + _estimate_loss_bytes(model, plans, loss_microbatches, constants, itemsize)
     )
     boundary = itemsize * boundary_size / sequence_shards
     return activations, np.where(p > 1, boundary_buffers * boundary, 0.0)
+
+
+def _estimate_loss_bytes(
+    model: TransformerSpec,
+    plans: PlanColumns,
+    loss_microbatches: Floats,
+    constants: SoftwareConstants,
+    itemsize: float,
+) -> Floats:
+    """Return the bytes of the tensors of the loss on the last stage, of shape (plans, 1).
+
+    The last stage saves the logits in 32 bits for the loss (arXiv 2205.05198, section 4.3). With a
+    split backward, I replaces the 32-bit logits by their gradients in the number type of
+    activations. These gradients remain until W.
+    """
+    t, b, c = _get_columns(plans, "tp", "microbatch_size", "cp")
+    has_split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
+        plans.schedule
+    ][:, None]
+    logits = 1.0 * b * model.sequence / c * -(-model.vocab // t)
+    later_bytes = np.where(has_split, np.minimum(itemsize, 4), 4)
+    total = constants.logit_bytes + (loss_microbatches - 1) * later_bytes
+    return np.asarray(total * logits)
+
+
+def compute_loss_bytes(
+    model: TransformerSpec,
+    plan: ParallelPlan,
+    constants: SoftwareConstants | None = None,
+    itemsize: float = 2,
+) -> float:
+    """Return the bytes of the tensors of the loss, which are part of the activations.
+
+    Args:
+        model: The model.
+        plan: The plan.
+        constants: Constants of the software. None means `SoftwareConstants()`.
+        itemsize: Bytes of an element of an activation.
+
+    Example:
+        >>> model = TransformerSpec(layers=2, hidden=64, heads=4, vocab=256, sequence=32)
+        >>> compute_loss_bytes(model, ParallelPlan()) == 4 * 32 * 256
+        True
+    """
+    plans = PlanColumns.from_plan(plan)
+    _, loss_microbatches, _ = _count_in_flight(plans, plans.compute_shares(model))
+    constants = constants or SoftwareConstants()
+    return float(_estimate_loss_bytes(model, plans, loss_microbatches, constants, itemsize)[0, 0])
 
 
 def _compute_reclaimable(
