@@ -363,10 +363,12 @@ def print_left_out() -> None:
             print_errors(group, group_runs, predict(group_runs, stack, cluster))
         prediction = predict(test_runs, stack, cluster)
         print_errors("all of these", test_runs, prediction)
+        all_test_runs = [run for run in read_runs() if not is_training(run)]
+        counts = count_refusals(all_test_runs, stack, cluster)
+        print(f"\n{format_refusals(counts)}")
         if name.startswith("all but"):
             all_regrets += compute_regrets(test_runs, prediction)
-            all_test_runs = [run for run in read_runs() if not is_training(run)]
-            refusals += count_refusals(all_test_runs, stack, cluster)
+            refusals += counts
     print(f"\nfor each number of nodes, by the others: {format_regrets(all_regrets or [0.0])}\n")
     print(f"{format_refusals(refusals)}\n")
 
