@@ -41,6 +41,7 @@ from schedir.planner.plan_columns import COLUMN_NAMES, RECOMPUTE_MODES, SCHEDULE
 from schedir.planner.plan_simplicity import PREFERENCE_TOLERANCE, measure_complexity
 from schedir.planner.plan_table import estimate_closed_form
 from schedir.planner.transformer.layer_division import divide_layers
+from schedir.planner.transformer.memory_estimate import estimate_memory
 from tests import published_runs as published
 from tests.published_runs import GridRun
 
@@ -58,16 +59,22 @@ CLUSTER_CONSTANTS = {
     "jitter": (1e-3, 0.027, 0.3),
 }  # fmt: skip
 MEMORY_CONSTANTS = {
-    "logit_bytes": (1.0, 8.5, 20.0), "gathered_bytes": (0.1, 5.1, 12.0),
-    "unsharded_bytes": (0.01, 0.6, 8.0), "allocator_share": (1e-3, 0.16, 0.5),
+    "logit_bytes": (1.0, 9.2, 20.0), "gathered_bytes": (0.1, 3.8, 12.0),
+    "unsharded_bytes": (0.01, 0.7, 8.0), "allocator_share": (1e-3, 0.083, 0.5),
 }  # fmt: skip
 
 
 class Prediction(NamedTuple):
-    """Predicted seconds and bytes of each run. Seconds are infinite if a plan is impossible."""
+    """Predicted seconds and bytes of each run. Seconds are infinite if a plan is impossible.
+
+    `memory` is that of the GPU that uses the most, and decides whether a run fits. `logged_memory`
+    is that of the first pipeline rank, whose memory nanotron logs: `log_throughput` of its
+    helpers.py writes the line of global rank 0.
+    """
 
     seconds: Any
     memory: Any
+    logged_memory: Any
 
 
 def read_runs() -> list[GridRun]:
@@ -88,19 +95,20 @@ def select_efficient_runs(runs: Iterable[GridRun]) -> list[GridRun]:
 def is_possible(run: GridRun, stack: Stack) -> bool:
     """Return whether nanotron can divide the model as the run requires.
 
-    With ZeRO 1, nanotron uses `reduce_scatter_coalesced` of its distributed.py, which asserts that
-    each rank has gradients.
+    With several replicas, `check_model_has_grad` of its models/base.py refuses a stage without
+    weights. `OneForwardOneBackwardPipelineEngine` of its engine.py refuses less than pp - 1
+    microbatches.
     """
     model, plan = run.model, run.choice
-    if plan.pp > model.layers or model.heads % plan.tp:
+    if plan.pp > model.layers or model.heads % plan.tp or plan.microbatches < plan.pp - 1:
         return False
     layers = divide_layers(model, plan.pp, stack.division)
-    return plan.zero == 0 or plan.dp == 1 or 0 not in layers[:-1]  # The last stage has the head.
+    return plan.dp == 1 or 0 not in layers[:-1]  # The last stage has the head.
 
 
 def predict(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> Prediction:
     """Predict runs. Runs with the same model and number of nodes share a table of costs."""
-    seconds, memory = np.full(len(runs), np.inf), np.full(len(runs), np.inf)
+    seconds, memory, logged_memory = np.full((3, len(runs)), np.inf)
     groups: dict[Any, list[int]] = defaultdict(list)
     for k, run in enumerate(runs):
         if is_possible(run, stack):
@@ -122,7 +130,12 @@ def predict(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> Predicti
                 model, replace(cluster, nodes=nodes), plans, stack.constants, stack.state_bytes
             )
         seconds[members], memory[members] = table.step_times, table.total_memory
-    return Prediction(seconds, memory)
+        shares = plans.compute_shares(model)
+        by_group = estimate_memory(
+            model, cluster, plans, shares, stack.constants, stack.state_bytes
+        ).memory
+        logged_memory[members] = by_group.sum(axis=0)[:, 0]  # The first group has the first rank.
+    return Prediction(seconds, memory, logged_memory)
 
 
 # ------------------------------------------------------------ fits
@@ -175,7 +188,7 @@ def fit_nanotron(runs: Sequence[GridRun]) -> tuple[Stack, Cluster]:
     )
     memory_constants = fit_by_gauss_newton(
         MEMORY_CONSTANTS,
-        lambda constants: predict(efficient_runs, *build_stack(constants)).memory,
+        lambda constants: predict(efficient_runs, *build_stack(constants)).logged_memory,
         np.array([run.memory for run in efficient_runs]),
     )
     return build_stack(time_constants | memory_constants)
@@ -224,7 +237,8 @@ def print_errors(name: str, runs: Sequence[GridRun], prediction: Prediction) -> 
     measured_bytes = np.array([run.memory for run in runs])
     is_predicted = np.isfinite(prediction.seconds)
     is_efficient = np.array([run.mfu > MIN_MFU for run in runs])
-    step, memory = prediction.seconds / measured_seconds - 1, prediction.memory / measured_bytes - 1
+    step = prediction.seconds / measured_seconds - 1
+    memory = prediction.logged_memory / measured_bytes - 1
     parts = (
         step[is_predicted & is_efficient],
         step[is_predicted & ~is_efficient],
@@ -280,6 +294,22 @@ def format_regrets(lost: Sequence[float]) -> str:
             f"{np.percentile(lost, 90):.1%}, worst {max(lost):.0%}, n = {len(lost)}")  # fmt: skip
 
 
+def count_refusals(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> Any:
+    """Return the number of refused runs and of all runs: with a result, and without a result."""
+    is_refused = ~(predict(runs, stack, cluster).memory <= cluster.memory)
+    has_result = np.array([run.seconds is not None for run in runs])
+    return np.array(
+        [((is_refused & group).sum(), group.sum()) for group in (has_result, ~has_result)]
+    )
+
+
+def format_refusals(counts: Any) -> str:
+    """Return the counts of `count_refusals` as text."""
+    (wrong, ran), (correct, failed) = counts.tolist()
+    return (f"of {ran} runs that ran, {wrong} are refused; of {failed} without a result, "
+            f"{correct} ({correct / max(failed, 1):.1%})")  # fmt: skip
+
+
 def print_comparison(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> None:
     """Print errors by model and nodes, the rank correlation, the regret, and the refused runs."""
     print_error_header()
@@ -295,16 +325,7 @@ def print_comparison(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) ->
     print(f"\nrank correlation: {correlation:.3f}, n = {is_counted.sum()}")
     print(f"\n{format_regrets(compute_regrets(runs, prediction))}")
     print(f"\namong runs that count, {format_regrets(compute_efficient_regrets(runs, prediction))}")
-    all_runs = read_runs()
-    is_refused = ~(predict(all_runs, stack, cluster).memory <= cluster.memory)
-    has_result = np.array([run.seconds is not None for run in all_runs])
-    correct_refusals = (is_refused & ~has_result).sum()
-    print(
-        f"\nof {has_result.sum()} runs that ran, {(is_refused & has_result).sum()} are "
-        f"refused; of {(~has_result).sum()} "
-        f"without a result, {correct_refusals} "
-        f"({correct_refusals / max((~has_result).sum(), 1):.0%})\n"
-    )
+    print(f"\n{format_refusals(count_refusals(read_runs(), stack, cluster))}\n")
 
 
 # ------------------------------------------------------------ tables
@@ -331,7 +352,7 @@ def print_left_out() -> None:
         ("1.34 B", lambda run: run.model.layers == 16),
         *((f"all but {n} nodes", lambda run, n=n: run.nodes != n) for n in (1, 2, 4, 8, 16)),
     ]
-    all_regrets = []
+    all_regrets, refusals = [], np.zeros((2, 2), int)
     for name, is_training in splits[: 1 if SMOKE else None]:
         stack, cluster = fit_nanotron([run for run in runs if is_training(run)])
         test_runs = [run for run in runs if not is_training(run)]
@@ -342,9 +363,14 @@ def print_left_out() -> None:
             print_errors(group, group_runs, predict(group_runs, stack, cluster))
         prediction = predict(test_runs, stack, cluster)
         print_errors("all of these", test_runs, prediction)
+        all_test_runs = [run for run in read_runs() if not is_training(run)]
+        counts = count_refusals(all_test_runs, stack, cluster)
+        print(f"\n{format_refusals(counts)}")
         if name.startswith("all but"):
             all_regrets += compute_regrets(test_runs, prediction)
+            refusals += counts
     print(f"\nfor each number of nodes, by the others: {format_regrets(all_regrets or [0.0])}\n")
+    print(f"{format_refusals(refusals)}\n")
 
 
 def predict_rows(

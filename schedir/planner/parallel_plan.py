@@ -266,13 +266,15 @@ class GpuMemory(NamedTuple):
         weights: Weights.
         gradients: Gradients.
         optimizer: Optimizer state.
-        activations: Saved activations.
-        other: Communication buffers, workspace of kernels, memory that the allocator wastes, and
-            memory of the process.
+        activations: Saved activations, and the tensors of the loss.
+        buffers: Buffers of messages between stages, and of unsharded gradients with ZeRO 1.
+        allocator: Memory that the allocator reserves, but no tensor uses.
+        process: Memory outside of the allocator: the GPU context, kernels, and buffers of
+            collectives.
 
     Example:
         >>> from schedir.planner import GpuMemory
-        >>> GpuMemory(weights=5e9, gradients=5e9, optimizer=7e9, activations=20e9, other=3e9).total
+        >>> GpuMemory(5e9, 5e9, 7e9, activations=20e9, buffers=1e9, allocator=2e9).total
         40000000000.0
     """
 
@@ -280,7 +282,9 @@ class GpuMemory(NamedTuple):
     gradients: float
     optimizer: float
     activations: float
-    other: float
+    buffers: float
+    allocator: float = 0.0
+    process: float = 0.0
 
     @property
     def total(self) -> float:

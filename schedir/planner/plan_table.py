@@ -87,7 +87,7 @@ def estimate_closed_form(
         state_bytes: Bytes of weights, gradients and optimizer state per parameter.
     """
     shares = plans.compute_shares(model)
-    memory_table = estimate_memory(model, plans, shares, constants, state_bytes)
+    memory_table = estimate_memory(model, cluster, plans, shares, constants, state_bytes)
     breakdowns = estimate_breakdowns(
         model, cluster, plans, shares, memory_table, constants, state_bytes
     )

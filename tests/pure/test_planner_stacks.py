@@ -8,8 +8,9 @@ import pytest
 
 from schedir import Cluster, planner
 from schedir.errors import UsageError
-from schedir.planner import ParallelPlan, TransformerSpec
+from schedir.planner import ParallelPlan, SoftwareConstants, TransformerSpec
 from schedir.planner.transformer.layer_division import divide_layers
+from schedir.planner.transformer.memory_estimate import compute_saved_bytes
 
 MODEL = TransformerSpec(16, 2048, 32, vocab=131072, sequence=4096, ffn=8192, gated=True)
 NANOTRON = planner.stack_preset("nanotron")
@@ -180,3 +181,41 @@ def test_no_plan_has_stage_without_weights() -> None:
         for options in (NANOTRON.options, {})
     ]
     assert sizes == [{1, 2, 4, 8}, {1, 2, 4, 8, 16}]
+
+
+def test_constants_of_saved_tensors_change_their_terms() -> None:
+    """Nanotron's gate saves an additional tensor, and its Llama saves no masks of dropout."""
+    plan = ParallelPlan(tp=2, microbatch_size=2, attention="flash", sequence_parallel=True)
+    numbers = 4096 * 2 / 2  # tokens of a tensor-parallel rank
+    saved, with_gate, without_masks = (
+        compute_saved_bytes(MODEL, plan, 2, SoftwareConstants(**changes))[0]
+        for changes in ({}, {"gate_bytes": 2}, {"mask_bytes": 0})
+    )
+    assert with_gate - saved == 2 * numbers * 8192
+    assert saved - without_masks == 2 * numbers * 2048
+    plain = replace(MODEL, gated=False)
+    assert compute_saved_bytes(plain, plan, 2, SoftwareConstants(gate_bytes=2)) == (
+        compute_saved_bytes(plain, plan, 2)
+    )
+
+
+def predict_memory(tp: int, microbatch_size: int, memory: float = 80e9, **changes: float) -> float:
+    plan = NANOTRON.complete(
+        MODEL,
+        ParallelPlan(tp=tp, microbatch_size=microbatch_size, sequence_parallel=True),
+    )
+    cluster = replace(planner.cluster_preset("h100-efa", nodes=4), memory=memory)
+    constants = replace(NANOTRON.constants, **changes)
+    return planner.peak_memory(
+        MODEL, cluster, plan, constants, state_bytes=NANOTRON.state_bytes
+    ).total
+
+
+def test_gathered_tensors_take_only_free_memory_across_nodes() -> None:
+    """With tp 32, the allocator reclaims gathered tensors. With tp 8, they need more memory."""
+    assert predict_memory(32, 128) == pytest.approx(80e9, rel=1e-6)
+    assert predict_memory(32, 128) <= 80e9 < predict_memory(32, 128, 200e9)
+    needed_bytes = predict_memory(32, 128, gathered_bytes=0)
+    assert predict_memory(32, 128, 30e9) == pytest.approx(needed_bytes) and needed_bytes > 30e9
+    assert predict_memory(32, 16, 200e9) == predict_memory(32, 16) < 80e9
+    assert predict_memory(8, 64) == predict_memory(8, 64, 200e9) > 80e9

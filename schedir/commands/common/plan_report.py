@@ -42,7 +42,7 @@ _STEP_PART_NAMES: Final = dict(
 _MEMORY_PART_NAMES: Final = dict(
     zip(
         GpuMemory._fields,
-        ("weights", "gradients", "optimizer", "activations", "other"),
+        ("weights", "gradients", "optimizer", "activations", "buffers", "allocator", "process"),
         strict=True,
     )
 )
@@ -164,6 +164,7 @@ def format_plans(
             [*_format_memory(plan, cluster.memory), *_format_host_memory(plan, cluster)],
         ),
     ]
+    lines += [_wrap(f"  {line}") for line in _describe_activations(request, plan)]
     lines += [_wrap(f"  note: {note}") for note in _list_notes(request, plans, plan)]
     if plan.offload_comparison:
         lines.append(_wrap(f"  offload: {plan.offload_comparison}"))
@@ -286,6 +287,26 @@ def _format_memory(plan: PlanEstimate, limit: float) -> list[str]:
     return [f"memory {format_bytes(plan.memory.total)} of {format_bytes(limit)}", *rows]
 
 
+def _describe_activations(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
+    """Yield the activations of each pipeline rank and the part of the loss, without offload."""
+    from schedir.planner.transformer.memory_estimate import (
+        compute_loss_bytes,
+        estimate_by_rank,
+        get_state_bytes,
+    )
+
+    if (plan.offload, plan.optimizer_placement) != ("none", "device"):
+        return
+    model, cluster, software = request.model, request.cluster, request.software
+    itemsize = (software["state_bytes"] or get_state_bytes(cluster)).params
+    loss_bytes = compute_loss_bytes(model, plan, software["constants"], itemsize)
+    ranks = estimate_by_rank(model, cluster, plan, **software)
+    sizes = [f"{rank.activations / 1e9:.3g}" for rank in ranks]
+    if plan.pp > 1:
+        yield f"activations of each pipeline rank, by formula: {_format_repeats(sizes)} GB"
+    yield f"logits and loss: {format_bytes(loss_bytes)} of the activations of the last stage"
+
+
 def _format_host_memory(plan: PlanEstimate, cluster: Cluster) -> Iterator[str]:
     """Yield a line for each part of the host memory of a GPU, if the plan uses host memory."""
     if plan.host_memory.total:
@@ -341,7 +362,7 @@ def _format_options(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
             )
 
 
-def _format_repeats(numbers: Sequence[int]) -> str:
+def _format_repeats(numbers: Sequence[int | str]) -> str:
     """Return numbers as text, with consecutive equal numbers joined.
 
     Example:

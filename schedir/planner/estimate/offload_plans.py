@@ -121,14 +121,12 @@ def _guess_offload_plans(
     the states of all stages and to store the states of one stage.
     """
     plans, share = plan_table.plans, 1 + constants.allocator_share
-    weights, gradients, optimizer, activations, _ = plan_table.memory
+    weights, gradients, optimizer, activations, *_ = plan_table.memory
     compute, recompute, tensor = plan_table.breakdowns[:3]
     assert cluster.host_bandwidth is not None and cluster.host_memory is not None
     memory_limit = (cluster.memory - constants.reserved_bytes) / share
     microbatch = (
-        compute_saved_by_plan(model, plans, state_bytes.params, 0.0)[0][:, 0]
-        * model.layers
-        / plans.pp
+        compute_saved_by_plan(model, plans, state_bytes.params)[0][:, 0] * model.layers / plans.pp
     )
     hiding_time = np.clip(activations / microbatch - 1, _FORWARD_SHARE, 1) * (
         compute + recompute + tensor

@@ -406,7 +406,8 @@ def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory
     result = dict.fromkeys(GpuMemory._fields, 0.0)
     for kind, size in curve.by_kind.items():
         result[_MEMORY_KINDS.get(kind, "activations")] += float(size[peak_index])
-    result["other"] += constants.allocator_share * sum(result.values()) + constants.reserved_bytes
+    result["allocator"] = constants.allocator_share * sum(result.values())
+    result["process"] = constants.reserved_bytes
     return GpuMemory(**result)
 
 
@@ -439,5 +440,5 @@ _MEMORY_KINDS: Final = {
     "optimizer": "optimizer",
     SHARDED_LABELS["optimizer"]: "optimizer",
     Value.STATE.name.lower(): "optimizer",
-    **{value.name.lower(): "other" for value in BOUNDARY_VALUES},
+    **{value.name.lower(): "buffers" for value in BOUNDARY_VALUES},
 }

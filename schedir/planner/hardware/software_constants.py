@@ -82,6 +82,10 @@ class SoftwareConstants:
             `reduction_overlap_share` if it is larger.
         accumulation_bytes: Bytes for each parameter that separate kernels read and write to add the
             gradient of a microbatch to the gradient buffer.
+        mask_bytes: Bytes of the mask that a dropout saves for each of its elements. Use 0 for
+            training without dropout.
+        gate_bytes: With a gated feed-forward network, bytes of additional saved tensors for each
+            token and unit of its width.
         logit_bytes: Bytes of the saved tensors of the loss, for each logit of the last stage.
         gathered_bytes: Bytes of unsharded tensors that a layer saves for each token and hidden
             unit, although sequence parallelism shards its input.
@@ -189,6 +193,16 @@ class SoftwareConstants:
         0.0, "bytes for each parameter that separate kernels read and write to add the gradient of "
         "a microbatch to the gradient buffer", 0.0, 20.0,
         "0 in Megatron-LM, whose products add to the buffer (gradient accumulation fusion)",
+    )  # fmt: skip
+    mask_bytes: float = _constant_field(
+        1.0, "bytes of the mask that a dropout saves for each of its elements", 0.0, 1.0,
+        "arXiv 2205.05198, section 4.1: one byte",
+    )  # fmt: skip
+    gate_bytes: float = _constant_field(
+        0.0, "bytes of additional saved tensors of a gated network, for each token and unit of its "
+        "width", 0.0, 8.0,
+        "0 in Megatron-LM, whose fused kernel of gate and product saves only its input "
+        "(fused_bias_swiglu.py)",
     )  # fmt: skip
     logit_bytes: float = _constant_field(
         4.0, "bytes of the saved tensors of the loss, for each logit", 0.0, 20.0,

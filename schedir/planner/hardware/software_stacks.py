@@ -67,10 +67,12 @@ _NANOTRON_CONSTANTS: Final = SoftwareConstants(
     # FP32GradientAccumulator reads a 16-bit gradient, and reads and writes a 32-bit buffer.
     accumulation_bytes=10,
     crossing_us=191,
-    logit_bytes=8.5,
-    gathered_bytes=5.1,
-    unsharded_bytes=0.6,
-    allocator_share=0.16,
+    mask_bytes=0,  # The Llama of nanotron has no dropout.
+    gate_bytes=2,  # GLUActivation multiplies after the activation, so torch saves both factors.
+    logit_bytes=9.2,
+    gathered_bytes=3.8,
+    unsharded_bytes=0.7,
+    allocator_share=0.083,
     reserved_bytes=1e8,
 )
 _STACKS: Final = {

@@ -11,7 +11,13 @@ from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL
 from schedir.planner.estimate.schedule_formulas import SCHEDULE_FORMULAS, get_formulas
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import GpuMemory, ParallelPlan
-from schedir.planner.plan_columns import SCHEDULE_NAMES, Floats, PlanColumns, RankGroupShares
+from schedir.planner.plan_columns import (
+    RECOMPUTE_MODES,
+    SCHEDULE_NAMES,
+    Floats,
+    PlanColumns,
+    RankGroupShares,
+)
 from schedir.planner.transformer.layer_ops import require_even_division
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.layer_activation_bytes import compute_layer_terms
@@ -123,7 +129,10 @@ def count_end_params(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]
 
 
 def compute_saved_bytes(
-    model: TransformerSpec, plan: ParallelPlan, itemsize: float = 2, gathered_bytes: float = 0
+    model: TransformerSpec,
+    plan: ParallelPlan,
+    itemsize: float = 2,
+    constants: SoftwareConstants | None = None,
 ) -> tuple[float, float]:
     """Return the bytes that a layer saves for a microbatch, and the bytes of its recomputation.
 
@@ -131,7 +140,9 @@ def compute_saved_bytes(
 
     - Keys and values have `kv_heads` heads, and a head has `head_dim` elements.
     - Terms of the feed-forward network have the width `ffn`. With a gate, the input of the
-      activation function is counted twice. Each of the `active` experts of a token is counted.
+      activation function is counted twice, and software can also save the output of this function
+      (`gate_bytes`). Each of the `active` experts of a token is counted.
+    - A mask of dropout has `mask_bytes` per element.
     - Flash attention saves no scores, but 4 bytes per token and head.
     - A context-parallel rank has 1/cp of the tokens, and the attention scores between its tokens
       and all tokens.
@@ -142,7 +153,7 @@ def compute_saved_bytes(
         model: The model.
         plan: The plan.
         itemsize: Bytes of an element. Masks and softmax sums have fixed sizes.
-        gathered_bytes: See `SoftwareConstants`.
+        constants: Constants of the software. None means `SoftwareConstants()`.
 
     Returns:
         The saved bytes, and the additional bytes that the layer uses while it is recomputed.
@@ -151,15 +162,16 @@ def compute_saved_bytes(
         arXiv 2205.05198: the terms.
         arXiv 2307.08691, section 3.1.2: the softmax sums of flash attention.
     """
-    all_terms = _compute_saved_terms(model, plan, "none", itemsize)
-    kept_terms = _compute_saved_terms(model, plan, plan.recompute, itemsize)
+    constants = constants or SoftwareConstants()
+    all_terms = _compute_saved_terms(model, plan, "none", itemsize, constants)
+    kept_terms = _compute_saved_terms(model, plan, plan.recompute, itemsize, constants)
     if plan.recompute == "full" and plan.sequence_parallel:
         kept_terms = {term: size / plan.tp for term, size in kept_terms.items()}
     saved = sum(kept_terms.values())
     recomputed = sum(all_terms.values()) - sum(kept_terms.values())
     if plan.sequence_parallel and plan.recompute != "full":
         tokens = plan.microbatch_size * (model.sequence // plan.cp)
-        saved += gathered_bytes * (1 - 1 / plan.tp) * tokens * model.hidden
+        saved += constants.gathered_bytes * (1 - 1 / plan.tp) * tokens * model.hidden
     return saved, recomputed
 
 
@@ -169,7 +181,11 @@ _SCORE_TERMS: Final = (
 
 
 def _compute_saved_terms(
-    model: TransformerSpec, plan: ParallelPlan, recompute: Any, itemsize: float
+    model: TransformerSpec,
+    plan: ParallelPlan,
+    recompute: Any,
+    itemsize: float,
+    constants: SoftwareConstants,
 ) -> dict[str, float]:
     tokens = model.sequence // plan.cp
     terms = compute_layer_terms(
@@ -189,11 +205,18 @@ def _compute_saved_terms(
         **dict.fromkeys(_SCORE_TERMS, plan.cp * (plan.attention != "flash")),
     }
     result = {
-        term: size * scale.get(term, 1) * (1 if term.startswith("mask") else itemsize / 2)
+        term: size
+        * scale.get(term, 1)
+        * (constants.mask_bytes if term.startswith("mask") else itemsize / 2)
         for term, size in terms.items()
     }
-    if plan.attention == "flash" and recompute != "full":
-        result["sums of the softmax"] = 4.0 * model.heads * tokens * plan.microbatch_size / plan.tp
+    if recompute == "full":
+        return result
+    rank_tokens = tokens * plan.microbatch_size / plan.tp
+    if model.gated:
+        result["output of GELU"] = constants.gate_bytes * model.ffn * model.active * rank_tokens
+    if plan.attention == "flash":
+        result["sums of the softmax"] = 4.0 * model.heads * rank_tokens
     return result
 
 
@@ -304,20 +327,12 @@ def _estimate_activations(
     p, t, v, b, m, c = _get_columns(
         plans, "pp", "tp", "stages_per_rank", "microbatch_size", "microbatches", "cp"
     )
-    saved_per_layer, recomputed = compute_saved_by_plan(
-        model, plans, itemsize, constants.gathered_bytes
-    )
+    saved_per_layer, recomputed = compute_saved_by_plan(model, plans, itemsize, constants)
     live_stages, loss_microbatches, boundary_buffers = _count_in_flight(plans, shares)
-    has_split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
-        plans.schedule
-    ][:, None]
     boundary_size = 1.0 * b * model.sequence / c * model.hidden
     sequence_shards = np.where(plans.sequence_parallel[:, None] > 0, t, 1)
-    logits = 1.0 * b * model.sequence / c * -(-model.vocab // t)
     # The first stage saves the mask of the dropout after the embedding. The last stage saves the
-    # inputs of the last norm and of the logits, and the logits in 32 bits for the loss
-    # (arXiv 2205.05198, section 4.3). With a split backward, I replaces the 32-bit logits by their
-    # gradients in the number type of activations. These gradients remain until W.
+    # inputs of the last norm and of the logits, and the tensors of the loss.
     activations = (
         live_stages * shares.layers / v * saved_per_layer
         + np.minimum(shares.layers, 1) * recomputed
@@ -326,20 +341,100 @@ def _estimate_activations(
         activations
         + shares.has_first_stage
         * np.minimum(np.ceil(live_stages / v), m)
+        * constants.mask_bytes
         * boundary_size
         / sequence_shards
     )
     activations = activations + shares.has_last_stage * (
         loss_microbatches * (2 * itemsize * boundary_size / sequence_shards)
-        + constants.logit_bytes * logits
-        + (loss_microbatches - 1) * np.where(has_split, np.minimum(itemsize, 4), 4) * logits
+        + _estimate_loss_bytes(model, plans, loss_microbatches, constants, itemsize)
     )
     boundary = itemsize * boundary_size / sequence_shards
     return activations, np.where(p > 1, boundary_buffers * boundary, 0.0)
 
 
+def _estimate_loss_bytes(
+    model: TransformerSpec,
+    plans: PlanColumns,
+    loss_microbatches: Floats,
+    constants: SoftwareConstants,
+    itemsize: float,
+) -> Floats:
+    """Return the bytes of the tensors of the loss on the last stage, of shape (plans, 1).
+
+    The last stage saves the logits in 32 bits for the loss (arXiv 2205.05198, section 4.3). With a
+    split backward, I replaces the 32-bit logits by their gradients in the number type of
+    activations. These gradients remain until W.
+    """
+    t, b, c = _get_columns(plans, "tp", "microbatch_size", "cp")
+    has_split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
+        plans.schedule
+    ][:, None]
+    logits = 1.0 * b * model.sequence / c * -(-model.vocab // t)
+    later_bytes = np.where(has_split, np.minimum(itemsize, 4), 4)
+    total = constants.logit_bytes + (loss_microbatches - 1) * later_bytes
+    return np.asarray(total * logits)
+
+
+def compute_loss_bytes(
+    model: TransformerSpec,
+    plan: ParallelPlan,
+    constants: SoftwareConstants | None = None,
+    itemsize: float = 2,
+) -> float:
+    """Return the bytes of the tensors of the loss, which are part of the activations.
+
+    Args:
+        model: The model.
+        plan: The plan.
+        constants: Constants of the software. None means `SoftwareConstants()`.
+        itemsize: Bytes of an element of an activation.
+
+    Example:
+        >>> model = TransformerSpec(layers=2, hidden=64, heads=4, vocab=256, sequence=32)
+        >>> compute_loss_bytes(model, ParallelPlan()) == 4 * 32 * 256
+        True
+    """
+    plans = PlanColumns.from_plan(plan)
+    _, loss_microbatches, _ = _count_in_flight(plans, plans.compute_shares(model))
+    constants = constants or SoftwareConstants()
+    return float(_estimate_loss_bytes(model, plans, loss_microbatches, constants, itemsize)[0, 0])
+
+
+def _compute_reclaimable(
+    model: TransformerSpec,
+    cluster: Cluster,
+    plans: PlanColumns,
+    shares: RankGroupShares,
+    constants: SoftwareConstants,
+) -> Floats:
+    """Return the bytes of gathered tensors that the allocator can reclaim.
+
+    The host can free a tensor that a collective uses before the GPU has run the collective. The
+    allocator reuses such memory late. If memory is exhausted, the allocator waits for the GPU, and
+    then reuses the memory. The runs of docs/results/planner-h100.md show this only if a
+    tensor-parallel group is on several nodes.
+
+    Returns:
+        Bytes of shape (plans, groups).
+
+    References:
+        torch.Tensor.record_stream, and `release_cached_blocks` of torch's CUDACachingAllocator.cpp.
+    """
+    t, v, b, c = _get_columns(plans, "tp", "stages_per_rank", "microbatch_size", "cp")
+    is_reclaimable = (t > cluster.gpus_per_node) & (plans.sequence_parallel[:, None] > 0)
+    is_reclaimable &= plans.recompute[:, None] != RECOMPUTE_MODES.index("full")
+    if not is_reclaimable.any() or not constants.gathered_bytes:
+        return np.zeros(shares.first_rank.shape)
+    tokens = 1.0 * b * (model.sequence // c)
+    per_layer = constants.gathered_bytes * (1 - 1 / t) * tokens * model.hidden
+    live_stages, _, _ = _count_in_flight(plans, shares)
+    return np.asarray(is_reclaimable * live_stages * shares.layers / v * per_layer)
+
+
 def estimate_memory(
     model: TransformerSpec,
+    cluster: Cluster,
     plans: PlanColumns,
     shares: RankGroupShares,
     constants: SoftwareConstants,
@@ -349,6 +444,7 @@ def estimate_memory(
 
     Args:
         model: The model.
+        cluster: The cluster. Its memory limits the memory that the allocator reuses late.
         plans: The plans.
         shares: The layers of each rank group, from `PlanColumns.compute_shares`.
         constants: Constants of the software.
@@ -367,15 +463,26 @@ def estimate_memory(
     all_params = params.common + params.experts
     buffers = buffers + constants.unsharded_bytes * (zero == 1) * all_params
     used = weights + grads + optimizer + activations + buffers
-    other = buffers + constants.allocator_share * used + constants.reserved_bytes
-    exists = shares.rank_count > 0
-    memory = np.stack([x * exists for x in (weights, grads, optimizer, activations, other)])
+    available = (cluster.memory - constants.reserved_bytes) / (1 + constants.allocator_share)
+    reclaimed = np.clip(
+        used - np.floor(available),
+        0,
+        _compute_reclaimable(model, cluster, plans, shares, constants),
+    )
+    activations, used = activations - reclaimed, used - reclaimed
+    allocator = constants.allocator_share * used
+    process = np.full(used.shape, constants.reserved_bytes)
+    parts = (weights, grads, optimizer, activations, buffers, allocator, process)
+    memory = np.stack([part * (shares.rank_count > 0) for part in parts])
     outer_stage_params = params.inner + params.embedding + np.where(v > 1, 0, params.head)
     return MemoryTable(memory, params.common, params.experts, outer_stage_params)
 
 
 def compute_saved_by_plan(
-    model: TransformerSpec, plans: PlanColumns, itemsize: float, gathered_bytes: float
+    model: TransformerSpec,
+    plans: PlanColumns,
+    itemsize: float,
+    constants: SoftwareConstants | None = None,
 ) -> tuple[Floats, Floats]:
     """Return `compute_saved_bytes` of each plan, as two arrays of shape (plans, 1).
 
@@ -383,13 +490,13 @@ def compute_saved_by_plan(
         model: The model.
         plans: The plans.
         itemsize: Bytes of an element.
-        gathered_bytes: See `SoftwareConstants`.
+        constants: Constants of the software. None means `SoftwareConstants()`.
     """
     first_rows, row_of_plan = plans.find_distinct(
         "tp", "microbatch_size", "recompute", "sequence_parallel", "cp"
     )
     distinct_bytes = [
-        compute_saved_bytes(model, plans.plan_at(model, i), itemsize, gathered_bytes)
+        compute_saved_bytes(model, plans.plan_at(model, i), itemsize, constants)
         for i in first_rows.tolist()
     ]
     saved, recomputed = np.array(distinct_bytes).reshape(-1, 2)[row_of_plan].T
@@ -491,6 +598,6 @@ def estimate_by_rank(
     plans = PlanColumns.from_plan(plan)
     shares = plans.compute_shares(model, merge_equal_ranks=False)
     memory_table = estimate_memory(
-        model, plans, shares, constants or SoftwareConstants(), state_bytes
+        model, cluster, plans, shares, constants or SoftwareConstants(), state_bytes
     ).memory
     return tuple(GpuMemory(*rank) for rank in memory_table[:, 0].T.tolist())

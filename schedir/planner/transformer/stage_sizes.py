@@ -108,15 +108,13 @@ def compute_sizes(
     constants = constants or SoftwareConstants()
     layers = np.array(get_layers_per_stage(model, plan), float)
     item = state_bytes.params  # Activations have the number type of weights.
-    saved_per_layer, recompute_bytes = compute_saved_bytes(
-        model, plan, item, constants.gathered_bytes
-    )
+    saved_per_layer, recompute_bytes = compute_saved_bytes(model, plan, item, constants)
     tokens = float(plan.microbatch_size) * (model.sequence // plan.cp) * model.hidden
     cut = plan.tp if plan.sequence_parallel else 1
     logits = float(plan.microbatch_size) * (model.sequence // plan.cp) * -(-model.vocab // plan.tp)
     recomputes_ahead = plan.recompute == "full" and constants.recompute_ahead == 1
     saved = layers * (saved_per_layer + recompute_bytes if recomputes_ahead else saved_per_layer)
-    saved[0] += tokens / cut
+    saved[0] += constants.mask_bytes * tokens / cut
     saved[-1] += 2 * item * tokens / cut + 4 * logits
     deferred = saved.copy()
     deferred[-1] -= max(4 - item, 0) * logits
