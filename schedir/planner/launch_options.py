@@ -174,10 +174,10 @@ def _list_megatron_lines(
             "recompute-num-layers": 1 if is_full else None,
         },
     ]
-    set_lines = (
+    set_lines: list[_MegatronLine] = [
         {option: value for option, value in line.items() if value not in (None, False)}
         for line in lines
-    )
+    ]
     return [line for line in set_lines if line]
 
 
