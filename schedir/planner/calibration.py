@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import UsageError
+from schedir.errors import UsageError, format_bytes
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.hardware.cluster_size import resize_cluster
 from schedir.planner.hardware.software_stacks import Stack
@@ -313,6 +313,7 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
         )
     )  # fmt: skip
     estimates = tuple(predict(fitted, stack, run.model, run.plan) for run in runs)
+    _require_plausible_memory(runs, estimates)
     slopes = _differentiate(fitted, estimate)[1]
     uncertainty = float(np.median(_compute_log_deviations(slopes, covariance, _RUN_NOISE)))
     rounded: dict[str, Any] = {
@@ -335,6 +336,23 @@ def _require_plausible_times(runs: Sequence[MeasuredRun], estimates: Floats) -> 
                 f"{float(estimate):.3g} s",
                 hint="give step_time in seconds, and check the model and the plan of this run",
                 fields=["step_time"],
+            )
+
+
+def _require_plausible_memory(
+    runs: Sequence[MeasuredRun], estimates: Sequence[PlanEstimate]
+) -> None:
+    """Refuse memory that is probably in another unit, such as gigabytes."""
+    for number, (run, estimate) in enumerate(zip(runs, estimates, strict=True), 1):
+        predicted = estimate.memory.total
+        if run.memory is not None and not (
+            1 / MAX_STEP_RATIO < run.memory / predicted < MAX_STEP_RATIO
+        ):
+            raise UsageError(
+                f"run {number}: memory is {format_bytes(run.memory)}, but the prediction is "
+                f"{format_bytes(predicted)}",
+                hint="give memory in bytes or with its unit, such as 40GB",
+                fields=["memory"],
             )
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
 import sys
+import warnings
+from ast import literal_eval
+from contextlib import suppress
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from schedir import compile, from_text, to_text
 from schedir.errors import UsageError
+from schedir.planner import ParallelPlan, TransformerSpec, launcher_options
 from tests.cpu.megatron_on_cpu import import_megatron, skip_without_megatron
 
 skip_without_megatron()
@@ -147,3 +154,52 @@ def test_receive_before_shape_is_known_is_refused() -> None:
     text = text.replace("rank 0\n", "rank 0\n  recv_grad 0.0\n  recv_grad 0.1\n")
     with pytest.raises(UsageError, match="rank 0 waits at recv_grad"):
         require_shapes_before_receives(from_text(text))
+
+
+@pytest.mark.parametrize("fields", [
+    {"pp": 4, "layers_per_stage": (2, 4, 4, 2)},
+    {"pp": 3, "stages_per_rank": 2, "schedule": "interleaved", "microbatches": 3,
+     "layers_per_stage": (1, 3, 3, 3, 2, 0)},
+    {"pp": 2, "stages_per_rank": 3, "schedule": "interleaved", "microbatches": 2},
+    {"tp": 2, "cp": 2, "dp": 2, "sequence_parallel": True, "recompute": "selective"},
+    {"dp": 2, "zero": 2, "recompute": "full", "attention": "flash"},
+    {"dp": 2, "pp": 2, "stages_per_rank": 2, "schedule": "interleaved", "microbatches": 2,
+     "zero": 1},
+    {"optimizer_placement": "host"},
+])  # fmt: skip
+def test_options_of_a_plan_configure_megatron(fields: dict[str, Any]) -> None:
+    """Megatron's configurations have the fields, and its layout has the layers of the plan."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    plan = ParallelPlan(**fields)
+    model = TransformerSpec(layers=12, hidden=64, heads=4, vocab=256, sequence=32)
+    settings: dict[str, dict[str, Any]] = {}
+    for line in launcher_options(model, plan)["nemo"].splitlines():
+        for pair in [] if line.startswith("#") else shlex.split(line):
+            name, value = pair.split("=", 1)
+            section, _, field = name.rpartition(".")
+            text = {"true": "True"}.get(value, value).strip('"')
+            with suppress(ValueError, SyntaxError):
+                settings.setdefault(section, {})[field] = literal_eval(text)
+            settings.setdefault(section, {}).setdefault(field, text)
+    config_classes = {"ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
+    for section, config_class in config_classes.items():
+        assert {*settings.get(section, {})} <= {
+            field.name for field in dataclasses.fields(config_class)
+        }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron warns of its own defaults.
+        config = TransformerConfig(
+            num_layers=12, hidden_size=64, num_attention_heads=4,
+            pipeline_dtype=torch.bfloat16, **settings["model"],
+        )  # fmt: skip
+    assert config.virtual_pipeline_model_parallel_size in (plan.stages_per_rank, None)
+    if plan.layers_per_stage:
+        stages = config.pipeline_model_parallel_layout.layout
+        layers = (
+            sum(kind.name == "decoder" for kind in stages[rank][chunk])
+            for chunk in range(plan.stages_per_rank) for rank in range(plan.pp)
+        )  # fmt: skip
+        assert tuple(layers) == plan.layers_per_stage

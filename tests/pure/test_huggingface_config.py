@@ -51,6 +51,28 @@ def test_qwen3_moe_config_equals_preset(tmp_path: Path) -> None:
         assert abs(load_model(name).params / 1e9 - billions) < 0.1
 
 
+EXPERTS = {"num_local_experts": 16, "num_experts_per_tok": 4}
+
+
+@pytest.mark.parametrize(("kind", "keys", "missing", "expected"), [
+    ("mixtral", EXPERTS, "num_local_experts", {"experts": 8, "active": 4}),
+    ("mixtral", EXPERTS, "num_experts_per_tok", {"experts": 16, "active": 2}),
+    ("mistral", {}, "num_key_value_heads", {"kv_heads": 8}),
+    ("llama", {}, "num_key_value_heads", {"kv_heads": 32}),
+    ("qwen3", {"num_attention_heads": 16}, "head_dim", {"head_dim": 128, "heads": 16}),
+    ("qwen3_moe", {"num_experts_per_tok": 4}, "num_experts", {"experts": 128, "active": 4}),
+])  # fmt: skip
+def test_missing_key_has_default_of_its_class(
+    kind: str, keys: dict[str, int], missing: str, expected: dict[str, int], tmp_path: Path
+) -> None:
+    """The defaults are those of `MixtralConfig` and the other classes of transformers."""
+    config = {**LLAMA, **keys, "model_type": kind}
+    config.pop(missing, None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(tmp_path / "config.json")
+    assert {field: getattr(model, field) for field in expected} == expected
+
+
 DEEPSEEK: dict[str, Any] = {
     "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61,
     "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 18432,

@@ -46,7 +46,7 @@ def test_launch_script_gives_preset_model(tmp_path: Path) -> None:
          "  --group-query-attention: false")
     )  # fmt: skip
     assert read_model(tmp_path, yaml, "model.yaml") == TransformerSpec(
-        2, 64, 4, vocab=100, sequence=32, gated=True
+        2, 64, 4, vocab=100, sequence=32, gated=True, ffn=128
     )
 
 
@@ -75,6 +75,10 @@ def test_megatron_defaults_are_used(tmp_path: Path) -> None:
     assert read_model(tmp_path, f"{base} --group-query-attention").kv_heads == 1
     experts = read_model(tmp_path, f"{base} --num-experts 8 --moe-ffn-hidden-size 48")
     assert (experts.experts, experts.active, experts.ffn) == (8, 2, 48)
+    assert read_model(tmp_path, f"{base} --num-experts 8 --moe-layer-freq 1").experts == 8
+    wide = base.replace("--hidden-size 64", "--hidden-size 4096")
+    assert read_model(tmp_path, f"{wide} --swiglu").ffn == 10880  # int(4 * 4096 * 2/3 / 64) * 64
+    assert read_model(tmp_path, f"{wide} --swiglu --ffn-hidden-size 128").ffn == 128
 
 
 def test_comments_and_printed_text_are_ignored(tmp_path: Path) -> None:
@@ -87,7 +91,7 @@ def test_comments_and_printed_text_are_ignored(tmp_path: Path) -> None:
     strings = '--num-layers 2"\nB="--hidden-size 64"\nC=\'--num-attention-heads 4 --swiglu\''
     arrays = "(--seq-length 32 --vocab-size 100)"
     assert read_model(tmp_path, f'A="{strings}\nD={arrays}') == TransformerSpec(
-        2, 64, 4, vocab=100, sequence=32, gated=True
+        2, 64, 4, vocab=100, sequence=32, gated=True, ffn=128
     )
 
 
@@ -99,6 +103,9 @@ def test_comments_and_printed_text_are_ignored(tmp_path: Path) -> None:
         ("--hidden-size=4096", "--hidden-size", "--hidden-size is ''"),
         ("--swiglu", "--multi-latent-attention", "does not support latent attention"),
         ("--swiglu", "--mtp-num-layers 1", "does not support multi-token prediction"),
+        ("--swiglu", "--moe-layer-freq 2", "only some layers have experts"),
+        ("--swiglu", "--hybrid-layer-pattern M*M-", "does not support layers of state-space"),
+        ("--swiglu", "--experimental-attention-variant dsa", "linear attention and sparse"),
         ("--vocab-size 128000", "", "has no value for its required fields: vocab"),
     ],
 )

@@ -172,6 +172,32 @@ def test_step_times_in_another_unit_are_refused(factor: float) -> None:
     assert caught.value.hint.startswith("give step_time in seconds")
 
 
+@pytest.mark.parametrize("memory", [70.0, 6e13, 0.0], ids=["gigabytes", "too large", "zero"])
+def test_memory_in_another_unit_is_refused(memory: float) -> None:
+    runs = [run._replace(memory=memory) for run in predict_runs(PRESET)]
+    with pytest.raises(UsageError, match=r"run 1: memory is .*, but the prediction is") as caught:
+        planner.calibrate(PRESET, STACK, runs)
+    assert caught.value.fields == ("memory",)
+
+
+@pytest.mark.parametrize(("text", "fact"), [
+    ("pp,tp,pp,step_time\n2,2,1,6\n", "column pp is repeated"),
+    ("pp,step_time,tokens_per_second\n2,6,5000\n", "either step_time or tokens_per_second"),
+    ("pp,step_time,tokens_per_second\n2,,\n", "either step_time or tokens_per_second"),
+    ("pp,step_time,memory\n2,6,-5\n", "memory must be bytes, such as 7e10 or 70GB, not '-5'"),
+    ("pp,step_time\n2.0,6\n", "pp must be an integer, not '2.0'"),
+    ("sequence_parallel,step_time\nyes,6\n", "sequence_parallel must be true or false"),
+    ("layers_per_stage,step_time\n(12 12),6\n", "layers_per_stage must be integers with spaces"),
+])  # fmt: skip
+def test_invalid_lines_are_refused(text: str, fact: str, tmp_path: Path) -> None:
+    from schedir.commands.common.cluster_calibration import read_runs
+
+    (tmp_path / "runs.csv").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_runs(tmp_path / "runs.csv", MODEL)
+    assert fact in caught.value.fact
+
+
 def test_csv_error_has_its_line(tmp_path: Path) -> None:
     from schedir.commands.common.cluster_calibration import read_runs
 

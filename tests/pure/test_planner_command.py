@@ -350,3 +350,14 @@ def test_gpu_counts_print_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert table.endswith("no plan for 3 GPUs, weak: 4.50 is not a number of sequences\n")
     error = run_refused_command(capsys, *command[:-1], "--tp=8", "--gpu-counts=2,4")
     assert "8" in error
+
+
+def test_nanotron_gets_plans_that_it_can_run(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--model", "gpt-22b", "--cluster", "h100", "--nodes", "4", "--batch", "128"]
+    command += ["--stack", "nanotron", "--closed-form-only", "--json"]
+    plans = json.loads(run_command(capsys, *command))["plans"]
+    assert {plan["schedule"] for plan in plans} <= {"gpipe", "one_f_one_b"}
+    assert {plan["recompute"] for plan in plans} <= {"none", "full"}
+    assert all(plan["zero"] < 2 and plan["stages_per_rank"] == 1 for plan in plans)
+    plans = json.loads(run_command(capsys, *command, "--schedules", "interleaved"))["plans"]
+    assert {plan["schedule"] for plan in plans} == {"interleaved"}

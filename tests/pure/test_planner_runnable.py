@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tomllib
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -71,28 +70,24 @@ def test_launcher_options_give_layer_division(data: st.DataObject) -> None:
         layers_per_stage=tuple(layers_by_stage),
     )
     options = launcher_options(model, choice)
-    if "layout" in options["megatron"]:
+    if len({*layers_by_stage}) > 1:
         assert parse_megatron_layout(options["megatron"]) == choice.layers_per_stage
+        assert "num-virtual-stages" not in options["megatron"]  # Megatron-LM refuses both.
     else:
-        assert len({*layers_by_stage}) == 1
-    first_layers, last_layers = (
-        re.search(rf"--decoder-{end}-pipeline-num-layers (\d+)", options["megatron"])
-        for end in ("first", "last")
-    )
-    if first_layers or last_layers:
-        ranks = [sum(layers_by_stage[rank::p]) for rank in range(p)]
-        assert not first_layers or int(first_layers[1]) == ranks[0]
-        assert not last_layers or int(last_layers[1]) == ranks[-1]
-        inner = ranks[bool(first_layers) : p - bool(last_layers)]
-        assert len({*inner}) <= 1 and all(rank_layers % v == 0 for rank_layers in ranks)
+        assert "layout" not in options["megatron"]
+        found = re.search(r"--num-virtual-stages-per-pipeline-rank (\d+)", options["megatron"])
+        assert int(found[1] if found else 1) == v
     titan = options["torchtitan"]
     if "less_layers" in titan:
         assert count_torchtitan_layers(titan, p * v, model.layers) == choice.layers_per_stage
     else:
-        module_lists = match_group(r"model_part = (\[.*\])", titan)
-        modules_by_stage = [*map(str.split, re.findall(r"\[([^\[\]]*)\]", module_lists))]
+        module_lists = tomllib.loads(titan)["parallelism"]["module_fqns_per_model_part"]
+        assert module_lists[0][0] == "tok_embeddings" and module_lists[-1][-2:] == [
+            "norm",
+            "output",
+        ]
         assert (
-            tuple(sum("layers." in n for n in stage_modules) for stage_modules in modules_by_stage)
+            tuple(sum("layers." in n for n in stage_modules) for stage_modules in module_lists)
             == choice.layers_per_stage
         )
 
@@ -104,8 +99,19 @@ def test_launcher_options_for_unsupported_schedule() -> None:
     )
     options = launcher_options(model, choice)
     assert "# Megatron-LM has no schedule zb_v" in options["megatron"]
+    assert "--num-virtual-stages-per-pipeline-rank 2" in options["megatron"]
     assert "# nanotron has no schedule zb_v" in options["nanotron"]
     assert 'pipeline_parallel_schedule = "ZBVZeroBubble"' in options["torchtitan"]
+
+
+def list_comments(options: str) -> str:
+    return "\n".join(line for line in options.splitlines() if line.lstrip().startswith("#"))
+
+
+def list_arguments(options: str) -> dict[str, str]:
+    """Return the arguments of Megatron-LM in lines that are not comments."""
+    lines = [line for line in options.splitlines() if not line.startswith("#")]
+    return dict(re.findall(r"--([\w-]+)(?: ([^-\s]\S*))?", "\n".join(lines)))
 
 
 @settings(deadline=None)
@@ -117,30 +123,88 @@ def test_launcher_options_for_unsupported_schedule() -> None:
 def test_launcher_options_describe_the_plan(**fields: Any) -> None:
     plan = planner.ParallelPlan(**fields)
     options = launcher_options(replace(MODEL, layers=plan.pp), plan)
-    megatron = dict(re.findall(r"--([\w-]+)(?: (\w+))?", options["megatron"]))
+    megatron = list_arguments(options["megatron"])
     nemo = dict(re.findall(r"(\w+)=(\w+)", options["nemo"]))
-    torchtitan = dict(re.findall(r"(\w+) = \"?(\w+)", options["torchtitan"]))
+    torchtitan = tomllib.loads(options["torchtitan"])
+    parallelism, training = torchtitan["parallelism"], torchtitan["training"]
     nanotron = dict(re.findall(r"(\w+): (\w+)", options["nanotron"]))
     degrees = {"tensor": plan.tp, "pipeline": plan.pp, "context": plan.cp}
     for name, degree in degrees.items():
         option = f"{name}-model-parallel-size" if name != "context" else "context-parallel-size"
         assert megatron.get(option, "1") == nemo.get(option.replace("-", "_"), "1") == str(degree)
-        assert torchtitan.get(f"{name}_parallel_degree", "1") == str(degree)
+        assert parallelism.get(f"{name}_parallel_degree", 1) == degree
     assert [nanotron["dp"], nanotron["pp"], nanotron["tp"]] == [
         *map(str, (plan.dp, plan.pp, plan.tp))
     ]
-    replicas = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
-    assert prod(int(torchtitan[name]) for name in replicas) == plan.dp
+    replicas = parallelism["data_parallel_replicate_degree"]
+    shards = parallelism["data_parallel_shard_degree"]
+    assert replicas * shards == plan.dp
+    # torchtitan 0.2.2 refuses replicas without shards together with any other degree.
+    assert replicas == 1 or (shards == 1 and plan.gpus == replicas and plan.zero == 0)
     batch = int(nanotron["micro_batch_size"]) * int(nanotron["batch_accumulation_per_replica"])
     assert batch * plan.dp == plan.batch == int(megatron["global-batch-size"])
     assert megatron["micro-batch-size"] == nemo["micro_batch_size"] == str(plan.microbatch_size)
-    assert nemo["global_batch_size"] == torchtitan["global_batch_size"] == str(plan.batch)
-    assert ("sequence-parallel" in megatron) == plan.sequence_parallel
+    assert nemo["global_batch_size"] == str(plan.batch) and training["global_batch_size"] == (
+        plan.batch
+    )
+    assert ("sequence-parallel" in megatron) == (plan.sequence_parallel and plan.tp > 1)
     assert ("use-distributed-optimizer" in megatron) == (plan.zero > 0)
-    assert megatron.get("recompute-granularity", "none") == torchtitan["mode"] == plan.recompute
+    mode = torchtitan["activation_checkpoint"]["mode"]
+    assert megatron.get("recompute-granularity", "none") == mode == plan.recompute
     assert nanotron["zero_stage"] == str(min(plan.zero, 1))
     assert ("# nanotron has no ZeRO" in options["nanotron"]) == (plan.zero > 1)
-    assert ("# ZeRO" in options["megatron"]) == (plan.zero > 1)
+    assert ("use-megatron-fsdp" in megatron) == (plan.zero > 1) == ("use_megatron_fsdp" in nemo)
+
+
+# What each trainer requires is in its source: `validate_args` of Megatron-LM, `parallelize_llama`
+# and `ParallelDims` of torchtitan, and `Config` of nanotron.
+@pytest.mark.parametrize(("fields", "megatron", "comment"), [
+    ({"optimizer_placement": "host"}, {"use-precision-aware-optimizer": "",
+     "use-distributed-optimizer": "", "optimizer-offload-fraction": "1.0"}, ""),
+    ({"zero": 2, "dp": 2}, {"data-parallel-sharding-strategy": "optim_grads",
+     "ckpt-format": "fsdp_dtensor"}, "CUDA_DEVICE_MAX_CONNECTIONS to be unset"),
+    ({"zero": 3, "dp": 2}, {"data-parallel-sharding-strategy": "optim_grads_params",
+     "ckpt-format": "fsdp_dtensor"}, "these options are ZeRO 3"),
+    ({"tp": 2}, {"attention-backend": "unfused"}, "CUDA_DEVICE_MAX_CONNECTIONS=1"),
+    ({"attention": "flash"}, {"attention-backend": "flash"}, ""),
+    ({"cp": 3}, {"context-parallel-size": "3"}, "a multiple of 6 tokens"),
+    ({"pp": 2, "dp": 2}, {"use-tp-pp-dp-mapping": ""}, ""),
+    ({"pp": 2, "dp": 2, "stages_per_rank": 2, "schedule": "interleaved", "microbatches": 2,
+      "zero": 1}, {"overlap-grad-reduce": "", "overlap-param-gather": ""}, ""),
+    ({"offload": "fit"}, {}, "no option offloads activations"),
+])  # fmt: skip
+def test_megatron_options_pass_its_checks(
+    fields: dict[str, Any], megatron: dict[str, str], comment: str
+) -> None:
+    options = launcher_options(MODEL, planner.ParallelPlan(**fields))["megatron"]
+    assert {**list_arguments(options), **megatron} == list_arguments(options)
+    assert comment in list_comments(options)
+    assert list_arguments(options)["bf16"] == ""
+
+
+def test_options_of_experts() -> None:
+    model = replace(MODEL, experts=4, active=2, kv_heads=2)
+    plan = planner.ParallelPlan(tp=4, dp=2, ep=2, pp=2, rank_order="tp-pp-dp")
+    options = launcher_options(model, plan)
+    assert list_arguments(options["megatron"])["expert-model-parallel-size"] == "2"
+    assert "sequence-parallel" in list_arguments(options["megatron"])
+    assert "requires it with experts and tp" in list_comments(options["megatron"])
+    assert "use-tp-pp-dp-mapping" not in list_arguments(options["megatron"])
+    assert "rank order tp-pp-dp" in list_comments(options["megatron"])
+    parallelism = tomllib.loads(options["torchtitan"])["parallelism"]
+    assert parallelism["expert_tensor_parallel_degree"] == 4
+    assert parallelism["data_parallel_shard_degree"] == 2
+    assert "expert_parallel_degree = 8" in list_comments(options["torchtitan"])
+    assert "expert_parallel_size" not in options["nanotron"]
+    assert "at most the 2 heads" in list_comments(options["nanotron"])
+
+
+def test_precision_of_a_stack() -> None:
+    plan = planner.ParallelPlan()
+    options = launcher_options(MODEL, plan, stack="megatron-fp8")
+    assert "--bf16 --fp8-format hybrid" in options["megatron"]
+    assert "mixed_precision=bf16_with_fp8_delayed_scaling_mixed" in options["nemo"]
+    assert "fp8" not in "".join(launcher_options(MODEL, plan).values())
 
 
 # ---------------------------------------------------------------- for our trainer

@@ -58,6 +58,19 @@ def cluster(nodes: int = 1, gpus_per_node: int = 4, latency: float = 0.0) -> Clu
     )
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_rings_between_nodes_have_the_mean_latency(zero: int) -> None:
+    """A ring of 8 ranks on 2 nodes has 2 links between nodes, and 6 links within them."""
+    two_nodes = replace(cluster(nodes=2, latency=1e-6), network_latency=1e-3)
+    shape = PipelineShape(1, 2)
+    sizes = replace(SIZES, activation=0.0)
+    costs = two_nodes.fill_costs(shape, sizes, Costs(F=1.0, B=2.0), dp=8, zero=zero)
+    seconds = two_nodes.all_gather_time(4e9, 8)
+    assert two_nodes.latency_of(8) == pytest.approx((2 * 1e-3 + 6 * 1e-6) / 8)
+    found = costs.reduce_scatter if zero else costs.reduce_grads
+    assert found == pytest.approx(seconds * (1 if zero else 2))
+
+
 # ---------------------------------------------------------------- sent bytes
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _MAX_RUNS_BYTES = 2**20
 _RESULTS = ("step_time", "tokens_per_second", "memory")
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def calibrate_cluster(args: argparse.Namespace) -> str:
@@ -88,6 +89,8 @@ def read_runs(path: str | Path, model: TransformerSpec) -> list[MeasuredRun]:
     table = [*csv.reader(line for _, line in lines)]
     header = [name.strip() for name in table[0]] if table else []
     plan_fields = {f.name: f.default for f in fields(ParallelPlan)}
+    if repeated := [name for name in header if header.count(name) > 1]:
+        raise ConfigError(f"column {repeated[0]} is repeated", location=str(path), line=lines[0][0])
     unknown = [name for name in header if name not in (*plan_fields, *_RESULTS)]
     if unknown or not {"step_time", "tokens_per_second"} & {*header}:
         problem = f"unknown column {unknown[0]}" if unknown else "no column with the results"
@@ -106,14 +109,20 @@ def read_runs(path: str | Path, model: TransformerSpec) -> list[MeasuredRun]:
                 )
             cells = {k: v.strip() for k, v in zip(header, row, strict=True) if v.strip()}
             plan = ParallelPlan(
-                **{k: _parse_cell(v, plan_fields[k]) for k, v in cells.items() if k in plan_fields}
+                **{
+                    k: _parse_cell(k, v, plan_fields[k])
+                    for k, v in cells.items()
+                    if k in plan_fields
+                }
             )
+            if ("step_time" in cells) == ("tokens_per_second" in cells):
+                raise ValueError("the line must have either step_time or tokens_per_second")
             if "step_time" in cells:
                 seconds = parse_decimal(cells["step_time"])
             else:
                 seconds = plan.batch * model.sequence / parse_decimal(cells["tokens_per_second"])
-            memory = parse_bytes(cells["memory"]) if "memory" in cells else None
-        except (ValueError, KeyError, ZeroDivisionError, SchedirError) as error:
+            memory = _parse_memory(cells["memory"]) if "memory" in cells else None
+        except (ValueError, ZeroDivisionError, SchedirError) as error:
             fact = error.fact if isinstance(error, SchedirError) else f"invalid run: {error}"
             raise ConfigError(fact, location=str(path), line=number) from None
         runs.append(MeasuredRun(model, plan, seconds, memory))
@@ -131,13 +140,26 @@ def _suggest_column(unknown: Sequence[str], plan_fields: Iterable[str]) -> str:
     return f"did you mean {similar}?" if similar else example
 
 
-def _parse_cell(text: str, default: Any) -> Any:
+def _parse_memory(text: str) -> float:
+    try:
+        return parse_bytes(text)
+    except ValueError:
+        raise ValueError(f"memory must be bytes, such as 7e10 or 70GB, not {text!r}") from None
+
+
+def _parse_cell(column: str, text: str, default: Any) -> Any:
     """Convert the text of a cell into the type of the default of its field."""
     if isinstance(default, bool):
-        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-    if isinstance(default, int):
-        return int(text)
-    return tuple(map(int, text.split())) if isinstance(default, tuple) else text
+        if text.lower() not in _BOOLEANS:
+            raise ValueError(f"{column} must be true or false, not {text!r}")
+        return _BOOLEANS[text.lower()]
+    try:
+        if isinstance(default, int):
+            return int(text)
+        return tuple(map(int, text.split())) if isinstance(default, tuple) else text
+    except ValueError:
+        kind = "an integer" if isinstance(default, int) else "integers with spaces between them"
+        raise ValueError(f"{column} must be {kind}, not {text!r}") from None
 
 
 def format_calibration(calibration: Calibration) -> Iterator[str]:

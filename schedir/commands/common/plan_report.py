@@ -351,7 +351,7 @@ def _format_options(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
             "--stack megatron, torchtitan or nanotron prints the options of this trainer, and "
             "--json those of all trainers"
         )
-    options = launcher_options(request.model, plan)
+    options = launcher_options(request.model, plan, stack=request.stack)
     for trainer in _TRAINERS.get(request.stack.partition("-")[0], ()):
         yield f"options of {_TRAINER_NAMES[trainer]}"
         for line in options[trainer].splitlines():
@@ -424,7 +424,8 @@ def format_plans_json(request: PlanRequest, plans: Sequence[PlanEstimate]) -> st
             "cluster": asdict(request.cluster) | {"gpus": request.cluster.gpu_count},
             "batch": request.batch,
             "plans": [
-                collect_plan_facts(plan) | {"options": launcher_options(request.model, plan)}
+                collect_plan_facts(plan)
+                | {"options": launcher_options(request.model, plan, stack=request.stack)}
                 for plan in plans
             ],
         }

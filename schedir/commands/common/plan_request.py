@@ -37,6 +37,13 @@ NAME_OPTIONS: Final = (
     ("recompute", "recompute", "recomputation of a layer: none, selective, full"),
 )
 
+# Stacks -> the plans that they can run. Megatron-LM and torchtitan can run schedules of schedir.
+_STACK_PLANS: Final = {
+    "nanotron": {
+        "schedules": ("gpipe", "one_f_one_b"), "recompute": ("none", "full"), "zero": (0, 1),
+    },
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -116,6 +123,7 @@ def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
               if (value := getattr(args, name)) is not None}  # fmt: skip
     planner_options = {"closed_form_only": args.closed_form_only, "offload": args.offload}
     planner_options |= {} if args.stack is None else stack_preset(args.stack).options
+    planner_options |= _STACK_PLANS.get(args.stack or "", {})
     planner_options |= fixed
     is_preset = args.model is not None and all(vars(args).get(name) is None for name in SPEC_FIELDS)
     name = Path(args.model).stem if is_preset else "the model"

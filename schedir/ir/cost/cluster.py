@@ -262,18 +262,18 @@ class Cluster:
         return (nodes * self.max_latency + (size - nodes) * self.latency) / size
 
     def latency_of(self, processes: GroupProcesses) -> float:
-        """Return the latency of the slowest link of a ring of processes.
+        """Return the mean latency of the links of a ring of processes.
 
         Args:
             processes: The processes of the ring, or a number n for the processes 0 to n - 1.
 
         Returns:
-            Seconds: `latency` within a node, and `network_latency` between nodes.
+            Seconds: `latency` within a node, and `compute_mean_latency` on several nodes.
 
         Raises:
             UsageError: See `bandwidth`.
         """
-        return self._find_ring(processes).latency
+        return self._find_ring(processes).mean_latency
 
     @property
     def max_latency(self) -> float:

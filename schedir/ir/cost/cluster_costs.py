@@ -482,7 +482,7 @@ class _CostFiller:
         return ring.rounds * (members - 1) * message_time
 
     def _find_slowest_links(self, get_groups: GroupFunction) -> tuple[Floats, Floats]:
-        """Return the lowest bandwidth and the highest latency of each stage's process groups.
+        """Return the lowest bandwidth and the highest mean latency of each stage's process groups.
 
         Both arrays have shape (stages,).
         """

@@ -47,6 +47,15 @@ _DEEPSEEK_KEYS: Final = {
     "kv_rank": "kv_lora_rank",
     "rope_dim": "qk_rope_head_dim",
 }
+# The values of missing keys, if TransformerSpec has another default. They are the defaults of the
+# configuration classes of transformers.
+_DEFAULTS_BY_TYPE: Final[dict[str, dict[str, int]]] = {
+    "mistral": {"kv_heads": 8},
+    "mixtral": {"kv_heads": 8, "experts": 8, "active": 2},
+    "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"kv_heads": 4, "experts": 128, "active": 8},
+    "deepseek_v3": {"experts": 256, "active": 8},
+}
 
 
 def describe_missing_keys(fields: Sequence[str]) -> str:
@@ -118,10 +127,13 @@ def read_huggingface_config(path: Path) -> dict[str, Any]:
             fields=["model_type"],
         )
     fields: dict[str, Any] = {"gated": _GATED_BY_TYPE[kind]}
+    defaults = _DEFAULTS_BY_TYPE.get(kind, {})
     for field, keys in _KEYS.items():
         key = next((key for key in keys if config.get(key) is not None), None)
         if key is not None:
             fields[field] = config[key]
+        elif field in defaults and not {*keys} & {*config}:  # The value null is not the default.
+            fields[field] = defaults[field]
     if kind == "deepseek_v3":
         if not config.get("kv_lora_rank"):
             raise ConfigError(

@@ -33,7 +33,15 @@ _UNSUPPORTED: Final = {
     "moe-layer-freq": "models in which only some layers have experts",
     "moe-shared-expert-intermediate-size": "shared experts",
     "mtp-num-layers": "multi-token prediction",
+    "hybrid-layer-pattern": "layers of state-space models",
+    "hybrid-override-pattern": "layers of state-space models",
+    "hybrid-attention-ratio": "layers of state-space models",
+    "is-hybrid-model": "layers of state-space models",
+    "experimental-attention-variant": "linear attention and sparse attention",
+    "heterogeneous-layers-config-path": "layers of different sizes",
 }
+# Values of unsupported options that have no effect.
+_NEUTRAL_VALUES: Final = {"moe-layer-freq": ("1",), "mtp-num-layers": ("0",)}
 _ASSIGNMENT: Final = re.compile(
     r"^\s*(?:export\s+)?(\w+)=[\"']?(?:\$\{\w+:-)?(\d+)\b", re.MULTILINE
 )
@@ -77,7 +85,7 @@ def read_megatron_arguments(path: Path) -> dict[str, Any]:
             fields=["model"],
         )
     for option, reason in _UNSUPPORTED.items():
-        if option in options:
+        if option in options and options[option] not in _NEUTRAL_VALUES.get(option, ()):
             raise ConfigError(
                 f"the planner does not support {reason}: --{option}",
                 location=str(path),
@@ -98,6 +106,9 @@ def read_megatron_arguments(path: Path) -> dict[str, Any]:
         fields.pop("kv_heads", None)
     elif "kv_heads" not in fields:
         fields["kv_heads"] = 1
+    if fields["gated"] and "hidden" in fields:
+        # `validate_args` of Megatron-LM: 2/3 of 4 hidden, rounded down to a multiple of 64.
+        fields.setdefault("ffn", 8 * fields["hidden"] // 3 // 64 * 64)
     if "experts" in fields:
         fields.setdefault("active", 2)  # The default of --moe-router-topk.
     return fields
