@@ -140,9 +140,9 @@ def test_command_prints_interval_of_each_plan(capsys: pytest.CaptureFixture[str]
 # ---------------------------------------------------------------- data loading
 
 
-@given(
-    st.sampled_from(PLANS), st.floats(0.1, 1e5), st.booleans(), st.sampled_from([0.0, 0.01, 0.1])
-)
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.schedule)
+@pytest.mark.parametrize("closed_form_only", [True, False])
+@given(microseconds=st.floats(0.1, 1e5), jitter=st.sampled_from([0.0, 0.01, 0.1]))
 def test_data_loading_adds_time_of_each_sequence(
     plan: ParallelPlan, microseconds: float, closed_form_only: bool, jitter: float
 ) -> None:
