@@ -6,7 +6,7 @@
     python benchmarks/planner_errors.py terms -o FILE  # the same as a picture
 
 No constant of a prediction is fitted to a run with which this script compares it. Steps are results
-of closed forms.
+of closed forms, except those of `schedir train`, which are simulated.
 """
 
 from __future__ import annotations
