@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import parse, print_header, print_row
 from schedir import Cluster, planner
-from schedir.planner import Stack
+from schedir.planner import Stack, StepBreakdown
 from schedir.planner.calibration import fit_constants
 from schedir.planner.plan_columns import COLUMN_NAMES, RECOMPUTE_MODES, SCHEDULE_NAMES, PlanColumns
 from schedir.planner.plan_simplicity import PREFERENCE_TOLERANCE, measure_complexity
@@ -46,6 +46,7 @@ from tests import published_runs as published
 from tests.published_runs import GridRun
 
 SMOKE, DRAWS, OUTPUT = False, 200, ""
+NODE_COUNTS = (1, 2, 4, 8, 16)
 MIN_MFU = 0.10  # the lowest MFU of runs in the summary of errors
 NANOTRON, CLUSTER = planner.stack_preset("nanotron"), planner.cluster_preset("h100-efa")
 # Fitted constants -> (lower bound, start value, upper bound).
@@ -70,11 +71,13 @@ class Prediction(NamedTuple):
     `memory` is that of the GPU that uses the most, and decides whether a run fits. `logged_memory`
     is that of the first pipeline rank, whose memory nanotron logs: `log_throughput` of its
     helpers.py writes the line of global rank 0.
+    `breakdowns` has a row of seconds for each field of `StepBreakdown`.
     """
 
     seconds: Any
     memory: Any
     logged_memory: Any
+    breakdowns: Any
 
 
 def read_runs() -> list[GridRun]:
@@ -109,6 +112,7 @@ def is_possible(run: GridRun, stack: Stack) -> bool:
 def predict(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> Prediction:
     """Predict runs. Runs with the same model and number of nodes share a table of costs."""
     seconds, memory, logged_memory = np.full((3, len(runs)), np.inf)
+    breakdowns = np.zeros((len(StepBreakdown._fields), len(runs)))
     groups: dict[Any, list[int]] = defaultdict(list)
     for k, run in enumerate(runs):
         if is_possible(run, stack):
@@ -135,7 +139,8 @@ def predict(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> Predicti
             model, cluster, plans, shares, stack.constants, stack.state_bytes
         ).memory
         logged_memory[members] = by_group.sum(axis=0)[:, 0]  # The first group has the first rank.
-    return Prediction(seconds, memory, logged_memory)
+        breakdowns[:, members] = table.breakdowns
+    return Prediction(seconds, memory, logged_memory, breakdowns)
 
 
 # ------------------------------------------------------------ fits
@@ -331,12 +336,16 @@ def print_comparison(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) ->
 # ------------------------------------------------------------ tables
 
 
-def print_defaults() -> None:
-    """Test the default constants on H100. None of them is fitted to these rows."""
-    default_stack = Stack(
+def build_default_stack() -> Stack:
+    """Return software with the default constants and 16-bit gradients."""
+    return Stack(
         planner.SoftwareConstants(), planner.StateBytes(2, 2, 12), "even", "flash", "tp-dp-pp", ""
     )
-    print_comparison(read_measured_runs(), default_stack, planner.cluster_preset("h100"))
+
+
+def print_defaults() -> None:
+    """Test the default constants on H100. None of them is fitted to these rows."""
+    print_comparison(read_measured_runs(), build_default_stack(), planner.cluster_preset("h100"))
 
 
 def print_shipped() -> None:
@@ -344,16 +353,23 @@ def print_shipped() -> None:
     print_comparison(read_measured_runs(), NANOTRON, CLUSTER)
 
 
+def has_other_nodes(nodes: int, run: GridRun) -> bool:
+    """Return whether a run has another number of nodes."""
+    return run.nodes != nodes
+
+
+LEFT_OUT_SPLITS: dict[str, Callable[[GridRun], bool]] = {
+    "1 and 2 nodes": lambda run: run.nodes <= 2,
+    "1.34 B": lambda run: run.model.layers == 16,
+    **{f"all but {n} nodes": partial(has_other_nodes, n) for n in NODE_COUNTS},
+}
+
+
 def print_left_out() -> None:
     """Fit constants of nanotron to some of the rows, and test them with the other rows."""
     runs = read_measured_runs()
-    splits: list[tuple[str, Callable[[GridRun], bool]]] = [
-        ("1 and 2 nodes", lambda run: run.nodes <= 2),
-        ("1.34 B", lambda run: run.model.layers == 16),
-        *((f"all but {n} nodes", lambda run, n=n: run.nodes != n) for n in (1, 2, 4, 8, 16)),
-    ]
     all_regrets, refusals = [], np.zeros((2, 2), int)
-    for name, is_training in splits[: 1 if SMOKE else None]:
+    for name, is_training in list(LEFT_OUT_SPLITS.items())[: 1 if SMOKE else None]:
         stack, cluster = fit_nanotron([run for run in runs if is_training(run)])
         test_runs = [run for run in runs if not is_training(run)]
         print(f"\nfitted on {name}\n")
@@ -484,13 +500,10 @@ def draw_scatter() -> None:
 
     runs = select_efficient_runs(read_measured_runs())
     measured_seconds = np.array([run.seconds for run in runs])
-    default_stack = Stack(
-        planner.SoftwareConstants(), planner.StateBytes(2, 2, 12), "even", "flash", "tp-dp-pp", ""
-    )
     figure = Figure(figsize=(9, 6.6), layout="constrained")
     grid_of_axes = figure.subplots(2, 3, sharex=True, sharey=True)
     fitted = fit_nanotron([run for run in read_measured_runs() if run.nodes <= 2])
-    predictors = (("default constants", (default_stack, planner.cluster_preset("h100"))),
+    predictors = (("default constants", (build_default_stack(), planner.cluster_preset("h100"))),
             ("fitted on 1 and 2 nodes", fitted))  # fmt: skip
     colors: tuple[tuple[str, Callable[[GridRun], int]], ...] = (
         ("nodes", lambda run: run.nodes), ("tp", lambda run: run.choice.tp),

@@ -80,7 +80,7 @@ GROUPS = {
          "planner.all_plans", "planner.simulate_plan", "planner.head_time", "planner.layer_time",
          "planner.peak_memory",
          "planner.launcher_options", "planner.plan_program", "planner.simulated_program",
-         "planner.prediction_regret",
+         "planner.prediction_regret", "planner.find_step_errors", "planner.StepErrors",
          "planner.improve_schedule", "planner.stage_time", "planner.calibrate",
          "planner.Calibration", "planner.CalibratedConstant", "planner.MeasuredRun",
          "planner.stack_preset", "planner.stack_presets", "planner.Stack"],

@@ -15,6 +15,7 @@ from schedir.planner import (
     stack_presets,
 )
 from schedir.planner.calibration import CONSTANTS
+from schedir.planner.hardware.step_errors import MEASURED_ERRORS
 from schedir.planner.plan_simplicity import measure_complexity
 from schedir.planner.transformer.model_presets import MODEL_PRESETS
 
@@ -68,6 +69,18 @@ def build_blocks() -> dict[str, str]:
         "clusters": format_table(["field", *links], clusters),
         "stacks": format_table(
             ["name", "constants", "bytes of states", "division", "rank order", "source"], stacks
+        ),
+        "intervals": format_table(
+            ["software and machine", "steps", "5 %", "95 %", "resolution"],
+            [
+                [
+                    name,
+                    errors.source,
+                    *(f"{100 * share:+.1f} %" for share in errors[:2]),
+                    f"{100 * errors.resolution:.1f} %",
+                ]
+                for name, (_, _, errors) in MEASURED_ERRORS.items()
+            ],
         ),
         "calibrated": format_table(
             ["constant", "meaning", "bounds", "deviation of the prior"],

@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from schedir.planner import ParallelPlan, TransformerSpec
+from schedir.planner import ParallelPlan, TransformerSpec, load_model
 from schedir.predict.layer_activation_bytes import Recompute
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -232,6 +233,42 @@ def read_mlperf_runs() -> list[tuple[str, Run]]:
         name = f"{row['gpus']} {row['accelerator']}"
         found.append((row["accelerator"].lower(), Run(name, model, choice, float(row["step_s"]))))
     return found
+
+
+class SpeedupInFp4(NamedTuple):
+    """A published speedup of training steps in FP4 over those in another precision.
+
+    The choices are assumptions, because only the first source has a part of its plan. `baseline`
+    is "" for 16 bits.
+    """
+
+    name: str
+    model: TransformerSpec
+    choice: ParallelPlan
+    baseline: str
+    speedup: float
+
+
+def read_fp4_speedups() -> list[SpeedupInFp4]:
+    """Return speedups by NVFP4.
+
+    Sources: build.nvidia.com/station/nvfp4-pretraining (Megatron-Bridge on a GB300: 9.05 s and
+    5.39 s), and NVIDIA's technical blog, "Train Models Faster with JAX and MaxText Using NVFP4 on
+    NVIDIA Blackwell" (MaxText on GB200, with FP4 only in feed-forward networks).
+    """
+    small, large = load_model("llama-3-8b"), load_model("llama-3-405b")
+    station = ParallelPlan(microbatch_size=4, microbatches=16, attention="flash")
+    node = ParallelPlan(dp=72, microbatch_size=2, microbatches=8, attention="flash", zero=1)
+    rack = ParallelPlan(
+        tp=8, pp=9, microbatches=64, attention="flash", sequence_parallel=True, zero=1
+    )
+    return [
+        SpeedupInFp4(
+            "Llama 3.1 8B, Megatron-Bridge", replace(small, sequence=4096), station, "", 1.68
+        ),
+        SpeedupInFp4("Llama 3 8B, MaxText", small, node, "fp8", 1.35),
+        SpeedupInFp4("Llama 3.1 405B, MaxText", large, rack, "fp8", 1.44),
+    ]
 
 
 def read_b200_runs() -> list[tuple[TransformerSpec, ParallelPlan, float, float]]:

@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from schedir.commands.common.cluster_calibration import calibrate_cluster
 from schedir.commands.common.plan_report import (
+    INTERVAL_HEADING,
     LAST_COLUMNS,
     collect_plan_facts,
+    describe_intervals,
+    format_interval,
     format_seconds,
     format_teraflops,
 )
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from schedir.ir.program import Program
-    from schedir.planner import PlanEstimate
+    from schedir.planner import PlanEstimate, StepErrors
 
 
 # ---------------------------------------------------------------- plans for several numbers of GPUs
@@ -69,7 +72,10 @@ def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
     for option, name in excluded:
         if option:
             raise UsageError(f"{name} cannot be combined with --gpu-counts")
+    from schedir.planner import find_step_errors
+
     request = parse_plan_request(args)
+    errors = find_step_errors(request.cluster, request.stack)
     refusals = list[str]()
     plans_by_scaling = {
         scaling: _find_plan_per_gpu_count(request, args.gpu_counts, scaling, refusals)
@@ -81,15 +87,16 @@ def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
         save(plan_scaling(plans_by_scaling["strong"], plans_by_scaling["weak"]), args.picture)
     if args.json:
         facts = {
-            f"{scaling}_scaling": [collect_plan_facts(plan) for plan in plans]
+            f"{scaling}_scaling": [collect_plan_facts(plan, errors) for plan in plans]
             for scaling, plans in plans_by_scaling.items()
         }
         return format_json(facts | {"refusals": refusals})
     lines = [
-        f"{scaling}: {_SCALING_DESCRIPTIONS[scaling]}\n{_format_scaling_table(plans)}"
+        f"{scaling}: {_SCALING_DESCRIPTIONS[scaling]}\n{_format_scaling_table(plans, errors)}"
         for scaling, plans in plans_by_scaling.items()
         if plans
     ]
+    lines += [f"{sentence}\n" for sentence in describe_intervals(request.cluster, errors)]
     lines += [f"no plan for {line}\n" for line in refusals]
     return "".join(lines) + (f"wrote {args.picture}\n" if args.picture is not None else "")
 
@@ -124,22 +131,22 @@ def _find_plan_per_gpu_count(
     return result
 
 
-def _format_scaling_table(plans: Sequence[PlanEstimate]) -> str:
+def _format_scaling_table(plans: Sequence[PlanEstimate], errors: StepErrors) -> str:
     first = plans[0]
     last = [(name, field) for name, field, usual in LAST_COLUMNS
             if any(getattr(plan, field) != usual for plan in plans)]  # fmt: skip
     return format_table(
         ["GPUs", "batch", "pp", "tp", "dp", "v", "b", "schedule", "recompute", "ZeRO",
          *(name for name, _ in last), "step",
-         "TFLOP/s", "MFU", "of the first"],
+         INTERVAL_HEADING, "TFLOP/s", "MFU", "of the first"],
         [
             [
                 f"{plan.gpus:,}", f"{plan.batch:,}", str(plan.pp), str(plan.tp), str(plan.dp),
                 str(plan.stages_per_rank), str(plan.microbatch_size), plan.schedule, plan.recompute,
                 str(plan.zero),
                 *(getattr(plan, field) for _, field in last),
-                format_seconds(plan.step_time), format_teraflops(plan.flops_per_second),
-                f"{plan.mfu:.1%}",
+                format_seconds(plan.step_time), format_interval(errors, plan.step_time),
+                format_teraflops(plan.flops_per_second), f"{plan.mfu:.1%}",
                 f"{plan.flops_per_second / first.flops_per_second:.0%}",
             ]
             for plan in plans
@@ -348,9 +355,10 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--stack", metavar="NAME",
-        help="the training software: megatron, megatron-fp8, megatron-2021, nanotron, torchtitan "
-        "or schedir. The planner uses the constants of the kernels and libraries of this software, "
-        "its bytes of model states, its attention and its order of ranks",
+        help="the training software: megatron, megatron-fp8, megatron-fp4, megatron-2021, "
+        "nanotron, torchtitan or schedir. The planner uses the constants of the kernels and "
+        "libraries of this software, its bytes of model states, its attention and its order of "
+        "ranks",
     )  # fmt: skip
     group.add_argument(
         "--calibrate", metavar="RUNS.csv",

@@ -20,6 +20,7 @@ from schedir.errors import UsageError, format_bytes
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.hardware.cluster_size import resize_cluster
 from schedir.planner.hardware.software_stacks import Stack
+from schedir.planner.hardware.step_errors import INTERVAL_QUANTILE
 from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate
 from schedir.planner.plan_search import all_plans, estimate_step
 from schedir.planner.transformer.transformer_spec import TransformerSpec
@@ -33,7 +34,6 @@ _RUN_NOISE: Final = 0.05  # Repeated runs of one layout on H100 differ by 3 to 5
 _MISFIT: Final = 2.0  # The scale of the Cauchy weights, in standard deviations of the noise.
 _ITERATIONS: Final = 8
 _STEP: Final = 0.05  # Derivatives use this change of the logarithm of a constant.
-INTERVAL_QUANTILE: Final = 1.645  # A 90 % interval is the mean +- 1.645 standard deviations.
 
 
 class _ConstantRow(NamedTuple):

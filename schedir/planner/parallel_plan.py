@@ -242,6 +242,7 @@ class StepBreakdown(NamedTuple):
         data_parallel: Reductions over replicas and gathers of ZeRO that compute does not hide.
         optimizer: The gradient norm and the update.
         host_copies: Copies to the host memory and back that compute does not hide.
+        data_loading: Waiting for training data (`Cluster.data_loading_us`).
 
     Example:
         >>> from schedir.planner import StepBreakdown
@@ -257,6 +258,7 @@ class StepBreakdown(NamedTuple):
     data_parallel: float
     optimizer: float
     host_copies: float = 0.0
+    data_loading: float = 0.0
 
 
 class GpuMemory(NamedTuple):

@@ -297,7 +297,7 @@ def test_cluster_file_error_has_line_and_column(line: str, name: str, tmp_path: 
         f.name for f in fields(Cluster) if f.name not in (name, "host_bandwidth", "disk_bandwidth")
     ]
     path = tmp_path / "cluster.toml"
-    rates = ("flops", "peak", "fp8_peak", "memory", "host_memory")
+    rates = ("flops", "peak", "fp8_peak", "fp4_peak", "memory", "host_memory")
     values = {name: 1e9 for name in other_fields if name in rates or name.endswith("_bandwidth")}
     values |= {"latency": 1e-6, "network_latency": 1e-6}
     lines = [f"{other} = {values.get(other, 1)}\n" for other in other_fields]

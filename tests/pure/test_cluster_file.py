@@ -26,13 +26,15 @@ def choose_strategy(name: str) -> st.SearchStrategy[float]:
         return COUNTS
     if name in ("memory", "host_memory"):
         return st.floats(1e3, 1e18)
-    small = ("latency", "network_latency", "kernel_us", "jitter", "uncertainty")
+    small = (
+        "latency", "network_latency", "kernel_us", "data_loading_us", "jitter", "uncertainty",
+    )  # fmt: skip
     return SMALL if name in small else RATES
 
 
 _OPTIONAL_FIELDS = (
-    "host_bandwidth", "host_memory", "disk_bandwidth", "peak", "fp8_peak", "num_sms", "processors",
-    "network_latency", "calibrated_gpus",
+    "host_bandwidth", "host_memory", "disk_bandwidth", "peak", "fp8_peak", "fp4_peak", "num_sms",
+    "processors", "network_latency", "calibrated_gpus",
 )  # fmt: skip
 
 
@@ -45,8 +47,8 @@ def clusters(draw: st.DrawFn) -> Cluster:
         if f.name not in _OPTIONAL_FIELDS or draw(st.booleans())
     }
     values["peak"] = max(values.get("peak", 0), values["flops"])
-    if "fp8_peak" in values:
-        values["fp8_peak"] = max(values["fp8_peak"], values["peak"])
+    for name in {"fp8_peak", "fp4_peak"} & values.keys():
+        values[name] = max(values[name], values["peak"])
     values["gpus_per_node"] = min(values["gpus_per_node"], MAX_GPUS // int(values["nodes"]))
     return Cluster(**values)  # type: ignore[arg-type]
 

@@ -121,7 +121,8 @@ def test_command_writes_usable_cluster_file(
         "--batch", "256", "--stack", "nanotron", "--closed-form-only", "--zero", "1",
     ])  # fmt: skip
     output = capsys.readouterr().out
-    assert "in 90 % of runs" in output and "cannot be distinguished" in output
+    assert "as for the calibrated runs" in output and "cannot be distinguished" in output
+    assert "--calibrate" not in output
     assert "16 GPUs are an extrapolation" in output
 
 

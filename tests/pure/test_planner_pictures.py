@@ -15,7 +15,7 @@ from schedir.errors import UsageError
 from schedir.planner import GpuMemory, PlanEstimate, StepBreakdown
 from schedir.viz import plan_memory, plan_scaling, plan_times, save
 
-PARTS = StepBreakdown(20, 4, 2, 1, 5, 0.25, 0.125, 0.375)
+PARTS = StepBreakdown(20, 4, 2, 1, 5, 0.25, 0.125, 0.25, 0.125)
 PLAN = PlanEstimate(
     pp=8, tp=8, dp=16, microbatches=96, stages_per_rank=2, schedule="interleaved",
     recompute="selective", zero=1,
@@ -40,12 +40,12 @@ def test_bar_shows_step_breakdown() -> None:
     axes = figure.axes[0]
     bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]  # type: ignore[attr-defined]
     begins = np.cumsum([0, *PARTS])[:-1]
-    assert np.allclose(bars[:8], np.column_stack([begins, PARTS])) and bars[8:] == [(0, 16)]
+    assert np.allclose(bars[:9], np.column_stack([begins, PARTS])) and bars[9:] == [(0, 16)]
     labels = list_texts(axes)
     for word in ("8", "16", "2", "interleaved", "selective", "32.75 s", "150.0", "41.0 GB", "61%"):
         assert word in labels
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert len(legend) == 8 and legend[0] == "compute"
+    assert len(legend) == 9 and legend[0] == "compute"
     short_step = plan_times([make_plan(0.016, 1e9)])
     assert [text.get_text() for text in short_step.legends[0].get_texts()] == ["compute"]
     assert short_step.axes[0].get_xlabel() == "time of a step, in ms"

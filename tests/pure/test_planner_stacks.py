@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from schedir import Cluster, planner
+from schedir import planner
 from schedir.errors import UsageError
 from schedir.planner import ParallelPlan, SoftwareConstants, TransformerSpec
 from schedir.planner.transformer.layer_division import divide_layers
@@ -30,6 +30,7 @@ NANOTRON = planner.stack_preset("nanotron")
 )
 def test_closed_form_and_program_agree(name: str, degrees: ParallelPlan) -> None:
     stack, cluster = planner.stack_preset(name), planner.cluster_preset("h100-efa", nodes=2)
+    cluster = replace(cluster, fp4_peak=4 * cluster.peak_flops)
     plan = stack.complete(MODEL, degrees)
     formula, program = (
         planner.estimate_step(
@@ -139,37 +140,52 @@ def test_unknown_stack_is_refused() -> None:
     assert caught.value.hint == "did you mean 'megatron'?"
 
 
-def test_fp8_speeds_up_weight_gemms_only() -> None:
+@pytest.mark.parametrize(("stack", "speedup"), [("megatron-fp8", 1.6), ("megatron-fp4", 2.2)])
+def test_low_precision_speeds_up_weight_gemms_only(stack: str, speedup: float) -> None:
     """Attention, memory passes and collectives take as long as before."""
-    fp8, plain = planner.stack_preset("megatron-fp8").constants, planner.SoftwareConstants()
-    cluster, plan = planner.cluster_preset("h100"), ParallelPlan(tp=8, attention="flash")
-    plan = replace(plan, sequence_parallel=True, microbatch_size=4)
+    low, plain = planner.stack_preset(stack).constants, planner.SoftwareConstants()
+    cluster, plan = planner.cluster_preset("b200"), ParallelPlan(tp=8, attention="flash")
+    plan = replace(plan, sequence_parallel=True, microbatch_size=8)
     for estimate_time in (planner.layer_time, planner.head_time, planner.embedding_time):
-        fast, slow = (estimate_time(MODEL, cluster, plan, constants) for constants in (fp8, plain))
+        fast, slow = (estimate_time(MODEL, cluster, plan, constants) for constants in (low, plain))
         assert fast.layer_collectives.F == slow.layer_collectives.F
         if estimate_time is planner.layer_time:
-            assert slow.compute.F / 1.6 < fast.compute.F < slow.compute.F
+            assert slow.compute.F / speedup < fast.compute.F < slow.compute.F
         else:
             assert fast == slow
 
 
+FP4 = "fp4_speedup"
+
+
 @pytest.mark.parametrize(
-    ("cluster", "speedup", "message"),
+    ("cluster", "name", "speedup", "message"),
     [
-        (planner.cluster_preset("a100"), 1.6, "fp8_speedup 1.6 needs GPUs that compute in FP8"),
-        (
-            planner.cluster_preset("h100"),
-            2.1,
-            "is more than the fp8_peak of the cluster divided by its peak_flops, 2",
-        ),
+        ("a100", "fp8_speedup", 1.6, "fp8_speedup 1.6 needs GPUs that compute in FP8"),
+        ("h100", "fp8_speedup", 2.1, "more than the fp8_peak of the cluster divided by its peak"),
+        *((name, FP4, 2.2, "fp4_speedup 2.2 needs GPUs that compute in FP4, and the cluster has no "
+           "fp4_peak") for name in ("a100", "h100", "h200", "mi300x")),
+        ("b200", FP4, 4.1, "more than the fp4_peak of the cluster divided by its peak_flops, 4"),
+        ("gb200", FP4, 4.1, "more than the fp4_peak of the cluster divided by its peak_flops, 4"),
     ],
-)
-def test_fp8_needs_supporting_gpu(cluster: Cluster, speedup: float, message: str) -> None:
-    constants = planner.SoftwareConstants(fp8_speedup=speedup)
+)  # fmt: skip
+def test_low_precision_needs_supporting_gpu(
+    cluster: str, name: str, speedup: float, message: str
+) -> None:
+    constants = planner.SoftwareConstants(**{name: speedup})
+    node = planner.cluster_preset(cluster)
+    with pytest.raises(UsageError, match=message) as caught:
+        planner.estimate_step(MODEL, node, ParallelPlan(dp=node.gpu_count), constants=constants)
+    assert caught.value.fields[0] == name
     with pytest.raises(UsageError, match=message):
-        planner.estimate_step(MODEL, cluster, ParallelPlan(dp=8), constants=constants)
-    with pytest.raises(UsageError, match=message):
-        planner.plan(MODEL, cluster, 64, constants=constants, closed_form_only=True)
+        planner.plan(MODEL, node, 8 * node.gpu_count, constants=constants, closed_form_only=True)
+
+
+def test_product_has_one_precision() -> None:
+    with pytest.raises(UsageError, match="a product is computed either in FP8 or in FP4"):
+        planner.SoftwareConstants(fp8_speedup=1.6, fp4_speedup=2.2)
+    with pytest.raises(UsageError, match="fp4_peak must be at least peak"):
+        replace(planner.cluster_preset("b200"), fp4_peak=1e15)
 
 
 def test_no_plan_has_stage_without_weights() -> None:

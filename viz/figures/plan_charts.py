@@ -38,6 +38,7 @@ STEP_PARTS: Final[dict[str, tuple[str, str | RGB, str]]] = {
     "data_parallel": ("collectives of replicas", LANE_COLORS[Lane.DP], ""),
     "optimizer": ("optimizer", LIGHT_PALETTE.step_color, ""),
     "host_copies": ("copies to the host", LANE_COLORS[Lane.D2H], ""),
+    "data_loading": ("data loading", "#999999", "...."),
 }
 # The columns to the left and to the right of the bar of a plan: the heading, the width in inches,
 # and the alignment. Columns on the right are right-aligned.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import groupby, zip_longest
-from math import exp
+from math import floor, log10
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Final
 
 from schedir.errors import format_bytes
 from schedir.io.terminal_output import format_json, format_table, join_words
-from schedir.planner.calibration import INTERVAL_QUANTILE
 from schedir.planner.estimate.schedule_formulas import DEFAULT_SCHEDULES, SCHEDULE_FORMULAS
+from schedir.planner.hardware.step_errors import INTERVAL_SHARE, StepErrors, find_step_errors
 from schedir.planner.parallel_plan import GpuMemory, StepBreakdown
 from schedir.planner.plan_simplicity import PREFERENCE_TOLERANCE
 
@@ -35,6 +35,7 @@ _STEP_PART_NAMES: Final = dict(
             "replicas",
             "optimizer",
             "host copies",
+            "data loading",
         ),
         strict=True,
     )
@@ -53,7 +54,9 @@ LAST_COLUMNS: Final = (
     ("optimizer", "optimizer_placement", "device"),
 )
 _BYTE_UNITS: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_TIME_UNITS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _SECONDS_PER_DAY: Final = 86400.0
+INTERVAL_HEADING: Final = f"{100 * INTERVAL_SHARE:g} % of runs"
 # The meanings of headings that are not words.
 _COLUMN_MEANINGS: Final = {
     "pp": "pipeline ranks", "tp": "tensor-parallel ranks", "cp": "parts of each sequence",
@@ -86,6 +89,28 @@ def format_seconds(time: float) -> str:
         if time >= scale:
             return f"{time / scale:#.4g} {unit}".replace(". ", " ")
     return f"{1e6 * time:.3g} us"
+
+
+def format_interval(errors: StepErrors, step_time: float) -> str:
+    """Return the interval of a step time with its unit, for a table.
+
+    Args:
+        errors: The errors to expect.
+        step_time: The predicted step time in seconds.
+
+    Example:
+        >>> errors = StepErrors(-0.1, 0.25, 0.2, "some runs")
+        >>> [format_interval(errors, seconds) for seconds in (31.234, 0.9, 2.55e-5)]
+        ['28.1-39.0 s', '0.810-1.12 s', '22.9-31.9 us']
+    """
+    low, high = errors.find_interval(step_time)
+    scale, unit = next((pair for pair in _TIME_UNITS if high >= pair[0]), _TIME_UNITS[-1])
+    return "-".join(_format_three_digits(time / scale) for time in (low, high)) + f" {unit}"
+
+
+def _format_three_digits(number: float) -> str:
+    """Return a number with three digits, or with all digits of its integer part."""
+    return f"{number:.{max(0, 2 - floor(log10(number)))}f}"
 
 
 def format_teraflops(flops_per_second: float) -> str:
@@ -145,6 +170,7 @@ def format_plans(
     """
     model, cluster = request.model, request.cluster
     plan = plans[selected_number - 1]
+    errors = find_step_errors(cluster, request.stack)
     nodes = f"{cluster.nodes} x {cluster.gpus_per_node}"
     lines = [
         _wrap(
@@ -153,32 +179,38 @@ def format_plans(
             f"sequences of {model.sequence:,} tokens; {cluster.gpu_count:,} "
             f"GPU{'s' * (cluster.gpu_count > 1)} of {request.display_names[1]} ({nodes})"
         ),
-        _format_table(plans, cluster.memory),
+        _format_table(plans, cluster.memory, errors),
+        *map(_wrap, describe_intervals(cluster, errors)),
+        *map(_wrap, _list_indistinct_plans(plans, errors)),
         *map(_wrap, _describe_preference(plans, fastest)),
         _wrap(_describe_schedules(request)),
         *map(_wrap, _describe_attention(plan)),
         "\n",
         _wrap(f"plan {selected_number}: {describe_plan(plan)}"),
         *_join_columns(
-            _format_step_times(plan),
+            _format_step_times(plan, errors),
             [*_format_memory(plan, cluster.memory), *_format_host_memory(plan, cluster)],
         ),
     ]
     lines += [_wrap(f"  {line}") for line in _describe_activations(request, plan)]
-    lines += [_wrap(f"  note: {note}") for note in _list_notes(request, plans, plan)]
+    lines += [_wrap(f"  note: {note}") for note in _list_notes(request, plan)]
     if plan.offload_comparison:
         lines.append(_wrap(f"  offload: {plan.offload_comparison}"))
     if plan.explanation:
         lines.append(_wrap(f"  bound by {_name_fields(plan.explanation, plan)}"))
     if tokens is not None:
         steps = tokens / (request.batch * model.sequence)
+        days, low, high = (
+            steps * seconds / _SECONDS_PER_DAY
+            for seconds in (plan.step_time, *errors.find_interval(plan.step_time))
+        )
         lines.append(f"  {_format_count(tokens)} tokens take {steps:,.0f} steps: "
-                     f"{steps * plan.step_time / _SECONDS_PER_DAY:,.1f} days\n")  # fmt: skip
+                     f"{days:,.1f} days ({low:,.1f}-{high:,.1f})\n")  # fmt: skip
     lines += [f"  {line}\n" for line in _format_options(request, plan)]
     return "".join(lines)
 
 
-def _format_table(plans: Sequence[PlanEstimate], limit: float) -> str:
+def _format_table(plans: Sequence[PlanEstimate], limit: float, errors: StepErrors) -> str:
     rare, last = (
         [(name, field) for name, field, usual in columns
          if any(getattr(plan, field) != usual for plan in plans)]
@@ -188,7 +220,8 @@ def _format_table(plans: Sequence[PlanEstimate], limit: float) -> str:
     meanings = ", ".join(f"{_COLUMN_MEANINGS[name]} ({name})" for name in degrees)
     table = format_table(
         ["plan", *degrees, "schedule",
-         "recompute", "ZeRO", *(name for name, _ in last), "step", "TFLOP/s", "MFU", "memory"],
+         "recompute", "ZeRO", *(name for name, _ in last), "step", INTERVAL_HEADING,
+         "TFLOP/s", "MFU", "memory"],
         [
             [
                 str(k), str(plan.pp), str(plan.tp),
@@ -196,8 +229,8 @@ def _format_table(plans: Sequence[PlanEstimate], limit: float) -> str:
                 str(plan.dp), str(plan.stages_per_rank), str(plan.microbatch_size),
                 str(plan.microbatches), plan.schedule, plan.recompute,
                 str(plan.zero), *(_format_cell(getattr(plan, field)) for _, field in last),
-                format_seconds(plan.step_time), format_teraflops(plan.flops_per_second),
-                f"{plan.mfu:.1%}",
+                format_seconds(plan.step_time), format_interval(errors, plan.step_time),
+                format_teraflops(plan.flops_per_second), f"{plan.mfu:.1%}",
                 f"{plan.memory.total / 1e9:.1f} of {limit / 1e9:.4g} GB",
             ]
             for k, plan in enumerate(plans, 1)
@@ -235,6 +268,29 @@ def _describe_preference(
     )
 
 
+def describe_intervals(cluster: Cluster, errors: StepErrors) -> Iterator[str]:
+    """Yield a sentence about the intervals of step times.
+
+    Args:
+        cluster: The cluster of the plans.
+        errors: The errors to expect on this cluster.
+    """
+    advice = "" if cluster.uncertainty else "; --calibrate computes it from runs of your own"
+    low, high = (f"{100 * share:+.0f} %" for share in (errors.low, errors.high))
+    yield f"{INTERVAL_HEADING}: {low} to {high}, as for {errors.source}{advice}"
+
+
+def _list_indistinct_plans(plans: Sequence[PlanEstimate], errors: StepErrors) -> Iterator[str]:
+    """Yield a sentence with the plans that may be as fast as the fastest, if there are several."""
+    positions = errors.find_indistinct_plans(plans)
+    if len(positions) > 1:
+        numbers = join_words([str(k + 1) for k in positions])
+        yield (
+            f"plans {numbers} (the simplest first) cannot be distinguished: their steps differ by "
+            f"at most {100 * errors.resolution:.0f} %"
+        )
+
+
 def _describe_schedules(request: PlanRequest) -> str:
     """Return a sentence about the schedules that were tried, and others that can be tried."""
     tried_names = request.planner_options.get("schedules", DEFAULT_SCHEDULES)
@@ -256,11 +312,12 @@ def _format_cell(value: int | str) -> str:
     return ("yes" if value else "-") if isinstance(value, bool) else str(value)
 
 
-def _format_step_times(plan: PlanEstimate) -> list[str]:
-    """Return the step time, and then a line for each of its parts, the longest first."""
-    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-    rows = _format_parts(plan.breakdown._asdict(), _name_step_parts(plan), units)
-    return [f"step {format_seconds(plan.step_time)}{', simulated' * plan.is_simulated}", *rows]
+def _format_step_times(plan: PlanEstimate, errors: StepErrors) -> list[str]:
+    """Return the step time with its interval, and a line for each part, the longest first."""
+    rows = _format_parts(plan.breakdown._asdict(), _name_step_parts(plan), _TIME_UNITS)
+    interval = f"({INTERVAL_HEADING}: {format_interval(errors, plan.step_time)})"
+    simulated = ", simulated" * plan.is_simulated
+    return [f"step {format_seconds(plan.step_time)} {interval}{simulated}", *rows]
 
 
 def _name_step_parts(plan: PlanEstimate) -> dict[str, str]:
@@ -373,18 +430,9 @@ def _format_repeats(numbers: Sequence[int | str]) -> str:
     return ", ".join(f"{n} x {number}" if n > 1 else f"{number}" for number, n in runs)
 
 
-def _list_notes(
-    request: PlanRequest, plans: Sequence[PlanEstimate], plan: PlanEstimate
-) -> Iterator[str]:
-    """Yield notes about a plan: the interval of its step time, and warnings."""
+def _list_notes(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
+    """Yield warnings about a plan."""
     cluster = request.cluster
-    if cluster.uncertainty:
-        share = exp(INTERVAL_QUANTILE * cluster.uncertainty)
-        low, high = (format_seconds(plan.step_time * x) for x in (1 / share, share))
-        similar_plans = sum(one.step_time <= plans[0].step_time * share for one in plans)
-        yield f"the step takes {low} to {high} in 90 % of runs" + (
-            f"; plans 1 to {similar_plans} cannot be distinguished" if similar_plans > 1 else ""
-        )
     if cluster.calibrated_gpus and cluster.gpu_count > cluster.calibrated_gpus:
         yield (
             f"{cluster.gpu_count:,} GPUs are an extrapolation: the cluster is calibrated with runs "
@@ -418,13 +466,15 @@ def format_plans_json(request: PlanRequest, plans: Sequence[PlanEstimate]) -> st
     """
     from schedir.planner import launcher_options
 
+    errors = find_step_errors(request.cluster, request.stack)
     return format_json(
         {
             "model": asdict(request.model) | {"params": request.model.params},
             "cluster": asdict(request.cluster) | {"gpus": request.cluster.gpu_count},
             "batch": request.batch,
+            "step_errors": errors._asdict(),
             "plans": [
-                collect_plan_facts(plan)
+                collect_plan_facts(plan, errors)
                 | {"options": launcher_options(request.model, plan, stack=request.stack)}
                 for plan in plans
             ],
@@ -432,13 +482,14 @@ def format_plans_json(request: PlanRequest, plans: Sequence[PlanEstimate]) -> st
     )
 
 
-def collect_plan_facts(plan: PlanEstimate) -> dict[str, Any]:
+def collect_plan_facts(plan: PlanEstimate, errors: StepErrors) -> dict[str, Any]:
     """Return all fields of a plan for JSON, with step time and memory as dicts of their parts.
 
     Args:
         plan: The plan.
+        errors: The errors to expect of its step time.
     """
-    facts = asdict(plan)
+    facts = asdict(plan) | {"step_interval": errors.find_interval(plan.step_time)}
     facts["breakdown"] = plan.breakdown._asdict()
     for tier, memory in (("memory", plan.memory), ("host_memory", plan.host_memory)):
         facts[tier] = memory._asdict() | {"total": memory.total}

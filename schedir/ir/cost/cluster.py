@@ -60,8 +60,8 @@ class Cluster:
     these links has `network_bandwidth`.
 
     Give the speeds that your programs reach, not those of a data sheet: predictions use them
-    unchanged. Only `peak` and `fp8_peak` are numbers of the data sheet. Numbers can be texts with
-    units: "80GB", "300GB/s", "312TFLOP/s", "5us".
+    unchanged. Only `peak`, `fp8_peak` and `fp4_peak` are numbers of the data sheet. Numbers can be
+    texts with units: "80GB", "300GB/s", "312TFLOP/s", "5us".
 
     A machine without GPUs has `processors` instead. Each "GPU" is then a process that computes on
     the processors. This process also issues the kernels, so nothing runs in parallel to its
@@ -91,6 +91,8 @@ class Cluster:
         jitter: Standard deviation of the step time of one replica, as a share of the mean step
             time. The planner adds the time for which replicas wait for the slowest replica.
         kernel_us: Time to issue a kernel, in microseconds.
+        data_loading_us: Time for which a replica waits for a sequence of training data, in
+            microseconds. Loading that runs in parallel with compute does not count.
         uncertainty: Standard deviation of the error of predicted step times, as a share of the
             prediction. A calibration sets this number.
         calibrated_gpus: Number of GPUs of the largest run that a calibration measured.
@@ -98,6 +100,8 @@ class Cluster:
             utilization (MFU) is a share of this number. The default is `flops`.
         fp8_peak: Floating-point operations per second of a GPU in FP8, in its data sheet. None for
             a GPU that cannot train in FP8.
+        fp4_peak: Floating-point operations per second of a GPU in FP4, in its data sheet. None for
+            a GPU that cannot train in FP4.
         num_sms: Number of multiprocessors of a GPU. A matrix product distributes its tiles over
             them. If None, the work of a product is assumed to be divisible without limit.
         itemsize: Bytes of a number in the data type of the training.
@@ -106,7 +110,7 @@ class Cluster:
 
     Raises:
         UsageError: A value is not a number, is out of range, or has a wrong unit. There are too
-            many GPUs, `flops` is more than `peak`, or `peak` is more than `fp8_peak`.
+            many GPUs, `flops` is more than `peak`, or `peak` is more than `fp8_peak` or `fp4_peak`.
 
     Example:
         >>> from schedir import Cluster
@@ -134,8 +138,10 @@ class Cluster:
     network_latency: float | None = None
     jitter: float = 0.0
     kernel_us: float = 0.0
+    data_loading_us: float = 0.0
     peak: float | None = None
     fp8_peak: float | None = None
+    fp4_peak: float | None = None
     num_sms: int | None = None
     itemsize: int = 2
     processors: int | None = None
@@ -179,11 +185,13 @@ class Cluster:
                 f"cluster: flops must be at most peak ({self.peak:g}), not {self.flops:g}: a GPU "
                 "reaches flops, and cannot be faster than peak", fields=["flops", "peak"],
             )  # fmt: skip
-        if self.fp8_peak is not None and self.fp8_peak < self.peak_flops:
-            raise UsageError(
-                f"cluster: fp8_peak must be at least peak ({self.peak_flops:g}), not "
-                f"{self.fp8_peak:g}", fields=["fp8_peak", "peak"],
-            )  # fmt: skip
+        for name in ("fp8_peak", "fp4_peak"):
+            low_precision_peak = getattr(self, name)
+            if low_precision_peak is not None and low_precision_peak < self.peak_flops:
+                raise UsageError(
+                    f"cluster: {name} must be at least peak ({self.peak_flops:g}), not "
+                    f"{low_precision_peak:g}", fields=[name, "peak"],
+                )  # fmt: skip
 
     @property
     def peak_flops(self) -> float:

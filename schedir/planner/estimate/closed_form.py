@@ -17,6 +17,7 @@ from schedir.ir.cost.cluster_costs import compute_step_bytes
 from schedir.planner.estimate.link_time import (
     NodePlacement,
     build_replica_rings,
+    compute_data_loading_time,
     compute_expected_maximum,
     compute_link_times,
     place_plans_on_nodes,
@@ -151,6 +152,7 @@ def estimate_breakdowns(
         data_parallel=data_parallel,
         optimizer=optimizer,
         host_copies=0 * optimizer,
+        data_loading=compute_data_loading_time(cluster, plans.microbatches * plans.microbatch_size),
     )
     replicas, replica_index = np.unique(plans.dp * plans.cp, return_inverse=True)
     slowest = np.array([compute_expected_maximum(n) for n in replicas.tolist()])[replica_index]

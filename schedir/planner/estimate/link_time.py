@@ -1,4 +1,4 @@
-"""Compute the times of messages and collectives of many plans from their placement on nodes."""
+"""Compute the times of messages, collectives and waits of many plans."""
 
 from __future__ import annotations
 
@@ -179,6 +179,16 @@ def compute_expected_maximum(replicas: int) -> float:
         [0.0, 0.59, 1.43, 2.58]
     """
     return NormalDist().inv_cdf((replicas - 0.375) / (replicas + 0.25))
+
+
+def compute_data_loading_time(cluster: Cluster, sequences: Any) -> Any:
+    """Return the seconds of a step for which a replica waits for its training data.
+
+    Args:
+        cluster: The cluster.
+        sequences: The sequences that the replica reads in a step, as a number or an array.
+    """
+    return cluster.data_loading_us / 1e6 * sequences
 
 
 class ReplicaRing(NamedTuple):

@@ -35,7 +35,7 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.program import Program
 from schedir.planner.estimate.instruction_costs import compute_costs, compute_stage_times
-from schedir.planner.estimate.link_time import compute_expected_maximum
+from schedir.planner.estimate.link_time import compute_data_loading_time, compute_expected_maximum
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import (
     GpuMemory,
@@ -251,6 +251,8 @@ def estimate_from_program(
     sizes = trainer.compute_sizes(model, plan, program.shape, constants, states)
     timeline = replace(simulate_on_cluster(cluster, plan, program, costs), sizes=sizes)
     breakdown = break_down_step(timeline, stage_times, recompute_ahead=constants.recompute_ahead)
+    loading = compute_data_loading_time(cluster, plan.microbatches * plan.microbatch_size)
+    breakdown = breakdown._replace(data_loading=loading)
     waits = cluster.jitter * compute_expected_maximum(plan.dp * plan.cp) * sum(breakdown)
     breakdown = breakdown._replace(data_parallel=breakdown.data_parallel + waits)
     memory = measure_gpu_memory(timeline, constants)

@@ -1,1 +1,1 @@
-"""Presets of clusters and training software, and the fit of a cluster to measurements."""
+"""Clusters and training software: presets, fits to measurements, and errors of predictions."""

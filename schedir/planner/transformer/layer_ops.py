@@ -32,8 +32,8 @@ class Gemm(NamedTuple):
         is_attention_core: True if selective recomputation runs the product again.
         is_flash: True if the product is part of a flash attention kernel, which keeps the result on
             chip.
-        may_use_fp8: True if training in FP8 uses FP8 for the product and its gradients. Routers and
-            logits stay in 16 bits.
+        may_use_low_precision: True if training in FP8 or FP4 uses this precision for the product
+            and its gradients. Routers and logits stay in 16 bits.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Gemm(NamedTuple):
     second_factor_uses: int = 1
     is_attention_core: bool = False
     is_flash: bool = False
-    may_use_fp8: bool = False
+    may_use_low_precision: bool = False
 
     @property
     def forward_flops(self) -> float:
@@ -249,10 +249,10 @@ def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
         "is_attention_core": True,
     }
     gemms = (
-        Gemm("qkv", rows, (heads + 2 * kv) * width, model.hidden, may_use_fp8=True),
+        Gemm("qkv", rows, (heads + 2 * kv) * width, model.hidden, may_use_low_precision=True),
         Gemm("scores", query_rows, s, width, products, is_flash=flash, **core),  # type: ignore[arg-type]
         Gemm("values", query_rows, width, s, products, is_flash=flash, **core),  # type: ignore[arg-type]
-        Gemm("projection", rows, model.hidden, heads * width, may_use_fp8=True),
+        Gemm("projection", rows, model.hidden, heads * width, may_use_low_precision=True),
     )
     scores = float(products) * query_rows * s
     head_elements = float(rows) * heads * width
@@ -308,8 +308,8 @@ def _list_ffn_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
         )  # fmt: skip
     gemms = (
         *router,
-        Gemm("ffn in", tokens_per_expert, into, model.hidden, batch, may_use_fp8=True),
-        Gemm("ffn out", tokens_per_expert, model.hidden, ffn, batch, may_use_fp8=True),
+        Gemm("ffn in", tokens_per_expert, into, model.hidden, batch, may_use_low_precision=True),
+        Gemm("ffn out", tokens_per_expert, model.hidden, ffn, batch, may_use_low_precision=True),
     )
     inner = float(batch) * tokens_per_expert * ffn
     gate = MemoryPass("gate", 6 * inner, 10 * inner)

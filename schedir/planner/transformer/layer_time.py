@@ -233,8 +233,8 @@ def compute_work(
         constants: Constants of the software. None means `SoftwareConstants()`.
 
     Raises:
-        UsageError: The degrees of the plan do not divide the layer evenly, or the FP8 peak of the
-            GPU is missing or too low for `fp8_speedup`.
+        UsageError: The degrees of the plan do not divide the layer evenly, or the FP8 or FP4 peak
+            of the GPU is missing or too low for the speedup of the software.
     """
     has_full_backward = (
         plan.schedule not in SCHEDULE_FORMULAS
@@ -247,7 +247,7 @@ def compute_work(
         ep=plan.ep, attention=plan.attention, rank_order=plan.rank_order,
     )  # fmt: skip
     constants = constants or SoftwareConstants()
-    _require_fp8(cluster, constants)
+    _require_low_precision(cluster, constants)
     crosses_nodes = (
         constants.crossing_us > 0
         and plan.pp > 1
@@ -259,23 +259,25 @@ def compute_work(
     )
 
 
-def _require_fp8(cluster: Cluster, constants: SoftwareConstants) -> None:
-    """Raise an error if the FP8 peak of the GPU is missing or too low for `fp8_speedup`."""
-    speedup, peak = constants.fp8_speedup, cluster.fp8_peak
-    if speedup > 1 and peak is None:
-        raise UsageError(
-            f"fp8_speedup {speedup:g} needs GPUs that compute in FP8, and the cluster has no "
-            "fp8_peak",
-            hint="set fp8_peak of the cluster to the dense 8-bit FLOP/s in the data sheet of the "
-            "GPU, or use software that trains in 16 bits",
-            fields=["fp8_speedup", "fp8_peak"],
-        )
-    if peak is not None and speedup > peak / cluster.peak_flops:
-        raise UsageError(
-            f"fp8_speedup {speedup:g} is more than the fp8_peak of the cluster divided by its "
-            f"peak_flops, {peak / cluster.peak_flops:.3g}",
-            fields=["fp8_speedup", "fp8_peak"],
-        )
+def _require_low_precision(cluster: Cluster, constants: SoftwareConstants) -> None:
+    """Raise an error if the FP8 or FP4 peak of the GPU is missing or too low for the speedup."""
+    for precision, bits in (("fp8", 8), ("fp4", 4)):
+        speedup_name, peak_name = f"{precision}_speedup", f"{precision}_peak"
+        speedup, peak = getattr(constants, speedup_name), getattr(cluster, peak_name)
+        if speedup > 1 and peak is None:
+            raise UsageError(
+                f"{speedup_name} {speedup:g} needs GPUs that compute in {precision.upper()}, and "
+                f"the cluster has no {peak_name}",
+                hint=f"set {peak_name} of the cluster to the dense {bits}-bit FLOP/s in the data "
+                "sheet of the GPU, or use software that trains in 16 bits",
+                fields=[speedup_name, peak_name],
+            )
+        if peak is not None and speedup > peak / cluster.peak_flops:
+            raise UsageError(
+                f"{speedup_name} {speedup:g} is more than the {peak_name} of the cluster divided "
+                f"by its peak_flops, {peak / cluster.peak_flops:.3g}",
+                fields=[speedup_name, peak_name],
+            )
 
 
 @lru_cache(maxsize=4096)

@@ -68,7 +68,7 @@ class OpTimes:
         if gemm.has_weight:
             of_weight = self._time_product(k, n, m, batch, written_bytes=8)
             accumulated_bytes = self.constants.accumulation_bytes * n * k * batch
-            speedup = self.constants.fp8_speedup if gemm.may_use_fp8 else 1.0
+            speedup = self.constants.low_precision_speedup if gemm.may_use_low_precision else 1.0
             return PhaseTimes(
                 forward / speedup,
                 of_input / speedup,
