@@ -25,7 +25,8 @@ time x after its earliest start, the microbatch is late by x.
    start to that of the F of c. Then d + e is P plus the lateness of a, which here includes any
    further wait of c.
 4. Let r be the stage of step 2 for the pair a, b, and q that for the pair b, c. Then a is late by
-   at least d - D(r), and b by at least e - D(q). With step 3, b is late by at least P - D(r) - D(q).
+   at least d - D(r), and b by at least e - D(q). With step 3, b is late by at least P - D(r) -
+   D(q).
 5. By step 2, b is also late by at least T(r + 1) - d, and c by at least T(q + 1) - e. With step 3,
    the lateness of a, b and c adds up to at least T(r + 1) + T(q + 1) - P.
 6. There is one case for each pair (r, q). In the remaining case, one pair is not away at the same
