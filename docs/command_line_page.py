@@ -187,7 +187,8 @@ def build_blocks() -> dict[str, str]:
     return {
         "commands": format_table(["command", "description"], commands),
         "everywhere": format_table(
-            ["option", "meaning"], [list(row_option) for row_option in shared.everywhere]
+            ["option", "meaning"],
+            [list(row_option) for row_option in shared.everywhere if "--help" not in row_option[0]],
         ),
         "program": format_table(
             ["option", "meaning"], [list(row_option) for row_option in shared.program]
