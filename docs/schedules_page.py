@@ -141,7 +141,7 @@ def build_blocks() -> dict[str, str]:
     ]
     sections = "\n\n".join(
         f"### {name}\n\n"
-        f"{format_description(getattr(schedules, name), f' **When to use:** {when}')}\n\n"
+        f"{format_description(getattr(schedules, name), when)}\n\n"
         f"![{name} on 4 ranks with 8 microbatches](../images/schedules/{name}.svg)"
         for name, when in WHEN.items()
     )
@@ -159,14 +159,14 @@ def format_description(function: Callable[..., object], use: str = "") -> str:
 
     Args:
         function: The function.
-        use: Text that follows the first paragraph.
+        use: When to use the schedule.
     """
     text = str(getdoc(function))
     prose = re.split(r"\n\n(?:Args|Returns|Raises|References|Example):\n", text)[0].strip()
-    first, gap, rest = prose.partition("\n\n")
     references = re.search(r"^References:\n((?:    .*\n?)+)", text, re.M)
     source = f"\n- Source: {' '.join(references[1].split())}" if references else ""
-    return f"{first}{use}{gap}{rest}{source}"
+    when = f"\n- When to use: {use}" if use else ""
+    return f"{prose}{when}{source}"
 
 
 def draw_schedule(name: str) -> None:

@@ -59,9 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "number for each equal part of the model. The command splits them evenly over the stages "
         "of each schedule. If a SCHEDULE is a run, its shape, mean times and progress model are "
         'the defaults. Then --costs are in the time unit of the run. The column "to gain" shows '
-        "how much shorter a step can be, at most, with another order of the same stages within "
-        'the same memory. It has "none" if no order is shorter, and "-" if this is unknown. '
-        "--stages-per-rank applies only to schedules with a parameter v, such as interleaved."
+        "how much shorter, at most, another order of the same stages in the same memory can be. "
+        'It has "none" if no order is shorter, and "-" if this is unknown. '
+        "Only schedules with a parameter v, such as interleaved, use --stages-per-rank."
     )
     add_source(parser, allows_several=True)
     parser.add_argument(

@@ -54,8 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.description = (
         "Rank all built-in schedules, and your own, for one model and shape, the shortest first. "
-        "--costs and a run as SCHEDULE have the same meaning as in `schedir compare`. So has the "
-        'column "to gain".'
+        "Options and columns have the same meaning as in `schedir compare`."
     )
     parser.add_argument(
         "source", metavar="SCHEDULE", nargs="*", help=f"also rank this: {SOURCE_HELP}"

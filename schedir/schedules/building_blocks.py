@@ -86,8 +86,9 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
     A late message delays the step. If all messages of a rank share a queue, give `compile` the
     costs of your model. The costs determine the order of the messages.
 
-    - Idle time of each rank, if F = I = W and m >= P: (3P-7) F for an even P >= 4, and (3P-4) F for
-      an odd P >= 3. For the same model, 1F1B has 6(P-1) F, because its stages take twice as long.
+    - Idle time of each rank, for an even P >= 4: (3P-7) F. For an odd P >= 3: (3P-4) F. Both are
+      for F = I = W and m >= P. For the same model, 1F1B has 6(P-1) F, because its stages take twice
+      as long.
     - At other costs, each microbatch adds max(0, 2F-W-2I, 2I-W-2F).
     - In flight: at most 2(P//2 + 1) stage activations on each rank.
 
@@ -119,8 +120,8 @@ def v_min(r: int, P: int, m: int) -> RankSchedule:
 
     The schedule is efficient only if F, I and W are similar.
 
-    - Idle time of each rank, if F = I = W and m >= P >= 2: (4P-7) F, or (4P-5) F if P = 1 modulo 3.
-      For the same model, 1F1B has 6(P-1) F, because its stages take twice as long.
+    - Idle time of each rank: (4P-7) F. If P = 1 modulo 3: (4P-5) F. Both are for F = I = W and
+      m >= P >= 2. For the same model, 1F1B has 6(P-1) F, because its stages take twice as long.
     - At other costs, each microbatch adds 6 max(F, I) - 2(F+I+W), if P >= 3 and W <= max(F, I).
     - In flight: at most 2((P+1)//3 + 1) stage activations on each rank.
 

@@ -23,8 +23,8 @@ def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run breadth first: all microbatches through one local stage, then through the next.
 
     All forwards of a stage follow each other, and so do all its backwards. So ZeRO 3 gathers the
-    weights of a stage at most twice. torch's LoopedBFS runs the backwards of each stage in
-    descending order of microbatches, which takes the same time.
+    weights of a stage at most twice. The backwards of torch's LoopedBFS run in descending order of
+    microbatches, which takes the same time.
 
     - Idle time of each rank: (P-1)(F+B). If m < P, it is (v-1)(P-m)(F+B) longer.
     - In flight: m v stage activations on each rank.

@@ -44,7 +44,7 @@ def zb_h2(r: int, P: int, m: int) -> RankSchedule:
     ranks need not end together. With gradient clipping, they must end together, unless the norm is
     checked after the step (`norm_check`).
 
-    The formulas are for m >= 2P-1, with x = max(0, F+I-2W, I-F, I-W). x is 0 if F = I = W.
+    The formulas are for m >= 2P-1, with x = max(0, F+I-2W, I-F, I-W). If F = I = W, x is 0.
 
     - Idle time of each rank: (P-1) max(F, x).
     - Idle time of rank r in its active span: (P-1-r)x.
