@@ -74,8 +74,8 @@ class TrainConfig:
       to start without a checkpoint. "no" begins a new run. If there are checkpoints, "no" refuses
       to start. If `output.overwrite` is true, "no" removes these checkpoints at the first step
       instead.
-    - `shutdown_grace`: the time, in seconds, in which the processes finish and save a step after
-      SIGTERM.
+    - `shutdown_grace`: the time in which all processes finish and save the same step after SIGTERM,
+      in seconds.
     - `evaluate_every`: the number of steps between two evaluations on `data.validation`, without
       dropout. The last step is evaluated, too. 0 disables evaluation.
     - `evaluate_batches`: the number of batches of an evaluation. A batch has as many windows as a
