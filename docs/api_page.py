@@ -34,7 +34,8 @@ MODULES = (
 # Each public name is in one group.  Constants of one module are one entry.
 GROUPS = {
     "Write schedules": (
-        "A schedule is a function of (rank, ranks, microbatches) that returns a RankSchedule. "
+        "A schedule is a function of (rank, ranks, microbatches). It returns a RankSchedule, the "
+        "work of one rank. "
         "[The tutorial](../tutorials/first-schedule.md) shows how to write one. "
         "[Schedules](schedules.md) has pictures of the built-in ones.",
         ["PipelineShape", "F, B, I, W, R, EMPTY", "RankSchedule", "weave", "overlapped_pair",
@@ -43,10 +44,10 @@ GROUPS = {
          "schedules", "expand_schedule"],
     ),
     "Compile and check": (
-        "[Instructions](instructions.md) lists the instructions and the progress models, and "
-        "[file formats](file-formats.md#programs-sched) describes the text of a program. "
-        "[Errors](errors.md) lists the errors. "
-        "[The checker](../explanation/checker.md) lists the checks.",
+        "`compile` turns a schedule into a Program: an instruction list per rank. "
+        "[Instructions](instructions.md) lists the instructions, and "
+        "[the checker](../explanation/checker.md) the checks. "
+        "[File formats](file-formats.md#programs-sched) describes the text of a program.",
         ["compile", "evaluation_program", "recognize", "check", "check_program_sequence",
          "check_replicas", "errors", "Program", "Stream", "Instr",
          "Opcode", "to_text", "from_text", "input_limits", "find_tied_weights", "TiedWeights",
@@ -62,12 +63,12 @@ GROUPS = {
          "save_timeline", "load_timeline", "traces.read_run", "traces.ImportedRun"],
     ),
     "Search": (
-        "[Search](../how-to/search-for-a-schedule.md) for the shortest schedule within a memory "
-        "limit, and compute a lower bound on the time of any schedule.",
+        "The page [Search for a schedule](../how-to/search-for-a-schedule.md) shows how to use "
+        "these functions. A lower bound is a proven time: no schedule takes less.",
         ["search_schedule", "lower_bound", "memory_frontier"],
     ),
     "Plan": (
-        "Find parallel plans for a model and a cluster, with the time and the memory of a step. "
+        "A plan has the parallel degrees, the schedule and the memory options of a training run. "
         "The page [Plan a cluster](../how-to/plan-a-cluster.md) shows examples.",
         ["planner.plan", "planner.prefer_simplest", "planner.estimate_step",
          "planner.TransformerSpec", "planner.load_model",
@@ -99,10 +100,8 @@ GROUPS = {
          "viz.widget"],
     ),
     "Run": (
-        "The page [Train your own model](../how-to/train-your-own-model.md) runs a model in one "
-        "process, and in four. "
-        "[Same bits](../explanation/same-bits.md) and "
-        "[split backwards](../explanation/split-backward.md) explain the results.",
+        "The page [Train your own model](../how-to/train-your-own-model.md) shows how to run a "
+        "model in one process, and in four.",
         ["runtime.InProcessExecutor", "runtime.Executor", "runtime.GradientOptions",
          "runtime.ExecutionOptions", "runtime.Boundary", "runtime.PerMicrobatchBoundary",
          "runtime.infer_boundaries", "runtime.run_sequential", "runtime.measure_sizes",
@@ -111,12 +110,12 @@ GROUPS = {
          "runtime.GlooTransport", "runtime.SharedMemoryTransport", "runtime.nccl_transport"],
     ),
     "Save checkpoints": (
-        "Save [checkpoints](../how-to/save-and-resume.md), which any layout of ranks can load.",
+        "Any layout of ranks can load a [checkpoint](../how-to/save-and-resume.md).",
         ["checkpoints.save", "checkpoints.load", "checkpoints.Saver"],
     ),
     "Test": (
-        "[Test a schedule](../how-to/test-a-schedule.md) in ten lines, and "
-        "[compare the gradients](../how-to/compare-gradients.md) of any pipeline.",
+        "The pages [Test a schedule](../how-to/test-a-schedule.md) and "
+        "[Compare gradients](../how-to/compare-gradients.md) show how to use these functions.",
         ["testing.assert_schedule", "testing.assert_same_gradients",
          "testing.shapes_for", "testing.shapes", "testing.compute_programs",
          "testing.programs", "testing.tied_weights", "testing.random_compute_program",

@@ -117,15 +117,16 @@ def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared)
     more_link = MORE.search(examples)
     more = f" More: [{read_title(more_link[1])}]({make_link(more_link[1])})." if more_link else ""
     settings = " Settings: [Configuration](configuration.md)." * (name == "train")
-    yield f"### schedir {name}\n\n{about[0].upper()}{about[1:]}{more}{settings}"
     positionals = [
         f"[{value}]" if a.nargs == "?" else f"{value}{' ...' * (a.nargs in ('+', '*'))}"
         for a in parser._get_positional_actions()
         for value in [a.metavar or a.dest.upper()]
     ]
-    usage = f"schedir {' '.join([name, *positionals])} [OPTION ...]"
+    usage = f" Usage: `schedir {' '.join([name, *positionals])} [OPTION ...]`."
+    yield f"### schedir {name}\n\n{about[0].upper()}{about[1:]}{usage}{more}{settings}"
     lines = inspect.cleandoc("\n" + MORE.sub("", examples)).strip()
-    yield f"```text\n{usage}\n\n{lines}".rstrip() + "\n```"
+    if lines:
+        yield f"```text\n{lines}\n```"
     common = {*shared.everywhere, *shared.program, *shared.other}
     rows: list[list[str]] = []
     for title, options in list_groups(parser):
@@ -187,7 +188,8 @@ def build_blocks() -> dict[str, str]:
     return {
         "commands": format_table(["command", "description"], commands),
         "everywhere": format_table(
-            ["option", "meaning"], [list(row_option) for row_option in shared.everywhere]
+            ["option", "meaning"],
+            [list(row_option) for row_option in shared.everywhere if "--help" not in row_option[0]],
         ),
         "program": format_table(
             ["option", "meaning"], [list(row_option) for row_option in shared.program]

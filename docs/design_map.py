@@ -45,17 +45,6 @@ def read_description(path: Path) -> str:
     return get_first_sentence(text)
 
 
-def format_diagram(packages: list[list[str]]) -> str:
-    """Draw the layers, the highest on top."""
-    lines = [
-        "    ".join(
-            f"{package}/" if find_package(package).is_dir() else package for package in layer
-        )
-        for layer in reversed(packages)
-    ]
-    return "\n".join(["```", *lines, "```"])
-
-
 def format_listing(packages: list[list[str]]) -> str:
     """Return a row for each package and sub-package, with its description."""
     rows = []
@@ -76,9 +65,7 @@ def update_page() -> str:
     before, _, rest = text.partition(BEGIN)
     _, end_marker, after = rest.partition(END)
     assert end_marker, f"docs/explanation/design.md has no part between {BEGIN} and {END}"
-    return (
-        f"{before}{BEGIN}\n{format_diagram(packages)}\n\n{format_listing(packages)}\n{END}{after}"
-    )
+    return f"{before}{BEGIN}\n\n{format_listing(packages)}\n\n{END}{after}"
 
 
 PAGES = {"explanation/design.md": update_page}

@@ -8,8 +8,7 @@ from itertools import pairwise
 from docs.pages import define_page, format_table
 from schedir import Costs, PipelineShape, compile, schedules, simulate
 from schedir.analysis.progress_models import MODEL_ROWS
-from schedir.ir.isa.instructions import INSTRUCTIONS, LANES, VALUES, Value
-from schedir.ir.isa.table_schema import ProducerRule
+from schedir.ir.isa.instructions import INSTRUCTIONS, LANES, VALUES
 from schedir.schedules.schedule_algebra import get_placement_mark
 
 FORWARD, SEND, GATHER = 1.45, 0.14, 0.12  # ms of a layer's forward, a slice's send and a gather
@@ -63,9 +62,6 @@ HOSTS = {
 def build_blocks() -> dict[str, object]:
     """Return the tables of instructions, values, lanes and progress models."""
 
-    def join_names(listed: tuple[Value, ...]) -> str:
-        return ", ".join(value.name.lower() for value in listed) or "-"
-
     instructions = [
         [
             row.op.name,
@@ -77,18 +73,15 @@ def build_blocks() -> dict[str, object]:
         ]
         for row in INSTRUCTIONS
     ]
-    flows = [
-        [row.op.name, *map(join_names, (row.needs, row.gives, row.frees))] for row in INSTRUCTIONS
-    ]
     values = [
         [
-            value.value.name.lower(),
+            f"`{value.value.name.lower()}`",
             value.phrase,
             value.scope.value or "rank",
-            f"`{value.producer_rule.name.lower()}`",
-            value.size or "-",
+            f"`{value.size}`",
         ]
         for value in VALUES
+        if value.size
     ]
     lanes = [[lane.lane.name.lower(), lane.doc, HOSTS[lane.host_action]] for lane in LANES]
     models = [[f"`{model.name}`", model.description, model.transports] for model in MODEL_ROWS]
@@ -96,15 +89,8 @@ def build_blocks() -> dict[str, object]:
         "table": format_table(
             ["name", "text", "lane", "once per", "cost", "meaning"], instructions
         ),
-        "flows": format_table(["name", "needs", "gives", "frees"], flows),
-        "values": format_table(["value", "meaning", "one per", "producer", "size"], values),
-        "rules": format_table(
-            ["producer", "instruction"],
-            [[f"`{rule.name.lower()}`", rule.value] for rule in ProducerRule],
-        ),
-        "lanes": format_table(
-            ["lane", "contents", "action of a [blocking host](#progress-models)"], lanes
-        ),
+        "values": format_table(["value", "meaning", "one per", "size"], values),
+        "lanes": format_table(["lane", "contents", "action of a blocking host"], lanes),
         "models": format_table(["model", "transfers", "used by"], models),
     }
 

@@ -6,6 +6,7 @@ from functools import partial
 from textwrap import fill
 
 from docs import pages
+from docs.pages import format_cell_text
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.errors import (
     ChannelMismatchError,
@@ -76,7 +77,6 @@ def format_case(case: Case) -> str:
         (f"- **Seen** in {links}: ", case.seen),
         (f"- **Analysis**{format_program_links(case)}: ", case.follows),
         ("- **Not confirmed**: ", case.unconfirmed),
-        ("- **No program**: ", case.missing),
     ]
     lines = [
         fill(f"{label}{text.strip()}", 118, subsequent_indent="  ", break_on_hyphens=False)
@@ -131,8 +131,8 @@ def format_command(case: Case) -> str:
 
 
 def format_verdicts(shown_cases: list[Case]) -> str:
-    """Return two tables of verdicts: cases that depend on the model, and all other cases."""
-    model_rows, other_rows = [], []
+    """Return the table of cases whose error depends on the progress model."""
+    rows = []
     for case in shown_cases:
         verdicts = [
             shorten_error_name(case.lazy[model]) + " (lazy)"
@@ -140,19 +140,28 @@ def format_verdicts(shown_cases: list[Case]) -> str:
             else shorten_error_name(case.expected(model))
             for model in MODELS
         ]
-        name = f"[{case.title}](#{make_anchor(case.title)})"
         if len({*verdicts}) > 1:
-            model_rows.append([name, *verdicts])
-        else:
-            error = f"`{case.expected('per_device')[0]}`" if case.refused else "-"
-            other_rows.append([name, error])
-    by_model = pages.format_table(["case", *(f"`{model}`" for model in MODELS)], model_rows)
-    return f"{by_model}\n\n{pages.format_table(['case', 'under every progress model'], other_rows)}"
+            rows.append([f"[{case.title}](#{make_anchor(case.title)})", *verdicts])
+    return pages.format_table(["case", *(f"`{model}`" for model in MODELS)], rows)
 
 
 def shorten_error_name(verdict: list[str]) -> str:
-    """Return the short name of an error, for a cell of the table."""
-    return verdict[0].removesuffix("Error").removesuffix("Limit").lower() if verdict else "-"
+    """Return the name of an error without "Error", for a cell of the table."""
+    return verdict[0].removesuffix("Error") if verdict else "-"
+
+
+def format_other_cases(other_cases: list[Case]) -> str:
+    """Return the table of the cases without a program."""
+    rows = [
+        [
+            case.title,
+            f"{format_cell_text(case.seen)} "
+            f"({', '.join(map(format_source_link, case.sources)) or _format_file_link(case)})",
+            format_cell_text(case.missing),
+        ]
+        for case in other_cases
+    ]
+    return pages.format_table(["case", "seen", "why there is no program"], rows)
 
 
 def build_blocks() -> dict[str, object]:
@@ -160,13 +169,16 @@ def build_blocks() -> dict[str, object]:
     programs = [case for case in CASES if case.is_said]
     chapters = ""
     for chapter, title in CHAPTERS.items():
-        sections = [format_case(case) for case in CASES if case.chapter == chapter]
+        sections = [
+            format_case(case) for case in CASES if case.chapter == chapter and not case.missing
+        ]
         chapters += "\n\n".join([f"## {title}", *sections]) + "\n\n" if sections else ""
     return {
         "cases": len(CASES),
         "programs": len(programs),
         "table": format_verdicts(programs),
-        "chapters": chapters,
+        "others": format_other_cases([case for case in CASES if case.missing]),
+        "chapters": chapters.rstrip() + "\n",
     }
 
 

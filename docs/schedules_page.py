@@ -27,7 +27,7 @@ from schedir.schedules.schedule_algebra import (
 
 # When to use each schedule, in the order of the page.
 WHEN = {
-    "gpipe": "As a baseline, or with so few microbatches that memory is sufficient.",
+    "gpipe": "As a baseline, or with few microbatches.",
     "one_f_one_b": "As the default, if memory is short and messages are fast.",
     "eager_1f1b": "If messages are slow and there is memory for twice the warmup.",
     "interleaved": "If the layers can be divided into more stages, links are fast, and backwards "
@@ -36,23 +36,20 @@ WHEN = {
     "looped_dfs": "As a baseline for `interleaved`.",
     "wave": "With m = P, if the first and the last stage must be on one rank. Otherwise "
     "`interleaved` has a smaller bubble.",
-    "zb_h1": "Instead of 1F1B if backwards can be split. At F = I = W, the idle time is a third of "
-    "that of 1F1B. Each rank needs the memory of the first rank of 1F1B.",
+    "zb_h1": "Instead of 1F1B, if backwards can be split. At F = I = W, its idle time is a third "
+    "of that of 1F1B. Each rank needs the memory of the first rank of 1F1B.",
     "zb_h2": "If there is much memory and ranks need not end together.",
-    "interleaved_zb": "Instead of `interleaved` if backwards can be split. It needs no vee "
-    "placement.",
+    "interleaved_zb": "Instead of `interleaved`, if backwards can be split.",
     "zb_v": "For the smallest bubble in the memory of 1F1B, if F, I and W are similar.",
     "v_half": "If there is only half of the memory that 1F1B needs.",
-    "v_min": "If there is only a third of the memory that 1F1B needs, and F, I and W are nearly "
-    "equal.",
-    "dualpipe_v": "If messages are long, as with expert parallelism. In this case, the overlap "
-    "of a pair saves more time than a smaller bubble would.",
+    "v_min": "If there is only a third of the memory that 1F1B needs, and F, I and W are similar.",
+    "dualpipe_v": "If messages take long, as with expert parallelism. Pairs hide the messages.",
     "pipedream_2bw": "If gradients may be one update late. All updates of a run together have the "
-    "bubble of one update, and each rank needs one more copy of the weights.",
-    "dualpipe": "As `dualpipe_v`, if parameters are small compared with activations. It needs half "
-    "as many messages, twice the parameters, and one more reduction.",
-    "bitpipe": "As `chimera`, with half of its bubble and nearly twice its messages, if the layers "
-    "can be divided into twice as many stages.",
+    "bubble of one update.",
+    "dualpipe": "Instead of `dualpipe_v`, if parameters are small compared with activations. It "
+    "needs half as many messages, twice the parameters, and one more reduction.",
+    "bitpipe": "Instead of `chimera`, if the layers can be divided into twice as many stages. It "
+    "has half of the bubble, and nearly twice the messages.",
     "chimera": "With m = P and full backwards, if there is memory for twice the parameters.",
     "forward_only": "For evaluation and inference.",
 }  # fmt: skip
@@ -143,8 +140,8 @@ def build_blocks() -> dict[str, str]:
         for name in by_memory
     ]
     sections = "\n\n".join(
-        f"### {name}\n\n{format_description(getattr(schedules, name))} "
-        f"**When to use:** {when}\n\n"
+        f"### {name}\n\n"
+        f"{format_description(getattr(schedules, name), when)}\n\n"
         f"![{name} on 4 ranks with 8 microbatches](../images/schedules/{name}.svg)"
         for name, when in WHEN.items()
     )
@@ -157,13 +154,19 @@ def build_blocks() -> dict[str, str]:
     }
 
 
-def format_description(function: Callable[..., object]) -> str:
-    """Return the prose of a docstring and its references, without the other sections."""
+def format_description(function: Callable[..., object], use: str = "") -> str:
+    """Return the prose of a docstring and its references, without the other sections.
+
+    Args:
+        function: The function.
+        use: When to use the schedule.
+    """
     text = str(getdoc(function))
     prose = re.split(r"\n\n(?:Args|Returns|Raises|References|Example):\n", text)[0].strip()
     references = re.search(r"^References:\n((?:    .*\n?)+)", text, re.M)
-    sources = " ".join(references[1].split()) if references else ""
-    return f"{prose}\n\nSource: {sources}" if sources else prose
+    source = f"\n- Source: {' '.join(references[1].split())}" if references else ""
+    when = f"\n- When to use: {use}" if use else ""
+    return f"{prose}{when}{source}"
 
 
 def draw_schedule(name: str) -> None:

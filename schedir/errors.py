@@ -628,12 +628,9 @@ class NonFiniteError(ExecutionError):
     Args:
         fact: One sentence with the reason.
         program: Name of the program.
-        sites: The instruction that produced the first infinite or NaN value; empty if this
-            instruction was not found. For a loss, the instruction is a forward with an infinite or
-            NaN output; if several stages have such an output, the forward is on the first of these
-            stages. For a gradient, the instruction is a backward or a reduction with such a
-            gradient; if several stages have such a gradient, the instruction is on the last of
-            these stages, because backwards begin at the last stage.
+        sites: The first instruction that produced an infinite or NaN value; empty if it was not
+            found. For a loss, it is a forward, on the first such stage. For a gradient, it is a
+            backward or a reduction, on the last such stage, because backwards begin there.
         hint: A fix, given only if it is certain.
         step: Number of the training step, from 1.
         process: The process that runs this instruction; 0 if no such instruction was found.

@@ -55,13 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     parser.description = (
-        "Compare schedules of one model. --costs are per rank and microbatch, or lists with one "
-        "number for each equal part of the model. They are split evenly over the stages of each "
-        "schedule. --stages-per-rank applies only to schedules with a parameter v, such as "
-        "interleaved. If a SCHEDULE is a run, its shape, mean times and progress model are the "
-        'defaults, and --costs are in the time unit of the run. The column "to gain" is the '
-        "largest share of the span that another order of the same stages within the same memory "
-        'can save. "none" means that no such order is shorter, and "-" that the share is unknown.'
+        "Compare schedules of one model. Give --costs per rank and microbatch, or as lists with a "
+        "number for each equal part of the model. The command splits them evenly over the stages "
+        "of each schedule. If a SCHEDULE is a run, its shape, mean times and progress model are "
+        'the defaults. Then --costs are in the time unit of the run. The column "to gain" shows '
+        "how much shorter, at most, another order of the same stages in the same memory can be. "
+        'It has "none" if no order is shorter, and "-" if this is unknown. '
+        "Only schedules with a parameter v, such as interleaved, use --stages-per-rank."
     )
     add_source(parser, allows_several=True)
     parser.add_argument(

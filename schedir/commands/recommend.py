@@ -54,10 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.description = (
         "Rank all built-in schedules, and your own, for one model and shape, the shortest first. "
-        "--costs are per rank and microbatch, as in `schedir compare`. If a SCHEDULE is a run, the "
-        'defaults are its shape, mean times and progress model. The column "to gain" is that of '
-        "`schedir compare`: the largest share of the span that another order of the same stages "
-        "within the same memory can save."
+        "Options and columns have the same meaning as in `schedir compare`."
     )
     parser.add_argument(
         "source", metavar="SCHEDULE", nargs="*", help=f"also rank this: {SOURCE_HELP}"

@@ -37,8 +37,9 @@ class MoEConfig(GPTConfig):
         balance_rate: The change of each expert's routing bias in an update, such as 0.001. The bias
             balances the experts without an auxiliary loss (arXiv 2412.19437, section 2.1.2). 0 is
             no bias.
-        capacity_factor: A rank has a buffer for this many times the tokens that its experts receive
-            if the router is perfectly balanced. With more tokens the step raises an error.
+        capacity_factor: The size of a rank's buffer for tokens, divided by the number of tokens
+            that its experts receive from a balanced router. With more tokens, the step raises an
+            error.
 
     Raises:
         UsageError: A number is not positive, or does not fit the other numbers.

@@ -19,15 +19,13 @@ from schedir.schedules.v_shape import dualpipe_v
 def dualpipe(r: int, P: int, m: int) -> RankSchedule:
     """Run DualPipe: forwards of one direction together with backwards of the other direction.
 
-    The order is the same as in github.com/deepseek-ai/DualPipe. Ranks r and P-1-r have the same
-    order. `dualpipe_v` has this order on half as many ranks.
+    The order is that of github.com/deepseek-ai/DualPipe. Ranks r and P-1-r have the same order. In
+    a pair, a forward and a backward run together. FB is the cost of a pair.
 
-    Let FB be the cost of a pair: a forward and a backward that run together. If F = I >= W, the
-    rank with the most idle time idles for (P/2-1)(FB + B - 3W). If W <= F < I, this rank idles for
-    at most the same time. If each result of a pair were sent when it is ready, the idle time would
-    be (P/2-1)(F + I - W) at F = I >= W.
-
-    Each rank has P+1 stage activations in flight, and twice the parameters of a rank of 1F1B.
+    - Idle time of the rank with the most, if F = I >= W: (P/2-1)(FB + B - 3W). If W <= F < I, it is
+      at most the same.
+    - In flight: P+1 stage activations on each rank.
+    - Parameters: twice those of a rank of 1F1B.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -68,11 +66,10 @@ def chimera(r: int, P: int, m: int) -> RankSchedule:
     More than P microbatches run in units of P, one unit after the other. The order is derived from
     the paper, not from its code. The paper's forward doubling is not implemented.
 
-    If P divides m, each rank idles for (P-2)(min(F,B) + (m/P)|B-F|). At F = B, this is (P-2) F,
-    less than half of the 2(P-1) F of 1F1B. At B = 2F and m = P, the idle time is the paper's value.
-
-    For m >= P, rank r has P/2 + 1 + min(r, P-1-r) activations in flight. It has twice the
-    parameters of a rank of 1F1B.
+    - Idle time of each rank, if P divides m: (P-2)(min(F,B) + (m/P)|B-F|). At F = B, this is (P-2)
+      F.
+    - In flight, if m >= P: P/2 + 1 + min(r, P-1-r) activations on rank r.
+    - Parameters: twice those of a rank of 1F1B.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -102,17 +99,16 @@ def chimera(r: int, P: int, m: int) -> RankSchedule:
 def bitpipe(r: int, P: int, m: int) -> RankSchedule:
     """Run BitPipe: two interleaved 1F1B pipelines, one vee in each direction.
 
-    The authors' code has a drawing of this order for P = m = 4. The order follows the rule of
-    Chimera with twice as many stages, each half as long. More than P microbatches run in units of
-    P, one unit after the other. In the authors' drawing for m = 2P = 8, the second forward of a
-    unit starts earlier than here. The step in that drawing takes 53 F. With the order here, the
-    step takes 54 F.
+    The order follows the rule of Chimera with twice as many stages, each half as long. More than P
+    microbatches run in units of P, one unit after the other. No message is sent where a vee
+    reverses its direction.
 
-    If P divides m, each rank idles for (P-2)(min(F,B) + (m/P)|B-F|). At B = 2F and m = P, this
-    idle time is (P-2)/(3m+P-2) of the step. No message is sent where a vee reverses its direction.
+    The authors' code has a drawing of this order for P = m = 4. Their drawing for m = 2P = 8 is
+    shorter: 53 F, and 54 F here.
 
-    For m >= P, rank r has 3P/2 + 1 + min(r, P-1-r) stage activations in flight. It has twice the
-    parameters of a rank of `interleaved`.
+    - Idle time of each rank, if P divides m: (P-2)(min(F,B) + (m/P)|B-F|).
+    - In flight, if m >= P: 3P/2 + 1 + min(r, P-1-r) stage activations on rank r.
+    - Parameters: twice those of a rank of `interleaved`.
 
     Args:
         r: Rank, 0 to P - 1.

@@ -25,14 +25,12 @@ _LETTERS = (F[0], F[1], I[1], I[0], W[1], W[0])  # The W of the I at index k is 
 def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run Hanayo's waves: each microbatch passes down the ranks and back v / 2 times.
 
-    The order is derived from the idea of the paper, not from its code. P microbatches form a wave.
-    Further microbatches run when a rank would be idle during a wave.
+    P microbatches form a wave. Later microbatches run when a rank would be idle during a wave. If B
+    differs from F, each wave adds idle time. So the schedule is best with m = P. The order is
+    derived from the idea of the paper, not from its code.
 
-    If P divides m, each rank idles for (P-1)(2 min(F,B) + 2(m/P)|B-F|) for every v. At F = B, this
-    is the bubble of `interleaved`. At other costs each wave adds to the bubble, so the schedule is
-    best with m = P.
-
-    For m >= P, rank r has (v-1)P + r+1 stage activations in flight.
+    - Idle time of each rank, if P divides m: (P-1)(2 min(F,B) + 2(m/P)|B-F|).
+    - In flight, if m >= P: (v-1)P + r+1 stage activations on rank r.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -84,14 +82,15 @@ def order_by_slot(slots: Iterable[tuple[int, RankSchedule]]) -> RankSchedule:
 def v_half(r: int, P: int, m: int) -> RankSchedule:
     """Run V-Half, which needs half of the memory of 1F1B.
 
-    At most 2(P//2 + 1) stage activations are in flight. The idle time below is for F = I = W and m
-    >= P. Each rank idles for (3P-7) F with an even P >= 4, and for (3P-4) F with an odd P >= 3.
-    1F1B idles for 6(P-1) F, more than twice as long, because its stages have twice as many layers.
     For m = P up to 8, a constraint solver found that no order with this memory has less idle time.
+    A late message delays the step. If all messages of a rank share a queue, give `compile` the
+    costs of your model. The costs determine the order of the messages.
 
-    At other costs, each microbatch adds max(0, 2F-W-2I, 2I-W-2F) of idle time. A late message
-    delays the step. So if all messages of a rank share a queue, give `compile` the costs of your
-    model, which determine the order of the messages.
+    - Idle time of each rank, for an even P >= 4: (3P-7) F. For an odd P >= 3: (3P-4) F. Both are
+      for F = I = W and m >= P. For the same model, 1F1B has 6(P-1) F, because its stages take twice
+      as long.
+    - At other costs, each microbatch adds max(0, 2F-W-2I, 2I-W-2F).
+    - In flight: at most 2(P//2 + 1) stage activations on each rank.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -119,12 +118,12 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
 def v_min(r: int, P: int, m: int) -> RankSchedule:
     """Run V-Min, which needs a third of the memory of 1F1B.
 
-    At most 2((P+1)//3 + 1) stage activations are in flight. The idle time below is for F = I = W
-    and m >= P >= 2. Each rank idles for (4P-7) F, or for (4P-5) F if P = 1 modulo 3. This is about
-    two thirds of the 6(P-1) F of 1F1B, whose stages have twice as many layers.
+    The schedule is efficient only if F, I and W are similar.
 
-    The schedule is efficient only if F, I and W are similar. For P >= 3 and W <= max(F, I), each
-    microbatch adds 6 max(F, I) - 2(F+I+W) of idle time.
+    - Idle time of each rank: (4P-7) F. If P = 1 modulo 3: (4P-5) F. Both are for F = I = W and
+      m >= P >= 2. For the same model, 1F1B has 6(P-1) F, because its stages take twice as long.
+    - At other costs, each microbatch adds 6 max(F, I) - 2(F+I+W), if P >= 3 and W <= max(F, I).
+    - In flight: at most 2((P+1)//3 + 1) stage activations on each rank.
 
     Args:
         r: Rank, 0 to P - 1.

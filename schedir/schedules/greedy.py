@@ -38,13 +38,12 @@ def greedy_schedule(
 ) -> Program:
     """Make a draft by list scheduling, from priorities and a memory limit.
 
-    An idle rank always starts an instruction if one is ready and the memory limit allows it. The
-    rank prefers the letter that is first in `priority`, then the lowest microbatch, then the last
-    stage.
+    If an instruction is ready and the memory limit allows it, an idle rank starts it. Of several
+    instructions, the rank takes the letter that is first in `priority`, then the lowest microbatch,
+    then the last stage.
 
-    A forward leaves memory for one forward of each later stage of its rank. So the microbatch in
-    the last stage can always proceed, and the schedule has no deadlock. `max_in_flight` can be
-    as low as the number of trained stages of the rank.
+    A forward leaves memory for one forward of each later stage of its rank. So the schedule has no
+    deadlock. `max_in_flight` can be as low as the number of trained stages of the rank.
 
     Args:
         shape: Shape of the pipeline.

@@ -22,11 +22,12 @@ from schedir.schedules.schedule_algebra import (
 def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run breadth first: all microbatches through one local stage, then through the next.
 
-    All forwards of a stage follow each other, and so do all its backwards. So sharded weights of a
-    stage are gathered at most twice. Each rank idles for (P-1)(F+B), which is (P-1)/(v m) of ideal
-    time. If m < P, it idles for (v-1)(P-m)(F+B) more. Each rank has m v stage activations in
-    flight. PyTorch's LoopedBFS runs the backwards of each stage in descending order of
+    All forwards of a stage follow each other, and so do all its backwards. So ZeRO 3 gathers the
+    weights of a stage at most twice. The backwards of torch's LoopedBFS run in descending order of
     microbatches, which takes the same time.
+
+    - Idle time of each rank: (P-1)(F+B). If m < P, it is (v-1)(P-m)(F+B) longer.
+    - In flight: m v stage activations on each rank.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -54,13 +55,11 @@ def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
 def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run depth first: P microbatches through all local stages, then the next P.
 
-    All forwards come before all backwards. The forwards have the same order as in `interleaved`.
-    The backwards also have the same order. But in `interleaved`, forwards and backwards alternate.
-    arXiv 2211.05953 uses the name "depth-first" for the alternating order.
+    All forwards come before all backwards. The forwards have the order of `interleaved`, and so do
+    the backwards. (arXiv 2211.05953 uses the name "depth-first" for `interleaved`.)
 
-    If P divides m, each rank idles for (P-1)(F+B). Each rank has m v stage activations in flight.
-    Boundary activations of at most P microbatches wait for the next local stage. With `looped_bfs`,
-    boundary activations of m microbatches wait.
+    - Idle time of each rank, if P divides m: (P-1)(F+B).
+    - In flight: m v stage activations on each rank.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -90,12 +89,12 @@ def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
 def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> RankSchedule:
     """Run interleaved 1F1B: v stages per rank, placed in a loop.
 
-    The microbatches are divided into groups, of P microbatches if P divides m. Each group
-    passes through all local stages before the next group.
+    The microbatches are divided into groups. Each group passes through all stages of a rank before
+    the next group. If P divides m, a group has P microbatches.
 
-    If P divides m, the bubble is (P-1)/(v m) of ideal time. Rank r has min(2(P-1-r) + (v-1)P + 1, v
-    m) stage activations in flight. The number of messages is v times the number of messages of
-    1F1B.
+    - Idle time of each rank, if P divides m: (P-1)(F+B).
+    - In flight: min(2(P-1-r) + (v-1)P + 1, v m) stage activations on rank r.
+    - Messages: v times as many as in 1F1B.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -132,10 +131,11 @@ def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> Ran
 def interleaved_zb(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run interleaved 1F1B with split backwards: ZB-H1 on v stages per rank.
 
-    The order is the same as in PyTorch's InterleavedZeroBubble, for all shapes that PyTorch can
-    run. The microbatches are divided into groups as in `interleaved`. If P divides m, the idle time
-    of each rank is 1/v of its idle time in `zb_h1` for the same model, because a stage has only 1/v
-    of the layers of a rank. There are v P stage activations in flight on each rank.
+    The order is that of torch's InterleavedZeroBubble, for all shapes that torch can run. The
+    microbatches are divided into groups as in `interleaved`.
+
+    - Idle time of each rank, if P divides m: 1/v of that of `zb_h1` for the same model.
+    - In flight: v P stage activations on each rank.
 
     Args:
         r: Rank, 0 to P - 1.

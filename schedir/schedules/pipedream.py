@@ -10,16 +10,15 @@ from schedir.schedules.single_stage import one_f_one_b
 def pipedream_2bw(r: int, P: int, m: int) -> RankSchedule:
     """Run PipeDream-2BW: 1F1B without a flush, with two versions of the weights.
 
-    With `PipelineShape(optimizer_steps=..., weight_delay=1)`, update u is w(u+1) = w(u) - lr
-    grad(w(u-1)), where w(u) are the weights after u updates. This is the rule of the paper. The
-    first update uses the gradient at w(0).
-
-    Each rank idles for (P-1)(F+B) once, for any number of updates. Rank r has min(P-r, m)
-    activations in flight, and two versions of the weights. Each update needs at least P-1
-    microbatches, so that the weights are ready in time. The paper requires at least P.
+    With `PipelineShape(optimizer_steps=..., weight_delay=1)`, the weights after u+1 updates are
+    w(u+1) = w(u) - lr grad(w(u-1)). This is the rule of the paper. The first update uses the
+    gradient at w(0). Each update needs at least P-1 microbatches (in the paper, P).
 
     PipeDream itself (arXiv 1806.03377) is `one_f_one_b` with an update per microbatch and a weight
     delay of P-1-s for stage s. Rank r then keeps P-r versions of the weights.
+
+    - Idle time of each rank, for any number of updates: (P-1)(F+B).
+    - In flight: min(P-r, m) activations on rank r, which also has two versions of the weights.
 
     Args:
         r: Rank, 0 to P - 1.

@@ -8,7 +8,8 @@ from schedir.schedules.schedule_algebra import EMPTY, B, F, RankSchedule
 def gpipe(r: int, P: int, m: int) -> RankSchedule:
     """Run GPipe: all forwards, then all backwards.
 
-    The bubble is (P-1)/m of ideal time. Each rank has m activations in flight.
+    - Idle time of each rank: (P-1)(F+B).
+    - In flight: m activations on each rank.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -35,8 +36,9 @@ def gpipe(r: int, P: int, m: int) -> RankSchedule:
 def one_f_one_b(r: int, P: int, m: int) -> RankSchedule:
     """Run 1F1B: a warmup of forwards, then one forward and one backward alternately.
 
-    The bubble is (P-1)/m of ideal time, as for GPipe. Rank r has only min(P-r, m) activations in
-    flight. Each rank idles for (P-1)(F+B). In its active span, rank r idles for (P-1-r)(F+B).
+    - Idle time of each rank: (P-1)(F+B), as for GPipe.
+    - Idle time of rank r in its active span: (P-1-r)(F+B).
+    - In flight: min(P-r, m) activations on rank r.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -64,9 +66,11 @@ def one_f_one_b(r: int, P: int, m: int) -> RankSchedule:
 def eager_1f1b(r: int, P: int, m: int) -> RankSchedule:
     """Run 1F1B with twice the warmup, so that messages overlap with compute.
 
-    If messages take no time, the bubble is the same as in 1F1B. If a message takes t, 1F1B takes
-    2(P-1)t longer for every P microbatches. This schedule avoids this loss up to t = (F+B)/2. Rank
-    r has min(2(P-1-r) + 1, m) activations in flight.
+    If a message takes the time t, 1F1B takes 2(P-1)t longer for every P microbatches. This schedule
+    avoids this loss for t up to (F+B)/2.
+
+    - Idle time of each rank, if messages take no time: (P-1)(F+B).
+    - In flight: min(2(P-1-r) + 1, m) activations on rank r.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -94,10 +98,10 @@ def eager_1f1b(r: int, P: int, m: int) -> RankSchedule:
 def forward_only(r: int, P: int, m: int, v: int = 1) -> RankSchedule:
     """Run an evaluation: all microbatches through one local stage, then through the next.
 
-    The order is legal under every placement, because all ranks run their stages in ascending order.
-    Under "loop", each rank idles for (P-1)F if m >= P. Under "vee" with two stages per rank, each
-    rank idles for 2(P-1)F, which is the minimum for this placement. No rank keeps activations for a
-    backward. Up to m boundary activations wait between stages.
+    The order is legal under every placement. No rank keeps activations for a backward.
+
+    - Idle time of each rank, if m >= P: (P-1)F under "loop", and 2(P-1)F under "vee" with two
+      stages per rank.
 
     Args:
         r: Rank, 0 to P - 1.

@@ -18,14 +18,13 @@ from schedir.schedules.schedule_algebra import (
 def zb_v(r: int, P: int, m: int) -> RankSchedule:
     """Run ZB-V: a zero-bubble schedule with the memory of the first rank of 1F1B.
 
-    The loss is computed on the rank where the microbatch entered the pipeline. No message is needed
-    where the vee reverses its direction.
+    The first and the last stage are on the same rank. No message is needed where the vee reverses
+    its direction. The idle times require that the program is compiled with the costs, because the
+    costs determine the order of the transfers.
 
-    If F = I >= W, rank r idles for 2(P-1-r)(F-W) in its active span. This idle time is 0 if W = F.
-    From the first start to the last end, each rank idles for (P-1) max(F, 2(F-W)). These idle times
-    require that the program is compiled with the costs, because the order of its transfers depends
-    on the costs. There are 2P stage activations in flight on each rank. These need as much memory
-    as P activations of 1F1B.
+    - Idle time of each rank, if F = I >= W: (P-1) max(F, 2(F-W)).
+    - Idle time of rank r in its active span, if F = I >= W: 2(P-1-r)(F-W).
+    - In flight: 2P stage activations on each rank, with the memory of P activations of 1F1B.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -68,15 +67,12 @@ def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
     """Run DualPipeV: pairs of a forward on one local stage and a backward on the other.
 
     DualPipeV is one half of DeepSeek's DualPipe, in the order of github.com/deepseek-ai/DualPipe.
-    The messages of one instruction of a pair overlap with the compute of the other instruction.
+    The forward and the backward of a pair run together, and both end at the same time. The messages
+    of one overlap with the compute of the other. FB is the cost of a pair.
 
-    Let FB be the cost of a pair. If F = I >= W, the rank with the most idle time idles for (P-1)(FB
-    + B - 3W). If W <= F < I, this rank idles for at most the same time. There are 2P+1 stage
-    activations in flight on each rank.
-
-    A pair is one unit: both of its results are available when it ends. If each result were sent
-    when it is ready, the same order would idle for (P-1)(F + I - W) at F = I >= W. With P = 4, m =
-    10 and unit costs, the span would be 63 instead of 66.
+    - Idle time of the rank with the most, if F = I >= W: (P-1)(FB + B - 3W). If W <= F < I, it is
+      at most the same.
+    - In flight: 2P+1 stage activations on each rank.
 
     Args:
         r: Rank, 0 to P - 1.

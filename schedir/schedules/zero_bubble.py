@@ -8,11 +8,12 @@ from schedir.schedules.schedule_algebra import F, I, RankSchedule, W, weave
 def zb_h1(r: int, P: int, m: int) -> RankSchedule:
     """Run ZB-H1: 1F1B with split backwards. Rank r defers W by r rounds.
 
-    A round is a forward and a backward. Let x = I + max(F-W, 0). For m >= P, each rank idles for
-    (P-1) max(F, x). If W <= F and W <= I, this is the paper's (P-1)(F+I-W). A longer W does not
-    shorten the idle time further. In its active span, rank r idles for (P-1-r)x.
+    A round is a forward and a backward. The formulas are for m >= P, with x = I + max(F-W, 0).
 
-    There are min(P, m) activations in flight on each rank, as on the first rank of 1F1B.
+    - Idle time of each rank: (P-1) max(F, x). If W <= F and W <= I, this is (P-1)(F+I-W), as in the
+      paper.
+    - Idle time of rank r in its active span: (P-1-r)x.
+    - In flight: min(P, m) activations on each rank.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -39,12 +40,15 @@ def zb_h1(r: int, P: int, m: int) -> RankSchedule:
 def zb_h2(r: int, P: int, m: int) -> RankSchedule:
     """Run ZB-H2: ZB-H1 with twice the warmup and twice the deferral of W.
 
-    Ranks end one after the other, in the order in which they began. Let x = max(0, F+I-2W, I-F,
-    I-W), which is 0 if F = I = W. For m >= 2P-1, rank r idles for (P-1-r)x in its active span. From
-    the first start to the last end, each rank idles for (P-1) max(F, x).
+    Ranks end one after the other, in the order in which they began. So use this schedule only if
+    ranks need not end together. With gradient clipping, they must end together, unless the norm is
+    checked after the step (`norm_check`).
 
-    So the schedule is useful if ranks need not end together: without gradient clipping, or if the
-    norm is checked after the step (`norm_check`). There are min(2P-1, m) activations in flight.
+    The formulas are for m >= 2P-1, with x = max(0, F+I-2W, I-F, I-W). If F = I = W, x is 0.
+
+    - Idle time of each rank: (P-1) max(F, x).
+    - Idle time of rank r in its active span: (P-1-r)x.
+    - In flight: min(2P-1, m) activations.
 
     Args:
         r: Rank, 0 to P - 1.

@@ -169,10 +169,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.ACT_IN, _V.PARAMS, _V.SKIP_IN, _V.UNSHARDED_PARAMS),
         gives=(_V.ACT_OUT, _V.SAVED, _V.SKIP_OUT),
         frees=(_V.ACT_IN, _V.SKIP_IN),
-        doc=(
-            "Runs a stage on a microbatch, with the version of the weights that the microbatch "
-            "uses. The last stage also computes the loss."
-        ),
+        doc="Runs a stage on a microbatch. The last stage also computes the loss.",
         cost="F", is_compute=True,
     ),
     Row(
@@ -314,8 +311,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         frees=(_V.GRAD, _V.NORM),
         doc=(
             "Updates the parameters of the rank's stages. If each stage has its own optimizer "
-            "step, OptimizerStep only ends the update, after all optimizer states are written or "
-            "all weights are reloaded."
+            "step, OptimizerStep only marks the end of the update."
         ),
         cost="step", is_implicit_in_torch=True,
     ),
@@ -349,7 +345,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         _O.Recompute, "R", _L.COMPUTE, _MB,
         needs=(_V.SAVED, _V.PARAMS, _V.UNSHARDED_PARAMS),
         gives=(_V.SAVED,),
-        doc="Runs the forward of an F again; this F saves only the inputs of the stage.",
+        doc="Runs the forward of an F again. This F saved only the inputs of the stage.",
         cost="R", changes=(Change(_V.SAVED, "recompute_inputs", "saved"),), is_compute=True,
     ),
     Row(
@@ -357,10 +353,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.LOCAL_NORM,),
         frees=(_V.LOCAL_NORM,),
         doc=(
-            "Computes the norm of all gradients over all pipeline ranks, after an optimizer "
-            "step that did not wait for this norm. The next training step waits for the norm "
-            "before its own update. If gradients had to be clipped, the rank undoes the earlier "
-            "update, makes it again with clipped gradients, and repeats the next training step."
+            "Computes the norm of all gradients, after an optimizer step that did not wait for "
+            "this norm. The next training step checks the norm (post-validation)."
         ),
         cost="reduce_norm_after_step", partner=_O.ReduceNormAfterStep, group="model",
         is_implicit_in_torch=True,
@@ -492,9 +486,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.GRAD,),
         gives=(_V.GRAD,),
         doc=(
-            "Sums gradients over the tensor-parallel group: those of the weights of normalization "
-            "layers, and of biases that are added after a reduction. Each rank has a full copy of "
-            "these parameters, and applies it to its own tokens."
+            "Sums gradients over the tensor-parallel group: those of normalization layers, and of "
+            "biases that are added after a reduction. Each rank applies these parameters to its "
+            "own tokens."
         ),
         cost="reduce_sequence_parallel_grads", idle_cause="reduction", is_implicit_in_torch=True,
     ),
@@ -520,10 +514,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         _O.OffloadGrads, "offload_grads", _L.D2H, _STAGE,
         needs=(_V.GRAD, _V.PARAMS),
         gives=(_V.HOST_GRAD,),
-        doc=(
-            "Copies a stage's gradient to the host, when this gradient is reduced and the host no "
-            "longer needs the gradient of the previous update."
-        ),
+        doc="Copies the reduced gradient of a stage to the host, which runs the optimizer step.",
         cost="offload_grads", host_sync_lanes=(_L.DP,),
         traffic=_make_state_traffic("host", "grads", placements="cpu_step"),
         is_implicit_in_torch=True,
@@ -556,7 +547,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         doc=(
             "Waits until all gradients of the rank are on the host, and checks whether they are "
             "finite. After that, the backwards of the next update may add to gradients on the "
-            "device while the host runs the optimizer step."
+            "device."
         ),
         cost="check_grads_finite", host_sync_lanes=(_L.DP, _L.D2H), is_implicit_in_torch=True,
     ),

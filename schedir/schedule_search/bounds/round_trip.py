@@ -7,8 +7,35 @@ microbatches.
 Two microbatches on a round trip at the same time cross: the F of the later microbatch and the I of
 the earlier microbatch need the same rank. Usually one of the two tasks must wait. If neither task
 waits, the time between the starts of the two microbatches has one of a few values. If no two of
-these values add up to the time of a round trip, microbatches start later. The page
-docs/explanation/lower-bounds.md has the proof.
+these values add up to the time of a round trip, microbatches start later.
+
+Proof. Take a stage A whose memory is sufficient for k microbatches. Let D(r) be the least time from
+the end of an F to the start of the I of the same microbatch on stage r, and T(r) = F + D(r) + I.
+The round trip P is the least time between the starts of the F's of microbatches j and j + k on A:
+F + D + I, plus W if only the end of W frees enough memory. If the I of a microbatch on A starts a
+time x after its earliest start, the microbatch is late by x.
+
+1. Take two microbatches a and b that are away from A at the same time. Let d be the time from the
+   start of the F of a to the start of the F of b on A.
+2. On the stages from A to some stage r, the F of b runs before the I of a. On r, this I waits for
+   the F of b, so a is late by at least d - D(r). On the later stages, the F of b waits for the I of
+   a, so b is late by at least T(r + 1) - d.
+3. Let c be the microbatch k microbatches after a. Its F on A waits until the I or the W of a has
+   freed memory. Let the F of b on A start between those of a and c, and let e be the time from its
+   start to that of the F of c. Then d + e is P plus the lateness of a, which here includes any
+   further wait of c.
+4. Let r be the stage of step 2 for the pair a, b, and q that for the pair b, c. Then a is late by
+   at least d - D(r), and b by at least e - D(q). With step 3, b is late by at least P - D(r) -
+   D(q).
+5. By step 2, b is also late by at least T(r + 1) - d, and c by at least T(q + 1) - e. With step 3,
+   the lateness of a, b and c adds up to at least T(r + 1) + T(q + 1) - P.
+6. There is one case for each pair (r, q). In the remaining case, one pair is not away at the same
+   time. Then the I of the earlier microbatch runs before the F of the later one, and the lateness
+   of a, b and c adds up to at least min(F, T(A) + T - P), where T is the smallest T(r) of A and the
+   later stages. In each case, take the weighted mean of the lateness of a, b and c, with weight 1
+   for b, and a weight w from 0 to 1 for a and c. For every w, the minimum over all cases is a lower
+   bound on the mean lateness. So on average, the F of j + k starts at least P plus this bound after
+   the F of j.
 """
 
 from __future__ import annotations
