@@ -106,19 +106,15 @@ def test_commands_accept_example_schedule(
 def test_import_traces_page_matches_explain_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The page shows the output of `explain` for its run, and the counts of `import`."""
+    """The idle share that the page shows as output of `import` is that of its recorded run."""
     from schedir.__main__ import main
 
     monkeypatch.chdir(ROOT / "examples")
-    imported, explained = re.findall(
-        r"```text\n(.*?)```", (DOCS / "how-to" / "import-traces.md").read_text(), re.S
-    )
+    page = (DOCS / "how-to" / "import-traces.md").read_text()
+    (imported,) = re.findall(r"```text\n(.*?)```", page, re.S)
+    shown = re.search(r"[\d.]+% of 4 ranks x [\d.]+ s is idle", imported)
     assert main(["explain", "traced.timeline"]) == 0
-    assert capsys.readouterr().out == explained
-    idle_texts = [
-        re.search(r"[\d.]+% of 4 ranks x [\d.]+ s is idle", text) for text in (imported, explained)
-    ]
-    assert idle_texts[0] and idle_texts[1] and idle_texts[0][0] == idle_texts[1][0]
+    assert shown and shown[0] in capsys.readouterr().out
 
 
 def test_links_have_existing_targets() -> None:
