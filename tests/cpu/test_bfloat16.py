@@ -22,15 +22,11 @@ from schedir.runtime.autograd.split_backward import (
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
-from schedir.runtime.sequential_reference import run_sequential
-from schedir.schedules import dualpipe, gpipe, one_f_one_b
+from schedir.schedules import dualpipe
 from tests.cpu.tiny_stages import (
     BOUNDARY,
-    copy_gradients,
     gpt_stages,
-    have_same_bits,
     make_batch,
-    split_1f1b,
 )
 from tests.cpu.train_command import CONFIG, train, train_in_this_process
 
@@ -42,37 +38,6 @@ def mixed_stages(stages: int, tied: bool = True) -> list[nn.Module]:
     for module in modules:
         use_float32_gradients(module)
     return modules
-
-
-@pytest.mark.parametrize(
-    ("schedule", "shape"),
-    [
-        (gpipe, PipelineShape(2, 4)),
-        (one_f_one_b, PipelineShape(3, 4)),
-        (split_1f1b, PipelineShape(2, 4)),
-        (split_1f1b, PipelineShape(1, 3)),
-    ],
-)
-def test_schedules_match_bfloat16_reference_bit_for_bit(
-    schedule: Any, shape: PipelineShape
-) -> None:
-    tied = shape.stages > 1
-    inputs, targets, scale = make_batch(shape.microbatches)
-    reference_stages, stages = (
-        mixed_stages(shape.stages, tied=True),
-        mixed_stages(shape.stages, tied=True),
-    )
-    expected_loss = run_sequential(
-        reference_stages, inputs, targets, loss=gpt.loss, grad_scale=scale
-    )
-    world = InProcessExecutor(
-        compile(schedule, shape, tied_weights=tied), stages, loss=gpt.loss, boundary=HALF
-    )
-    for seed in range(3):
-        assert torch.equal(world.step(inputs, targets, scale, seed), expected_loss)
-        accumulated = copy_gradients(stages)
-        assert all(g.dtype == torch.float32 for stage in accumulated for g in stage.values())
-        assert have_same_bits(accumulated, copy_gradients(reference_stages))
 
 
 def test_stage_replicas_accumulate_in_float32() -> None:

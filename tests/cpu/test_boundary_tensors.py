@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import math
-import random
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from schedir.compiler.compile import compile, lower
+from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import infer_boundaries, measure_sizes
 from schedir.runtime.executor import Executor
-from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.runtime.services.message_buffers import MessageBuffers
@@ -35,7 +30,6 @@ from schedir.schedules import (
     zb_h1,
     zb_v,
 )
-from schedir.testing import compute_programs
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 from schedir.transports.shared_memory import SharedMemoryTransport
@@ -60,45 +54,8 @@ from tests.cpu.multi_tensor_stages import (
     make_batch,
     squared_error,
 )
-from tests.strategies import with_slots
 
 torch.set_num_threads(1)
-
-
-def check_steps_equal_reference(program: Program, seed: int, order: int | None = None) -> None:
-    """Check that steps of random stages have the loss and the gradients of the reference."""
-    stages, boundary = draw_stages(program.shape.stages, seed)
-    plain = deepcopy(stages)
-    inputs, targets, keywords = make_batch(program.shape.microbatches)
-    expected_loss = run_sequential(
-        plain, inputs, targets, loss=squared_error, program=program, keywords=keywords
-    )
-    inferred = infer_boundaries(plain, inputs[0], keywords=keywords[0])
-    assert inferred == boundary
-    norm = math.inf if program.clip_grad_norm else None  # clips no gradient
-    ranks = InProcessExecutor(
-        program,
-        stages,
-        loss=squared_error,
-        boundary=inferred,
-        gradients=GradientOptions(max_norm=norm),
-        execution=ExecutionOptions(record_timestamps=False),
-    )
-    for _ in range(2):  # the second step finds the slots as the first left them
-        actual_loss = ranks.step(inputs, targets, order_seed=order, keywords=keywords)
-        assert torch.equal(actual_loss, expected_loss)
-        assert not program.has_backward or have_same_bits(
-            copy_gradients(stages), copy_gradients(plain)
-        )
-
-
-@given(compute_programs(3, 3), st.integers(0, 2**16), st.integers(0, 9))
-@settings(max_examples=40)
-def test_random_programs_with_random_tensors_equal_reference(
-    draft: Program, seed: int, order: int
-) -> None:
-    program = lower(replace(draft, clip_grad_norm=bool(order % 2)))
-    check_steps_equal_reference(with_slots(program, random.Random(seed)), seed, order)
 
 
 def test_several_updates_leave_gradients_of_last_update() -> None:

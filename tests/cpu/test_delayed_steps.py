@@ -45,7 +45,6 @@ from tests.cpu.checkpoint_layouts import (
 from tests.cpu.gloo_processes import run
 from tests.cpu.optimizer_offload_programs import (
     ADAMW,
-    OPTIMIZER_FACTORIES,
     are_equal,
     make_executor,
     poison_weights,
@@ -123,36 +122,6 @@ def test_microbatches_use_their_weight_version_in_any_order(
 def _step_late(step: Any, *arguments: Any) -> None:
     sleep(0.02)
     step(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("case", "make", "how"),
-    cases(
-        [(1, "AdamW", {"clip_grad_norm": True, "frozen_stages": 1, "checkpoint_snapshots": True})],
-        [
-            (1, "bfloat16", {"clip_grad_norm": True, "tied_weights": True}),
-            (4, "Adam, groups", {"clip_grad_norm": True, "recompute": "all"}),
-        ],
-    ),
-)
-def test_cpu_steps_equal_device_steps(case: int, make: str, how: Any) -> None:
-    """Losses, trained state and gradient norms are equal."""
-    schedule, shape = CASES[case]
-    half, results = make == "bfloat16", []
-    for states in PLACEMENTS:
-        program = schedir.compile(
-            schedule, shape, progress_model="per_edge", optimizer_placement=states, **how
-        )
-        world = make_executor(program, OPTIMIZER_FACTORIES[make], half=half)
-        poison_weights(world)
-        results.append(
-            [
-                *run_steps_in_random_order(world, 0, 1),
-                *read_training_state(world),
-                *(r.grad_norm for r in world.executors),
-            ]
-        )
-    assert are_equal(*results)
 
 
 @pytest.mark.parametrize("clip", [False, True])

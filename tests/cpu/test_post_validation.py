@@ -24,7 +24,6 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import normalize_tied_stages
 from schedir.ir.program import Program
 from schedir.models import gpt
-from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
@@ -365,25 +364,3 @@ def test_post_validation_between_processes_has_same_bits(
     results = run(_train_rank, 4, name, dp, max_norm)
     assert all(is_equal for is_equal, _ in results)
     assert len({repeated_steps for _, repeated_steps in results}) == 1 and results[0][1] >= 1
-
-
-@pytest.mark.parametrize("how", cases([{"recompute": "all"}], [{}]), ids=str)
-def test_split_backward_has_same_bits(how: dict[str, Any]) -> None:
-    """W instructions run in any order. In one case, forwards are recomputed."""
-
-    def make(validate: str) -> InProcessExecutor:
-        program = compile(
-            schedules.zb_h2, PipelineShape(3, 5), clip_grad_norm=True, norm_check=validate, **how
-        )
-        stages = gpt_stages(3, tied=False)
-        for stage in stages:
-            make_backward_splittable(stage)
-        return InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, optimizer=ADAMW)
-
-    waiting, validated = make_both(make)
-    for k in range(3):
-        assert torch.equal(
-            waiting.step(*make_batch(5, k)), validated.step(*make_batch(5, k), order_seed=k)
-        )
-    validated.validate_last_update()
-    assert same(waiting, validated)

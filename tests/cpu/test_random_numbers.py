@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import runpy
 import shutil
 import warnings
@@ -14,12 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from schedir.compiler.compile import compile, lower
+from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.autograd.random_streams import (
@@ -37,7 +34,6 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b
-from schedir.testing import random_compute_program, shapes
 from schedir.transports.gloo import GlooTransport
 from tests.cases import cases
 from tests.cpu.gloo_processes import run
@@ -98,30 +94,6 @@ def make_executor(program: Any, stages: list[nn.Module], **options: Any) -> InPr
 def run_reference(stages: list[nn.Module], m: int = M, **options: Any) -> tuple[Tensor, Any]:
     loss = run_sequential(stages, *make_batch(m), loss=squared_error_with_dropout, **options)
     return loss, copy_gradients(stages)
-
-
-@settings(max_examples=25)
-@given(
-    shapes(ranks=3, microbatches=4, stages_per_rank=2),
-    st.integers(0, 2**32),
-    st.integers(-(2**70), 2**70),
-    st.booleans(),
-)
-def test_random_programs_match_sequential_reference(
-    shape: PipelineShape, order: int, seed: int, again: bool
-) -> None:
-    """Losses and gradients are equal with and without recomputation, and with layer numbers."""
-    program = lower(random_compute_program(shape, random.Random(order)))
-    numbered = [
-        Noisy(k, again, number=k) if k % 2 else Noisy(k, again) for k in range(shape.stages)
-    ]
-    reference_stages = [Noisy(k, number=stage.number) for k, stage in enumerate(numbered)]
-    loss, expected_gradients = run_reference(
-        list(reference_stages), shape.microbatches, seed=seed, program=program
-    )
-    ranks = make_executor(program, list(numbered), seed=seed)
-    assert torch.equal(ranks.step(*make_batch(shape.microbatches), order_seed=order), loss)
-    assert have_same_bits(copy_gradients(numbered), expected_gradients)
 
 
 def collect_masks(**options: Any) -> list[Tensor]:

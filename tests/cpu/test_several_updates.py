@@ -90,33 +90,6 @@ def stage_by_stage(
     return weights(stages)
 
 
-def run_in_process(
-    schedule: Any, shape: PipelineShape, optimizer: Any, seed: int = 0
-) -> list[Tensor]:
-    program = compile(schedule, shape, progress_model="per_edge")
-    stages = make_tiny_stages(shape.stages)
-    initial_weights = weights(stages)
-    ranks = InProcessExecutor(
-        program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=optimizer
-    )
-    ranks.step(*make_batch(shape.microbatches), order_seed=seed)
-    assert not is_same(initial_weights, weights(stages))
-    return weights(stages)
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        PipelineShape(2, 6, optimizer_steps=6, weight_delay=1),
-        PipelineShape(4, 12, optimizer_steps=4, weight_delay=1),
-    ],
-)
-def test_pipedream_2bw_equals_its_formula(shape: PipelineShape) -> None:
-    expected = run_2bw_formula(shape, *make_batch(shape.microbatches))
-    for seed in range(3):
-        assert is_same(run_in_process(pipedream_2bw, shape, sgd, seed), expected)
-
-
 class OutsideReference(nn.Module):
     """A stage that keeps its own reference to a weight."""
 

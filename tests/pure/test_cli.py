@@ -467,22 +467,3 @@ def test_schedule_options_and_overlap(capsys: pytest.CaptureFixture[str]) -> Non
     assert run_command(capsys, "print", "interleaved(group = None)", *shape) == plain
     assert run_command(capsys, "print", "interleaved(group=4)", *shape) != plain
     assert run_command(capsys, "print", "interleaved", *shape, "-O", "overlap") != plain
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("interleaved(grup=4)", "did you mean 'group'?"),
-        ("interleaved(4)", "cannot be read"),
-        ("interleaved(**{})", "cannot be read"),
-        ("interleaved(group=)", "cannot be read"),
-        ("interleaved(group=x)", "put text in quotes"),
-        ("interleaved()(group=4)", "cannot be read"),
-        ("gpipe(group=4)", "gpipe has no options"),
-        ("gpip(group=4)", "did you mean 'gpipe'?"),
-    ],
-)
-def test_invalid_schedule_options_are_refused(
-    capsys: pytest.CaptureFixture[str], source: str, message: str
-) -> None:
-    assert message in run_refused_command(capsys, "check", source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,6 +23,8 @@ from schedir.training.learning_rate import compute_learning_rate
 from schedir.training.train import build_program
 from tests.cases import each_value
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "refused_configs.txt"
+DASHES, SEPARATOR = "-" * 20 + "\n", "=" * 20 + "\n"
 FULL = """\
 # A run on eight processes.
 [model]
@@ -170,90 +173,44 @@ def test_built_in_schedules_compile_with_gpu_slots(
     assert build_program(config).slots
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "column", "message"),
-    [
-        ("[model]\nlayer = 4", 2, 1, "'layers'"),
-        ("[modell]\nlayers = 4", 1, 2, "'model'"),
-        ("[model]\n\n  layers = 'x'", 3, 3, "integer"),
-        ("[model]\nlayers = true", 2, 1, "integer"),
-        ("model.layers = 4.0", 1, 1, "integer"),
-        ("model = { heads = 4, layer = 4 }", 1, 22, "'layers'"),
-        ("model = 4", 1, 1, "section"),
-        ("[[model]]\nlayers = 4", 1, 3, "section"),
-        ("[model.size]\nlayers = 4", 1, 2, "size"),
-        ("[pipeline]\nmicrobatches = 0", 2, 1, "microbatches"),
-        ("[pipeline]\nmicrobatches = -1", 2, 1, "microbatches"),
-        ("[pipeline]\nmicrobatches = 4.5", 2, 1, "integer"),
-        ("[pipeline]\nmicrobatches = 1048577", 2, 1, "1048576"),
-        ("[pipeline]\nranks = 0", 2, 1, "ranks"),
-        ("[pipeline]\ntp = 0", 2, 1, "at least 1"),
-        ("[pipeline]\ndp = 70000", 2, 1, "65535"),
-        ("[pipeline]\nplacement = 'zigzag'", 2, 1, "'loop'"),
-        ("[pipeline]\nplacement = [0, 'x']", 2, 1, "integers"),
-        ("[pipeline]\nlayers_per_stage = [1, 2]", 2, 1, "1 stages"),
-        ("[train]\nlr = nan", 2, 1, "number"),
-        ("[train]\ncheckpoint_every = 5", 2, 1, "train.checkpoint_dir"),
-        ("[train]\nsteps = 5\ncheckpoint_keep = 5", 3, 1, "train.checkpoint_dir"),
-        ("[memory]\nrecompute = true", 2, 1, 'recompute = "all"'),
-        ("[train]\nlr = -1", 2, 1, "at least 0"),
-        ("[train]\nlr = inf", 2, 1, "at least 0"),
-        ("[train]\nbetas = [0.9]", 2, 1, "2 numbers"),
-        ("[train]\nbetas = [0.9, 1]", 2, 1, "below 1"),
-        ("[train]\n\nlr = 1e-4\nmin_lr = 1e-3", 4, 1, "min_lr"),
-        ("[output]\ntrace = \"t\"\nrecord = false", 2, 1, "trace"),
-        ("[train]\nsteps = 1\ntimeout = 0", 3, 1, "at least 1"),
-        ("[train]\ntimeout = 1e300", 2, 1, "below 10000000"),
-        ("[train]\nthreads = 1_000_000_000", 2, 1, "below 1025"),
-        (f"[train]\nwarmup = 1{'0' * 400}", 2, 1, "integer"),
-        ("[model]\nhidden = 10\nheads = 4", 2, 1, "heads 4"),
-        ("[model]\nvocab = 0", 2, 1, "vocab"),
-        ("[data]\nsource = 1", 2, 1, "string"),
-        ("[model]\nlayers = ", 2, 10, "TOML"),
-        ("[model]\nlayers 4", 2, 8, "TOML"),
-        ("[model]\nlayers = 4\nlayers = 5", 3, 1, "set twice"),
-        ("[model", 1, 7, "TOML"),
-        ("[pipeline]\n'ranks' = 'two'", 2, 1, "integer"),
-    ],
-)  # fmt: skip
-def test_invalid_setting_error_has_line_and_column(
-    tmp_path: Path, text: str, line: int, column: int, message: str
-) -> None:
-    path = write_config(tmp_path, text)
-    with pytest.raises(ConfigError) as error:
-        read_config(path)
-    assert (error.value.location, error.value.line, error.value.column) == (path, line, column)
-    assert message in str(error.value)
+def read_refusal(text: str, folder: Path) -> str:
+    """Return the message that refuses a configuration, which has the location of the error."""
+    with pytest.raises(ConfigError) as caught:
+        read_config(write_config(folder, text))
+    error = caught.value
+    message = str(error).replace(f"{folder}/", "")
+    assert message.startswith(f"run.toml, line {error.line}, column {error.column}: ")
+    return message
+
+
+def test_golden_configs_are_refused_with_message(tmp_path: Path) -> None:
+    cases = [case.split(DASHES)[0] for case in GOLDEN.read_text().split(SEPARATOR)]
+    actual = SEPARATOR.join(f"{text}{DASHES}{read_refusal(text, tmp_path)}\n" for text in cases)
+    if "UPDATE_GOLDEN" in os.environ:
+        GOLDEN.write_text(actual)
+    assert actual == GOLDEN.read_text()
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("text", "line", "column"),
     [
-        ("pipeline.ranks", "SECTION.NAME=VALUE"),
-        ("ranks=2", "SECTION.NAME=VALUE"),
-        ("=", "SECTION.NAME=VALUE"),
-        ("pipelines.ranks=2", "'pipeline'"),
-        ("pipeline.rank=2", "'ranks'"),
-        ("pipeline.ranks.x=2", "'ranks'"),
-        ("pipeline.ranks=two", "'two'"),
-        ("pipeline.ranks=", "no value after ="),
-        ("pipeline.placement=[0,", "placement"),
-        ("pipeline.microbatches=0", "microbatches"),
-        ("model.heads=3", "hidden 128"),
-        ("pipeline.tp=3", "tp 3"),
-        ("pipeline.ranks=3", "3 stages"),
+        (f"[train]\nwarmup = 1{'0' * 400}", 2, 1),
+        ("[model]\nlayers = ", 2, 10),  # these three are no TOML
+        ("[model]\nlayers 4", 2, 8),
+        ("[model", 1, 7),
     ],
 )
-def test_invalid_set_option_is_refused(tmp_path: Path, option: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        read_config(write_config(tmp_path, ""), [option])
-    assert message in str(error.value)
+def test_invalid_config_error_has_line_and_column(
+    tmp_path: Path, text: str, line: int, column: int
+) -> None:
+    message = read_refusal(text, tmp_path)
+    assert message.startswith(f"run.toml, line {line}, column {column}: ")
+    assert "integer" in message or "TOML" in message
 
 
-def test_number_out_of_range_gets_no_path_hint(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.validation must be a number") as error:
-        read_config(write_config(tmp_path, ""), ["data.validation=1.5"])
-    assert error.value.hint == ""
+def test_set_option_without_value_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"SECTION\.NAME=VALUE"):
+        read_config(write_config(tmp_path, ""), ["pipeline.ranks"])
 
 
 def test_indivisible_layers_error_hints_at_division(tmp_path: Path) -> None:
@@ -355,58 +312,12 @@ print('torch' in sys.modules)"""
     assert completed.stdout == "False\n", completed.stderr
 
 
-@pytest.mark.parametrize(
-    ("sets", "message"),
-    [
-        (["train.clipp=1"], "--set train.clipp=1: no setting train.clipp"),
-        (
-            ["train.zero=3"],
-            "--set train.zero=3: no setting train.zero\n  hint: did you mean pipeline.zero?",
-        ),
-        (
-            ["train.precision=float16", "pipeline.optimizer_steps=2"],
-            "--set train.precision=float16: precision = 'float16' needs optimizer_steps = 1, not "
-            "2: the loss scale changes after each update",
-        ),
-        (["data.seed=x"], "--set data.seed=x: data.seed must be an integer of at least 0"),
-    ],
-)
-def test_set_option_error_messages(tmp_path: Path, sets: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        read_config(write_config(tmp_path, ""), sets)
-    assert str(error.value).startswith(message)
-
-
 def test_learning_rate_warms_up_and_decays() -> None:
     train: Any = Config().train
     rates = [compute_learning_rate(train, step) for step in range(train.steps)]
     top = rates.index(max(rates))
     assert rates[: top + 1] == sorted(rates[: top + 1]) and max(rates) == train.lr
     assert rates[top:] == sorted(rates[top:], reverse=True) and rates[-1] >= train.min_lr
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ('memory_limit = "2X"', "memory_limit must be a number of bytes, not '2X'"),
-        ('recompute = "fit"', "needs memory_limit"),
-        ("recompute = 7", "must be a string"),
-        ('recompute = "all"\nrecompute_at = 3', "must be a string"),
-    ],
-)
-def test_invalid_memory_setting_is_refused(settings: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text(f"[memory]\n{settings}\n")
-    with pytest.raises(ConfigError, match=message):
-        read_config(str(path), [])
-
-
-def test_unknown_schedule_error_has_line(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text('[pipeline]\nranks = 2\nschedule = "1f1b"\n')
-    with pytest.raises(ConfigError, match=r"config\.toml, line 3, column 1: '1f1b' is") as caught:
-        read_config(str(path), [])
-    assert caught.value.hint == "did you mean 'one_f_one_b'?"
 
 
 def test_recompute_fit_waits_for_sizes(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Tests that an extension changes as many files as CONTRIBUTING.md documents.
 
-A test adds the extensions to a copy of the source tree and runs them.
+A test adds the extensions to a copy of the source tree, and runs them in one process.
 """
 
 from __future__ import annotations
@@ -13,10 +13,39 @@ from typing import NamedTuple
 
 import pytest
 
+import schedir
+from schedir import commands
 from tests import new_rows
 from tests.cases import cases
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+# The first lines of the process that runs the extensions.
+HELPERS = """
+import contextlib, io, re, sys
+from dataclasses import replace
+from pathlib import Path
+import schedir
+from schedir.__main__ import main
+from schedir.errors import SchedirError
+from schedir.training.config.config_file import read_config
+from schedir.training.config.settings_table import list_settings
+from schedir.training.train import build_program
+
+def run_command(line, code=0):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        assert main(line.split()) == code, output.getvalue()
+    return output.getvalue()
+
+def get_error(function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except SchedirError as error:
+        return error
+    raise AssertionError
+"""
 
 
 class Extension(NamedTuple):
@@ -28,39 +57,82 @@ class Extension(NamedTuple):
 
 EXTENSIONS = {
     "a field of programs": Extension(
-        [("ir/program.py", "from schedir.ir.pipeline.field_schema import collect_fields\n",
-          "from schedir.ir.pipeline.field_schema import make_field_metadata\n"
-          "from schedir.ir.pipeline.field_schema import make_integer_type\n"),
-         ("ir/program.py",
+        [("ir/program.py",
           "    clip_grad_norm: bool = field(default=False, "
           "metadata=program_attributes.CLIP_GRAD_NORM)\n",
           """\
-    zero: int = field(default=0,
-        metadata=make_field_metadata(make_integer_type(0, 3), "pieces of weights"))
+    echo: int = field(default=0, metadata=program_attributes.make_field_metadata(
+        program_attributes.make_integer_type(0, 3), "what is said twice (0)"
+    ))
 """)],
         """
-import schedir
-program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(2, 2), zero=2)
+plain = schedir.compile("one_f_one_b", ranks=2, microbatches=4)
+assert plain.digest == sys.argv[1] and "echo" not in schedir.to_text(plain)
+program = schedir.compile("one_f_one_b", ranks=2, microbatches=4, echo=2)
 text = schedir.to_text(program)
-assert "zero 2" in text and schedir.from_text(text) == program
+assert "clip_grad_norm no\\necho 2\\n" in text
+assert schedir.from_text(text) == program and program.digest != plain.digest
+error = get_error(schedir.from_text, text.replace("echo 2", "echo 4"))
+assert (error.line, error.column) == (5, 6) and "from 0 to 3" in error.fact
+assert get_error(replace, plain, echo=-1).fields == ("echo",)
+
+(setting,) = [each for each in list_settings()["pipeline"][1] if each.name == "echo"]
+assert setting.meaning == "what is said twice (0)"
+Path("x.sched").write_text(text)
+Path("run.toml").write_text("[pipeline]\\nranks = 2\\necho = 1\\n")
+assert read_config("run.toml").request.program.echo == 1
+error = str(get_error(read_config, "run.toml", ["pipeline.echo=4"]))
+assert "pipeline.echo must be an integer of at least 0 and below 4" in error
+error = str(get_error(read_config, "run.toml", ["pipeline.schedule=x.sched"]))
+assert "line 3, column 1: x.sched has echo 2, not 1" in error
+
+assert "-O echo=N" in run_command("options")
+assert "\\necho 2\\n" in run_command("print gpipe -O echo=2")
+run_command("print x.sched -O echo=2")
+error = run_command("print x.sched -O echo=1", code=2)
+assert "has echo 2, not 1\\n  hint: leave out -O echo" in error
+assert "-O echo: must be an integer from 0 to 3" in run_command("print gpipe -O echo=4", code=2)
 """,
     ),
     "a pass": Extension(
         [("passes/mark.py", "", """\
 from dataclasses import replace
 
+from schedir.ir.pipeline.field_schema import make_integer_type
 from schedir.passes.pass_types import Pass
 
+
+def mark(program, options):
+    return replace(program, name=f"{program.name}{options.extra_options['mark_by']}")
+
+
 PASSES = (
-    Pass("mark", "better", lambda program, options: replace(program, name="marked"),
-         should_run=lambda program, options: bool(options.extra_options.get("mark")),
-         option_names=("mark",)),
+    Pass("mark", "draft", mark,
+         should_run=lambda program, options: "mark_by" in options.extra_options,
+         option_names=("mark_by", "doubtful"), option_types={"mark_by": make_integer_type(0, 9)},
+         description="a number behind the name"),
 )
 """)],
         """
-from schedir.__main__ import main
-assert main(["print", "gpipe", "-O", "mark", "-o", "x.sched"]) == 0
-assert "program marked" in open("x.sched").read()
+options = run_command("options")
+assert all(text in options for text in ("-O mark_by=N", "a number behind", "-O doubtful "))
+assert "program gpipe0\\n" in run_command("print gpipe -O mark_by=0")
+assert "program gpipe\\n" in run_command("print gpipe -O doubtful")
+assert "from 0 to 9" in run_command("print gpipe -O mark_by=10", code=2)
+run_command("print gpipe -O mark_by=1 -o marked.sched")
+error = run_command("print marked.sched -O mark_by=0", code=2)
+assert "-O mark_by applies only to schedules" in error
+
+def get_name(*settings):
+    config = read_config("empty.toml", [f"pipeline.{setting}" for setting in settings])
+    return build_program(config).name
+
+Path("empty.toml").touch()
+assert get_name() == "one_f_one_b"
+assert get_name("mark_by=0", "doubtful=true") == "one_f_one_b0"
+assert "below 10" in str(get_error(get_name, "mark_by=10"))
+error = str(get_error(get_name, "schedule=marked.sched", "mark_by=0"))
+assert "mark_by applies only to schedules and drafts" in error
 """,
     ),
     "a progress model": Extension(
@@ -73,14 +145,12 @@ assert "program marked" in open("x.sched").read()
           "    ),\n",
           '    ModelRow("way", True, False, True, True, False, "queue per way", "nobody"),\n')],
         """
-import schedir
-from schedir.__main__ import main
 program = schedir.compile(schedir.schedules.interleaved, schedir.PipelineShape(4, 8, 2),
                           progress_model="way")
 spans = [schedir.simulate(program, schedir.Costs(send=0.5), progress_model=model).span
          for model in ("per_edge", "way", "per_device")]
 assert spans == sorted(spans) and spans[0] < spans[2]
-assert main(["check", "gpipe", "--progress-model", "way"]) == 0
+run_command("check gpipe --progress-model way")
 """,
     ),
     "a schedule": Extension(
@@ -95,8 +165,7 @@ def in_pairs(r: int, P: int, m: int) -> Word:
           "forward_only, gpipe", ", in_pairs"),
          ("schedules/__init__.py", '    "gpipe",\n', '    "in_pairs",\n')],
         """
-from schedir.__main__ import main
-assert main(["check", "in_pairs", "--microbatches", "4"]) == 0
+run_command("check in_pairs --microbatches 4")
 """,
     ),
     "a transport": Extension(
@@ -114,8 +183,6 @@ class Slow(GlooTransport):
          ("transports/registry.py", '        "by Gloo, on one machine or several",\n    ),\n',
           '    TransportRow("slow", "cpu", "per_edge", True, "slow:Slow", "slowly"),\n')],
         """
-import schedir
-from schedir.training.config.config_file import read_config
 from schedir.transports.registry import choose_transport
 open("x.toml", "w").write("[train]\\ntransport = 'slow'\\n")
 assert read_config("x.toml").train.transport == "slow"
@@ -125,25 +192,29 @@ assert choose_transport("slow", "cpu", program).__name__ == "Slow"
     ),
     "a command": Extension(
         [("commands/__init__.py", "COMMANDS: Final = {\n",
-          '    "ranks": "tell how many ranks a schedule has",\n'),
-         ("commands/ranks.py", "", '''\
-"""Ranks: how many a schedule has."""
+          '    "count": "say how many instructions a program has",\n'),
+         ("commands/count.py", "", '''\
+"""Count the instructions of a program."""
 
 import argparse
 
-from schedir.commands.common.schedule_options import add_compile_options, make_request
+from schedir.commands.common.schedule_options import add_compile_options, add_source, make_request
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source")
+    add_source(parser)
     add_compile_options(parser)
 
 
 def run(args: argparse.Namespace) -> str:
-    return f"{make_request(args, args.source).shape.ranks}\\n"
+    return f"{len(make_request(args, args.source).program)}\\n"
 ''')],
         """
-from schedir.__main__ import main
-assert main(["ranks", "gpipe", "--ranks", "3"]) == 0
+commands = run_command("--help")
+assert "count" in re.findall(r"^    (\\w+)(?:\\s|$)", commands, re.M)
+assert "say how many instructions a program has" in commands
+assert "--microbatches" in run_command("count --help")
+program = schedir.compile("gpipe", ranks=4, microbatches=8)
+assert run_command("count gpipe") == f"{len(program)}\\n"
 """,
     ),
     "a kind of collective": Extension(
@@ -158,7 +229,7 @@ assert main(["ranks", "gpipe", "--ranks", "3"]) == 0
     ),
 """)],
         """
-import schedir, torch
+import torch
 from schedir.transports.in_process.mailbox import make_mailboxes
 program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(3, 3))
 outs = [torch.zeros(1) for _ in range(3)]
@@ -172,7 +243,6 @@ assert [float(out) for out in outs] == [2.0, 2.0, 2.0]
 
 INSTRUCTION = "an instruction"
 USE_OF_INSTRUCTION = """
-import schedir
 program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4), stash=True)
 assert "stash 0.0" in schedir.to_text(program, folded=False)
 """
@@ -208,7 +278,7 @@ def _list_changed_files(tree: Path) -> list[str]:
 def test_extensions_change_documented_number_of_files(
     tmp_path: Path, names: tuple[str, ...]
 ) -> None:
-    num_files, code = dict[str, int](), ""
+    num_files, code = dict[str, int](), HELPERS
     new_rows.copy_tree(tmp_path, *(["stash"] if INSTRUCTION in names else []))
     for name in names:
         if name == INSTRUCTION:
@@ -218,7 +288,8 @@ def test_extensions_change_documented_number_of_files(
             num_files[name] = _apply_extension(tmp_path, name)
             code += EXTENSIONS[name].use
     env = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "NUMBA_DISABLE_JIT": "1"}
-    command = [sys.executable, "-c", code]
+    plain = schedir.compile("one_f_one_b", ranks=2, microbatches=4)
+    command = [sys.executable, "-c", code, plain.digest]
     completed = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert completed.returncode == 0, completed.stderr
     rows = re.findall(r"^\| (an? [^|]+) \| (\d) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
@@ -226,3 +297,12 @@ def test_extensions_change_documented_number_of_files(
     assert documented.keys() == {INSTRUCTION, *EXTENSIONS}
     for name in names:  # an instruction also needs its number
         assert documented[name] == num_files[name] <= 3 + (name == INSTRUCTION)
+
+
+def test_command_files_have_rows() -> None:
+    folder = Path(commands.__file__).parent
+    files = {file.stem for file in folder.glob("[a-z]*.py")}
+    files |= {file.parent.name for file in folder.glob("*/__init__.py")} - {"common"}
+    assert files == {
+        commands.import_command(name).__name__.split(".")[-1] for name in commands.COMMANDS
+    }

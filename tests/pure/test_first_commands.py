@@ -153,14 +153,3 @@ def test_schedules_command_lists_built_in_schedules(capsys: pytest.CaptureFixtur
     assert {"zb_v": (2, "vee"), "gpipe": (1, "loop")}.items() <= {
         entry["schedule"]: (entry["stages_per_rank"], entry["placement"]) for entry in facts
     }.items()
-
-
-def test_unknown_option_name_hints_at_help_or_similar_name(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert "hint: schedir train --help" in run_refused_command(capsys, "options", "train")
-    assert "did you mean -O recompute?" in run_refused_command(capsys, "options", "recomput")
-
-
-def test_misspelt_option_hints_at_correct_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "did you mean --ranks?" in run_refused_command(capsys, "check", "zb_h1", "--rank", "4")

@@ -25,7 +25,7 @@ from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b, v_half, zb_h1, zb_v
 from schedir.schedules.schedule_algebra import F, I, Schedule, W
 from schedir.testing import compute_programs
-from tests.commands import run_command, run_refused_command
+from tests.commands import run_command
 from tests.oracle import Machine
 from tests.strategies import costs, with_slots
 
@@ -366,23 +366,6 @@ def test_simulate_hints_at_memory_saved_by_slots(capsys: pytest.CaptureFixture[s
         and hint not in shared
     )
     assert hint not in run_command(capsys, "simulate", "gpipe", "--microbatches", "1", *argv[4:])
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        (("-O", "buffer_sharing=few"), "'few'"),
-        (("--memory-limit", "4G"), "'4G'"),
-        (("--memory-limit", "4GB"), "sizes"),
-        (("--sizes", "saved=1G"), "saved=1GB"),
-        (("--sizes", "sved=1GB"), "'saved'"),
-        (("--sizes", "saved=1GB", "--memory-limit", "4GB"), "rank 0 #14  F 0.7"),
-    ],
-)
-def test_invalid_memory_options_are_refused(
-    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], names: str
-) -> None:
-    assert names in run_refused_command(capsys, "check", "gpipe", *options)
 
 
 @given(compute_programs(), st.data())

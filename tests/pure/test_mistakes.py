@@ -43,22 +43,6 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("meg.sh").write_text(MEGATRON)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "command"),
-    [
-        ("mine.sched", "a program", "schedir check mine.sched"),
-        ("mine.timeline", "a run", "schedir explain mine.timeline"),
-        ("mine.toml", "a configuration", "schedir train mine.toml"),
-    ],
-)
-def test_import_refuses_files_of_schedir(
-    capsys: pytest.CaptureFixture[str], name: str, kind: str, command: str
-) -> None:
-    error = run_refused_command(capsys, "import", name, "-o", "x.sched")
-    assert f"{name} is {kind} of schedir, and needs no import" in error
-    assert f"hint: {command}" in error
-
-
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
 def test_import_refuses_perfetto_export(capsys: pytest.CaptureFixture[str], name: str) -> None:
     run_command(capsys, "export", "mine.timeline", "--to", "perfetto", "-o", name)
@@ -92,30 +76,6 @@ def test_schedule_names_of_other_projects_get_hint(name: str, expected: str) -> 
     assert suggest_schedules(name, [*get_built_in_schedules()]) == f"did you mean {expected!r}?"
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("recomputation=all", "-O recompute"),
-        ("activation_checkpointing", "-O recompute"),
-        ("cpu_offload", "-O offload"),
-        ("zero_stage=2", "-O zero"),
-        ("max_grad_norm=1", "-O clip_grad_norm"),
-        ("num_microbatches=8", "--microbatches"),
-        ("tensor_parallel=2", "-O tp"),
-        ("tensor_model_parallel=2", "-O tp"),
-        ("data_parallel=2", "-O dp"),
-        ("pipeline_parallel=2", "--ranks"),
-        ("expert_model_parallel_size=2", "-O ep"),
-        ("fsdp", "-O zero"),
-    ],
-)
-def test_option_names_of_other_projects_get_hint(
-    capsys: pytest.CaptureFixture[str], name: str, expected: str
-) -> None:
-    error = run_refused_command(capsys, "check", "gpipe", "-O", name)
-    assert f"hint: did you mean {expected}?\n" in error + "\n"
-
-
 def test_keyword_of_other_project_gets_hint() -> None:
     with pytest.raises(UsageError, match="did you mean 'recompute'"):
         compile("gpipe", ranks=2, microbatches=4, gradient_checkpointing="all")  # type: ignore[call-arg]
@@ -146,12 +106,6 @@ def test_megatron_script_without_vocabulary_gets_hint(capsys: pytest.CaptureFixt
         planner.load_model("meg.sh")
     assert caught.value.hint == "add --vocab-size N to the file, or pass vocab=N"
     run_command(capsys, "plan", "--model", "meg.sh", "--vocab", "256", *argv)
-
-
-def test_closed_form_plan_with_offload_gets_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ("--cluster", "a100", "--gpus", "8", "--batch", "8", "--closed-form-only", "--offload")
-    error = run_refused_command(capsys, "plan", "--model", "llama-7b", *argv)
-    assert error.rstrip().endswith("hint: leave out --closed-form-only")
 
 
 @pytest.mark.parametrize(
@@ -216,41 +170,10 @@ def test_rank_schedule_is_not_reversible() -> None:
         reversed(3 * F)
 
 
-@pytest.mark.parametrize("command", ["compare", "draw"])
-def test_all_wrong_names_are_reported(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    error = run_refused_command(capsys, command, "gpipe", "1f1b", "zb-h1", "mine.sched")
-    assert "there are no built-in schedules '1f1b', 'zb-h1'" in error
-    assert "hint: 1f1b: did you mean 'one_f_one_b'?; zb-h1: did you mean 'zb_h1'?" in error
-
-
-def test_setting_without_set_option_gets_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    error = run_refused_command(capsys, "train", "mine.toml", "train.steps=3")
-    assert "hint: --set train.steps=3" in error
-
-
 @pytest.mark.parametrize("text", ["0", "0,1", "0.3,0.4"])
 def test_selection_on_command_line_needs_no_quotes(text: str) -> None:
     settings = ["pipeline.ranks=2", f"memory.recompute={text}"]
     assert read_config("mine.toml", settings).memory.recompute == text
-
-
-def test_style_option_of_text_chart_gets_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    error = run_refused_command(capsys, "draw", "gpipe", "--time-range", "0:5")
-    assert "--time-range applies to Gantt charts, not to a text chart" in error
-    assert "hint: -o FILE.svg draws a Gantt chart" in error
-
-
-@pytest.mark.parametrize("limit", ["0", "-1"])
-def test_max_activations_of_zero_or_less_is_refused(
-    capsys: pytest.CaptureFixture[str], limit: str
-) -> None:
-    error = run_refused_command(capsys, "recommend", "--max-activations", limit)
-    assert f"--max-activations: must be more than 0, not '{limit}'" in error
-
-
-def test_placement_error_lists_stages_of_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
-    error = run_refused_command(capsys, "check", "zb_v", "--ranks", "2", "--placement", "loop")
-    assert "hint: in placement 'vee', rank 0 has the stages [0, 3]" in error
 
 
 @pytest.mark.parametrize(
@@ -266,24 +189,6 @@ def test_other_notation_of_instruction_gets_hint(notation: str) -> None:
     assert caught.value.hint == "did you mean 'F 0.0+'?"
 
 
-@pytest.mark.parametrize(
-    ("setting", "hint"),
-    [
-        ("train.resume=true", 'resume = "auto" or resume = "must" or resume = "no"'),
-        ("train.on_nonfinite=false", 'on_nonfinite = "stop" or on_nonfinite = "skip"'),
-        ("train.device=0", 'device = "cpu" or device = "cuda"'),
-        ("data.packing=true", 'packing = "concatenate" or packing = "best_fit"'),
-        ("memory.recompute_at=0", "recompute_at must be early or late"),
-        ("memory.optimizer_placement=true", "must be 'device', 'host', 'disk' or 'cpu_step'"),
-        ("train.checkpoint_dir=true", 'checkpoint_dir = "FOLDER", or leave it out'),
-    ],
-)
-def test_setting_that_is_not_a_string_gets_values(setting: str, hint: str) -> None:
-    with pytest.raises(UsageError, match="must be a string, not") as caught:
-        read_config("mine.toml", [setting])
-    assert hint in caught.value.hint
-
-
 def test_parameter_of_own_schedule_gets_hint_at_compile() -> None:
     def with_lead(rank: int, ranks: int, microbatches: int, lead: int = 2) -> object:
         return microbatches * F
@@ -291,43 +196,6 @@ def test_parameter_of_own_schedule_gets_hint_at_compile() -> None:
     with pytest.raises(UsageError, match="compile has no option 'lead'") as caught:
         compile(with_lead, ranks=2, microbatches=4, lead=3)  # type: ignore[arg-type, call-arg]
     assert caught.value.hint.endswith("compile(functools.partial(with_lead, lead=...))")
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("draw gpipe -o none/x.svg", "there is no folder none\n  hint: mkdir -p none"),
-        ("compile gpipe -o none/x.sched", "there is no folder none\n  hint: mkdir -p none"),
-        ("search gpipe --ranks 2", "hint: --initial-schedules gpipe also searches"),
-        ("search --time-limit 5m", "must be a number of seconds, such as 60, not '5m'"),
-        ("simulate gpipe --sizes saved=-1GB", "a number of bytes of at least 0, or one per stage"),
-        ("compile gpipe", "needs -o FILE.sched\n  hint: -o FILE.sched: write the program"),
-        ("compile", "needs SCHEDULE, -o FILE.sched\n  hint: see schedir compile --help"),
-        ("export zb_v -o x.csv", "needs --to FORMAT\n  hint: --to FORMAT: torch (compute only"),
-        ("check gpipe -O context_parallel=2", "hint: schedir options lists all options"),
-        ("check gpipe --tensor-parallel 2", "hint: did you mean -O tp=N?"),
-        ("simulate gpipe --costs forward=1,backward=2", "hint: did you mean 'F'?"),
-        ("simulate gpipe --costs F=1,p2p=0.1", "hint: did you mean 'send'?"),
-        ("simulate gpipe --costs F=1;B=2", "between two costs: F=1,B=2\n"),
-        ("simulate gpipe --costs F=1:B=2,W=1", "between two costs: F=1,B=2\n"),
-        ("check gpipe --sizes saved=1.5GB;grads=2GB", "two sizes: saved=1.5GB,grads=2GB\n"),
-        ("search --max-in-flight 4,4", "hint: --max-in-flight 4:4 has one number per rank"),
-        ("check gpipe --placement 0 1", "hint: if '1' belongs to a list, write the list with"),
-        ("plan --gpu-counts 8 16", "hint: if '16' belongs to a list, write the list with commas"),
-        ("plan --expert-parallel 4", "hint: did you mean --ep?"),
-        ("train mine.toml --set pipeline.tensor_parallel=2", "did you mean pipeline.tp?"),
-        ("train mine.toml --set output.dir=", "output.dir has no value after ="),
-        ("simulate gpipe --costs-from mine.timeline", 'hint: --costs "$(schedir calibrate RUN'),
-        (
-            "train mine.toml --set pipeline.schedule=mine.sched --set pipeline.ranks=4",
-            "mine.sched has ranks 2, not 4\n  hint: leave out ranks, or compile the schedule again",
-        ),
-    ],
-)
-def test_wrong_command_names_the_correction(
-    capsys: pytest.CaptureFixture[str], command: str, message: str
-) -> None:
-    assert message in run_refused_command(capsys, *command.split())
 
 
 def test_schedule_beside_configuration_gets_hint() -> None:
@@ -345,45 +213,6 @@ def test_note_on_warmup_longer_than_run() -> None:
     note = describe_short_warmup(TrainConfig(steps=2, lr=1.0, warmup=8))
     assert note.startswith("train.warmup is 8 steps, but the run has 2")
     assert "rises only to 0.25" in note
-
-
-@pytest.mark.parametrize(
-    ("words", "fact", "hint"),
-    [
-        ("simulate gpipe -ranks 4", "has no option -ranks", "did you mean --ranks?"),
-        ("simulate gpipe --costs F:1,B:2", "no cost 'F:1'", "write NAME=VALUE with commas"),
-        ("simulate gpipe --costs @costs.json", "no cost '{\"F\":1'", "write NAME=VALUE with"),
-        ("draw mine.timeline.gz", "is not a built-in schedule", "gunzip mine.timeline.gz"),
-        ("train cluster.toml", "line 1, column 1: no section 'nodes'", "give it to --cluster"),
-        ("check gpipe --config cluster.toml", "no section 'nodes'", "give it to --cluster"),
-        (
-            "plan --model cluster.toml --cluster a100 --gpus 8 --batch 8",
-            "a model has no field 'nodes'",
-            "the file is a cluster: give it to --cluster",
-        ),
-        (
-            "plan --model gpt-22b --cluster mine.toml --batch 8",
-            "a cluster has no field 'pipeline'",
-            "the file is a configuration: give it to schedir train",
-        ),
-        (
-            "check interleaved --ranks 2 --placement 0,1/2,3",
-            "puts stage 0 on rank 2",
-            "placement lists the rank of each stage",
-        ),
-        ("import one.csv -o x.sched", "no row has stage 0", "stages are numbered from 0"),
-        ("studio --export mine.toml", "mine.toml is a file, not a folder", ""),
-        ("studio --export mine.toml/x", "mine.toml is a file, not a folder", ""),
-    ],
-)
-def test_hint_of_command(
-    capsys: pytest.CaptureFixture[str], words: str, fact: str, hint: str
-) -> None:
-    Path("costs.json").write_text('{"F": 1, "B": 2}')
-    Path("cluster.toml").write_text("nodes = 2\ngpus_per_node = 8\n")
-    Path("one.csv").write_text("1F0,1B0\n2F0,2B0\n")
-    error = run_refused_command(capsys, *words.split())
-    assert fact in error and hint in error
 
 
 @pytest.mark.parametrize("name", ["output.dir", "output.trace", "train.checkpoint_dir"])

@@ -31,16 +31,6 @@ def test_run_is_checked_under_its_progress_model(
     run_command(capsys, "export", "x.timeline", "--to", "torch", "-o", "x.csv")
 
 
-def test_repeated_tied_weights_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for options in (
-        ("-O", "tied_weights", "-O", "tied_weights=0=1"),
-        ("-O", "tied_weights=0=1", "-O", "tied_weights"),
-    ):
-        assert "-O tied_weights is given twice" in run_refused_command(
-            capsys, "check", "one_f_one_b", *options
-        )
-
-
 def test_compare_divides_reduction_cost_among_stages(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -114,10 +104,3 @@ def test_unknown_compile_option_is_refused(option: str, hint: str) -> None:
     with pytest.raises(schedir.errors.UsageError) as error:
         schedir.compile(interleaved, PipelineShape(2, 2), **options)
     assert error.value.fields == (option,) and error.value.hint.startswith(hint)
-
-
-def test_draft_refuses_lowering_option(capsys: pytest.CaptureFixture[str]) -> None:
-    error = run_refused_command(
-        capsys, "print", "gpipe", "-O", "tp=2", "-O", "stage_segments=5", "--compute-only"
-    )
-    assert "-O stage_segments applies only to lowered programs" in error

@@ -65,50 +65,6 @@ def test_option_equals_compile_keyword(
         assert code == 0 and schedir.from_text(file.read_text()) == program
 
 
-def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ("check", "gpipe")
-    assert "did you mean -O zero?" in run_refused_command(capsys, *command, "-O", "zeros=1")
-    assert "-O zero needs a value\n  hint: -O zero=N" in run_refused_command(
-        capsys, *command, "-O", "zero"
-    )
-    assert "hint: options of a schedule are in brackets: 'interleaved(group=VALUE)'" in (
-        run_refused_command(capsys, *command, "-O", "group=4")
-    )
-    assert "hint: --memory-limit 40GB" in run_refused_command(
-        capsys, *command, "-O", "offload=fit", "--sizes", "saved=1GB"
-    )
-    assert "-O tp is given twice" in run_refused_command(
-        capsys, *command, "-O", "tp=2", "-O", "tp=4"
-    )
-    assert "hint: --ranks 4" in run_refused_command(capsys, *command, "-O", "ranks=4")
-    assert "hint: schedir options zero" in run_refused_command(capsys, *command, "-O", "zero=4")
-    assert "already give the shape" in run_refused_command(
-        capsys, "import", "x.csv", "-o", "x.sched", "-O", "optimizer_steps=2"
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "suggestion"),
-    [
-        ("zero3", "-O zero=3"),
-        ("tp2", "-O tp=2"),
-        ("zero:3", "-O zero=3"),
-        ("zero-3", "-O zero=3"),
-        ("recompute:all", "-O recompute=all"),
-        ("recomputeall", "-O recompute=all"),
-        ("ranks4", "--ranks 4"),
-        ("stage-segments:fgfg", "-O stage_segments=fgfg"),
-        ("ZeRO=3", "-O zero"),
-        ("zero9", "-O zero"),  # 9 is not a ZeRO level
-    ],
-)
-def test_option_without_equals_sign_or_in_capitals_has_suggestion(
-    text: str, suggestion: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = run_refused_command(capsys, "simulate", "gpipe", "-O", text)
-    assert f"hint: did you mean {suggestion}?" in message
-
-
 @pytest.mark.parametrize("name", PROGRAM_OPTIONS)
 def test_each_option_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert PROGRAM_OPTIONS[name].help
@@ -237,34 +193,6 @@ def test_config_errors_have_line(
     file.write_text(lines)
     message = run_refused_command(capsys, "check", "gpipe", "--config", str(file))
     assert all(fact in message for fact in parts), message
-
-
-@pytest.mark.parametrize(
-    ("arguments", "hint"),
-    [
-        ("draw gpipe zb_h1 --title A -o x.svg", "give --title 2 times"),
-        ("explain gpipe --memory-limit 40 GB", "write a number of bytes without a space: 40GB"),
-        ("explain gpipe run.toml", "--config run.toml"),
-        ("simulate gpipe --costs F=1 B=2", "write commas, not spaces, between the values of "
-         "--costs: ...,B=2"),
-        ("check --sizes activation=1MB saved=1GB gpipe", "write commas, not spaces, between the "
-         "values of --sizes: ...,saved=1GB"),
-        ("search --costs F=1 W=2", "write commas, not spaces, between the values of --costs"),
-        ("search --max-in-flight 4GB", "--memory-limit 4GB limits the bytes of a rank"),
-        ("compare gpipe,zb_h1", "write spaces, not commas: gpipe zb_h1"),
-        ("plan --model gpt-22b --cluster A100 --batch 64 --gpus 16", "did you mean 'a100'?"),
-        ("plan --model gpt-22b --cluster a100 --nodes 1 --batch 8 --schedules 1F1B",
-         "did you mean 'one_f_one_b'?"),
-        ("check gpipe --memory-limit 9GB", "--sizes activation=16MB,saved=1.2GB"),
-        ("check gpipe --eager-limit 512KB", "--sizes activation=16MB"),
-        ("check gpipe -O recompute=fit --sizes saved=1GB", "--memory-limit 40GB"),
-    ],
-)  # fmt: skip
-def test_hints_on_the_command_line(
-    arguments: str, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = run_refused_command(capsys, *arguments.split())
-    assert f"hint: {hint}" in message and "Sizes(" not in message
 
 
 @pytest.mark.parametrize(
@@ -400,21 +328,3 @@ def test_imported_names_are_not_listed_as_schedules(
     )
     error = run_refused_command(capsys, "check", f"{file}:nothing")
     assert "hint: the schedules are mine\n" in error + "\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "fact"),
-    [
-        ("check gpipe --progress-model nccl", "--progress-model must be one of per_edge"),
-        ("recommend --memory-limit 40GB", "--memory-limit needs sizes"),
-        ("search --memory-limit 40GB", "--memory-limit needs sizes"),
-        (
-            "recommend --memory-limit 40GB --sizes saved=1.2,params=2",
-            "--sizes params=2 is 2 B, and --memory-limit is 40 GB",
-        ),
-    ],
-)
-def test_errors_name_the_option(
-    arguments: str, fact: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert f"UsageError: {fact}" in run_refused_command(capsys, *arguments.split())

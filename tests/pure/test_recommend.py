@@ -251,12 +251,6 @@ def test_equal_schedule_names_are_distinguished(
         assert f"{file}:gpipe" in names and "gpipe" in names
 
 
-def test_wrong_options_give_one_error(capsys: pytest.CaptureFixture[str]) -> None:
-    run_refused_command(capsys, "recommend", "--ranks=2", "--costs=F=1,send=1:2:3:4:5")
-    run_refused_command(capsys, "recommend", "--ranks=2", "--progress-model=none")
-    run_refused_command(capsys, "recommend", "--max-activations=few")
-
-
 def test_stage_costs_are_spread_over_stages(capsys: pytest.CaptureFixture[str]) -> None:
     """Costs of four stages are spread over the 8 or 16 stages of other schedules."""
     shape = ("--ranks=4", "--microbatches=4", "--progress-model=per_edge")

@@ -1,16 +1,27 @@
-"""Tests of bad input to the command line: exit code 2, and one message that names the error."""
+"""Tests of bad input to the command line: exit code 2, and one message that names the error.
+
+`golden/refused_commands.txt` contains commands, each with its message. To add a command, add the
+line `$ schedir ...`, and run this file with UPDATE_GOLDEN=1.
+"""
 
 import os
+import re
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
+from schedir import save_timeline
 from schedir.compiler.compile import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.text_format import to_text
-from schedir.schedules import one_f_one_b
+from schedir.predict.simulate import simulate
+from schedir.schedules import gpipe, one_f_one_b
+from schedir.schedules.schedule_expansion import expand_schedule
 from tests.commands import run_refused_command
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "refused_commands.txt"
 SCHEDULES_SOURCE = """
 from schedir import B, F
 from schedir.schedules.schedule_algebra import with_weight_delay
@@ -52,38 +63,71 @@ def odd(rank, ranks, microbatches):
 """
 
 
+HEADER = "schedir 1\nprogram p\nranks 1 microbatches"
+MARKED_SCHEDULE = """\
+from schedir.schedules.schedule_algebra import {mark}
+
+@{mark}
+def f(r, P, m):
+    pass
+"""
+MEGATRON = """\
+torchrun pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+"""
+FILES = {
+    "mine.py": SCHEDULES_SOURCE,
+    "syntax.py": "def f(:\n",
+    "raises.py": "\n1 / 0\n",
+    "exits.py": "raise SystemExit(3)\n",
+    "quits.py": "raise GeneratorExit\n",
+    "delayed.py": MARKED_SCHEDULE.format(mark="with_weight_delay"),
+    "placed.py": MARKED_SCHEDULE.format(mark="with_placement"),
+    "typo.sched": f"{HEADER} 1\nrank 0\n  G 0.0\n",
+    "zero.sched": f"{HEADER} 0\nrank 0\n",
+    "half.sched": f"{HEADER} 2\nrank 0\n  F 0.0; F 0.1; B 0.0\n",
+    "twice.sched": f"{HEADER} 2\nrank 0\n  2x F 0.0+; B 0.0+\n",
+    "starred.sched": f"{HEADER} 2\nrank 0\n  2 * F 0.0+\n",
+    "empty.sched": "",
+    "c.toml": "[pipeline]\nranks = \N{ARABIC-INDIC DIGIT TWO}\n",
+    "d.toml": "[pipeline]\nmicrobatches = 4\n",
+    "empty.toml": "",
+    "mine.toml": "[pipeline]\nranks = 2\n",
+    "cluster.toml": "nodes = 2\ngpus_per_node = 8\n",
+    "costs.json": '{"F": 1, "B": 2}',
+    "meg.sh": MEGATRON,
+    "one.csv": "1F0,1B0\n2F0,2B0\n",
+    "good.csv": "0F0,0B0\n1F0,1B0\n",
+    "sends.csv": "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
+    "bad.csv": "0F0,0B0\n1F0,1B\n",
+    "half.csv": "0F0,0B0\n1F0\n",
+    "stuck.csv": "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n",
+}
+
+
 @pytest.fixture(scope="module")
-def program_text() -> str:
-    return to_text(compile(one_f_one_b, PipelineShape(4, 8), tp=2, clip_grad_norm=True))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with good and bad files."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    small = compile(one_f_one_b, PipelineShape(2, 2))
+    (folder / "mine.sched").write_text(to_text(small))
+    save_timeline(simulate(small), folder / "mine.timeline")
+    large = compile(one_f_one_b, PipelineShape(4, 8), tp=2, clip_grad_norm=True)
+    for name in ("f.sched", "program.txt"):
+        (folder / name).write_text(to_text(large))
+    draft = expand_schedule(gpipe, PipelineShape(2, 2))
+    (folder / "d.sched").write_text(to_text(draft))
+    (folder / "folder.sched").mkdir()
+    (folder / "binary.sched").write_bytes(b"\xff\xfe\x00")
+    (folder / "zip.csv").write_bytes(b"PK\x03\x04\xff")
+    return folder
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program_text: str) -> None:
-    """Start every test in its own folder, with good and bad files in it."""
-    monkeypatch.chdir(tmp_path)
-    Path("f.sched").write_text(program_text)
-    Path("mine.py").write_text(SCHEDULES_SOURCE)
-    Path("folder.sched").mkdir()
-    Path("binary.sched").write_bytes(b"\xff\xfe\x00")
-    header = "schedir 1\nprogram p\nranks 1 microbatches"
-    Path("typo.sched").write_text(f"{header} 1\nrank 0\n  G 0.0\n")
-    Path("zero.sched").write_text(f"{header} 0\nrank 0\n")
-    Path("half.sched").write_text(f"{header} 2\nrank 0\n  F 0.0; F 0.1; B 0.0\n")
-    Path("twice.sched").write_text(f"{header} 2\nrank 0\n  2x F 0.0+; B 0.0+\n")
-    Path("starred.sched").write_text(f"{header} 2\nrank 0\n  2 * F 0.0+\n")
-    Path("program.txt").write_text(program_text)
-    Path("empty.sched").write_text("")
-    Path("syntax.py").write_text("def f(:\n")
-    Path("raises.py").write_text("\n1 / 0\n")
-    Path("exits.py").write_text("raise SystemExit(3)\n")
-    Path("quits.py").write_text("raise GeneratorExit\n")
-    for file, mark in (("delayed", "with_weight_delay"), ("placed", "with_placement")):
-        Path(f"{file}.py").write_text(
-            f"from schedir.schedules.schedule_algebra import {mark}\n"
-            f"@{mark}\ndef f(r, P, m): pass\n"
-        )
-    Path("c.toml").write_text("[pipeline]\nranks = ٢\n")
-    Path("d.toml").write_text("[pipeline]\nmicrobatches = 4\n")
+def _enter_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.chdir(folder)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "x", "1.5", "", "1000000000", "9" * 5000])
@@ -95,131 +139,21 @@ def test_wrong_counts_are_refused(
     assert option.strip("-").replace("-", "_") in err.replace("-", "_")
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("shwo gpipe", "'shwo'"),
-        ("print", "SCHEDULE"),
-        ("print gpipe --rank 4", "--rank"),
-        ("print gpip", "'gpipe'"),
-        ("print zzz", "one_f_one_b"),
-        ("print 1F1B", "'one_f_one_b'"),
-        ("print GPipe", "'gpipe'"),
-        ("print dualpipe-v", "'dualpipe_v'"),
-        ("print _groups", "'_groups'"),
-        ("print mine.py", "mine.py:NAME"),
-        ("print mine.py:in_pair", "'in_pairs'"),
-        ("print mine.py:ANSWER", "'ANSWER'"),
-        ("print mine.py:", "in_pairs"),
-        ("print missing.py:f", "missing.py"),
-        ("print missing.sched", "missing.sched"),
-        ("print x.csv", "import x.csv"),
-        ("print folder.sched", "folder.sched"),
-        ("print binary.sched", "byte 0"),
-        ("print typo.sched", "line 5, column 3"),
-        ("print typo.sched", "in typo.sched"),
-        ("print empty.sched", "in empty.sched"),
-        ("print zero.sched", "in zero.sched"),
-        ("print syntax.py:f", "syntax.py, line 1"),
-        ("print raises.py:f", "raises.py:2: 1 / 0"),
-        ("print exits.py:f", "SystemExit"),
-        ("print mine.py:broken", "return microbatches * F / rank"),
-        ("print mine.py:silent", "rank 0"),
-        ("print mine.py:greedy", "F[1]"),
-        ("print mine.py:half --ranks 1", "half"),
-        ("print mine.py:stuck --ranks 2 --microbatches 2", "DeadlockError"),
-        ("print gpipe -o x.txt", "x.txt"),
-        ("print gpipe -o no/such/x.sched", "no/such/x.sched"),
-        ("print gpipe -o folder.sched", "folder.sched"),
-        ("draw gpipe --idle-map", "-o"),
-        ("draw gpipe -o x.gif", "x.gif"),
-        ("draw gpipe -o no/such/x.png", "no/such/x.png"),
-        ("compare gpipe -o x", "must end in .png or .svg or .pdf, not 'x'"),
-        ("compare", "SCHEDULE"),
-        ("print gpipe -O tp=0", "-O tp"),
-        ("print gpipe -O dp=-3", "-O dp"),
-        ("print gpipe -O tp=99999999999", "-O tp"),
-        ("print gpipe --placement ring", "'ring'"),
-        ("print gpipe --placement 0,1,x", "'0,1,x'"),
-        ("print gpipe --placement 0,9", "rank 9"),
-        ("print gpipe --progress-model tcp", "'tcp'"),
-        ("print f.sched --progress-model tcp", "'tcp'"),
-        ("print gpipe --compute-only --progress-model tcp", "'tcp'"),
-        ("print mine.py:x.sched", "'x.sched'"),
-        ("check f.sched --progress-model tcp", "'tcp'"),
-        ("print gpipe --costs Q=1", "'Q'"),
-        ("print gpipe --costs sned=1", "'send'"),
-        ("print gpipe --costs F", "F must be"),
-        ("print gpipe --costs F=", "F must be"),
-        ("print gpipe --costs F=a", "'a'"),
-        ("print gpipe --costs F=1,F=2", "F is given twice"),
-        ("print gpipe --costs F=-1", "F"),
-        ("print gpipe --costs F=nan", "F"),
-        ("print gpipe --costs F=1:2", "4 stages"),
-        ("print f.sched --ranks 8", "f.sched has ranks 4, not 8"),
-        ("check f.sched --ranks 8", "leave out --ranks, or compile the schedule again"),
-        ("check f.sched --microbatches 9", "microbatches 8"),
-        ("simulate f.sched --stages-per-rank 2", "--stages-per-rank"),
-        ("draw f.sched --placement vee -o x.png", "placement loop"),
-        ("check f.sched -O tp=4", "tp 2"),
-        ("check f.sched -O tied_weights", "tied_weights no"),
-        ("compare f.sched --ranks 8", "ranks 4"),
-        ("print f.sched --compute-only", "--compute-only"),
-        ("simulate half.sched", "CompletenessError"),
-        # Digits of other scripts, and Python's own notations of numbers.
-        ("print gpipe --ranks ٢", "--ranks: '٢' is not an integer in the digits"),
-        ("print gpipe --microbatches 1_6", "--microbatches"),
-        ("print gpipe -O tp=٢", "-O tp"),
-        ("print gpipe --placement ٢,٣ --ranks 2", "'٢,٣'"),
-        ("print gpipe --costs F=٣", "'٣'"),
-        ("print gpipe --costs F=1_0", "'1_0'"),
-        ("print gpipe --sizes saved=٣GB", "'٣GB'"),
-        ("print gpipe --sizes saved=1 --memory-limit ٣GB", "'٣GB'"),
-        ("draw gpipe -o x.png --width ٣", "'٣'"),
-        ("train c.toml", "c.toml, line 2, column 9"),
-        ("train d.toml --set pipeline.ranks=٢", "pipeline.ranks must be an integer"),
-        # Arguments in brackets, and code above a schedule.
-        ("print mine.py:named(file=x)", """"mine.py:named(file='x')\""""),
-        ("print mine.py:named(file=a.txt)", """file='a.txt'"""),
-        ("print mine.py:named(file=a/b)", "is not a value"),
-        ("print mine.py:named(file=/a)", "put text in quotes"),
-        ("print mine.py:named(file={[]:1})", "is not a value"),
-        ("print delayed.py:f", "@with_weight_delay takes an integer"),
-        ("print placed.py:f", "@with_placement takes a placement"),
-        ("print quits.py:f", "quits.py:1: raise GeneratorExit"),
-        ("print mine.py:staggered -O optimizer_steps=2", "2 numbers for 4 stages"),
-        ("print mine.py:odd", "raise Odd('bad')"),
-        # Wrong separators and brackets, and options of other trainers.
-        ("check interleaved[group=4]", "in round brackets: 'interleaved(group=4)'"),
-        ("check gpipe --sizes saved=1.2 GB", "a number of bytes without a space: 40GB"),
-        ("simulate gpipe --memory-limit 40 GiB", "a number of bytes without a space: 40GiB"),
-        ("draw gpipe -o x.svg --show lanes;path", "not 'lanes;path'\n  hint: such as lanes,arrows"),
-        ("plan --schedules gpipe;zb_h1", "names with commas between them, not 'gpipe;zb_h1'"),
-        (
-            "plan --tp 4:8",
-            "must be an integer, or integers with commas between them like 4,8",
-        ),
-        ("check twice.sched", "hint: did you mean '2 x  F 0.0+'?"),
-        ("check starred.sched", "hint: did you mean '2 x  F 0.0+'?"),
-        ("check program.txt", "the name of a program must end in .sched, and that of a run in"),
-        (
-            "train f.sched",
-            "f.sched is not a configuration, which is a TOML file\n  hint: the setting",
-        ),
-        ("train mine.py", "hint: the setting pipeline.schedule"),
-        ("check gpipe --config f.sched", "f.sched is not a configuration, which is a TOML file"),
-        ("train d.toml --train.lr 3e-4", "--set train.lr=VALUE, or lr in [train] of the file"),
-        ("train d.toml --data.seed 1", "--set data.seed=VALUE, or seed in [data] of the file"),
-        ("train d.toml --training.steps 9", "--set train.steps=VALUE, or steps in [train]"),
-        ("train d.toml --kv-heads 4", "--set model.kv_heads=VALUE, or kv_heads in [model]"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    capsys: pytest.CaptureFixture[str], argv: str, message: str
-) -> None:
-    before = {path.name for path in Path().iterdir()}
-    assert message in run_refused_command(capsys, *argv.split())
-    assert {path.name for path in Path().iterdir()} - {"__pycache__"} == before
+def test_golden_commands_are_refused_with_message(capsys: pytest.CaptureFixture[str]) -> None:
+    """No file changes, and no file is new."""
+    before = read_change_times()
+    cases = []
+    for line in re.findall(r"^\$ schedir (.*)$", GOLDEN.read_text(), re.M):
+        error = run_refused_command(capsys, *shlex.split(line))
+        cases.append(f"$ schedir {line}\n{re.sub('0x[0-9a-f]+', '0x...', error)}")
+        assert read_change_times() == before, line
+    if "UPDATE_GOLDEN" in os.environ:
+        GOLDEN.write_text("\n".join(cases))
+    assert "\n".join(cases) == GOLDEN.read_text()
+
+
+def read_change_times() -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in Path().iterdir()}
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")

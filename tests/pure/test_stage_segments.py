@@ -381,23 +381,6 @@ def test_wrong_segments_are_refused() -> None:
         refused(lambda s=shares: split_costs(FULL_COSTS, 3, shape, s), UsageError, message)
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("fill_collective_waits", "must be W, F or all"),
-        ("segment_boundaries", "must have a letter for each boundary"),
-        ("stage_segments", "must be a number of segments"),
-    ],
-)
-def test_wrong_segment_option_is_refused(
-    option: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    error = commands.run_refused_command(
-        capsys, "check", "gpipe", "-O", "tp=2", "-O", f"{option}=X"
-    )
-    assert f"-O {option}: {message}" in error and "not 'X'" in error
-
-
 def edited(program: Program, old: str, new: str) -> Program:
     text = to_text(program, folded=False)
     assert text.count(old) == 1

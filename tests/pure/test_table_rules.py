@@ -39,11 +39,14 @@ def change_instruction_row(op: Opcode, **changes: Any) -> list[Row]:
     ]
 
 
-def change_value_row(token: Value, **changes: Any) -> list[ValueRow]:
-    return [
-        value_row._replace(**changes) if value_row.value is token else value_row
-        for value_row in VALUES
-    ]
+def make_instruction_case(op: Opcode, message: str = "", **changes: Any) -> tuple[str, list[Row]]:
+    """Return the message that refuses a changed row, by default its name, and the table."""
+    return message or op.name, change_instruction_row(op, **changes)
+
+
+def make_value_case(value: Value, message: str = "", **changes: Any) -> tuple[str, list[ValueRow]]:
+    rows = [row._replace(**changes) if row.value is value else row for row in VALUES]
+    return message or value.name, rows
 
 
 def test_tables_follow_rules() -> None:
@@ -54,142 +57,115 @@ def test_tables_follow_rules() -> None:
     ("message", "rows"),
     [
         # A message without a microbatch, or whose other side belongs to another message.
-        ("SendAct", change_instruction_row(O.SendAct, scope=Scope.OCCURRENCE)),
-        ("SendAct", change_instruction_row(O.SendAct, partner=O.RecvGrad)),
-        ("SendAct", change_instruction_row(O.RecvAct, peer=PeerRule.NEXT)),
-        ("SendAct", change_instruction_row(O.SendAct, peer=None)),
-        ("SendAct", change_instruction_row(O.SendAct, lane=Lane.DP)),
-        ("SendAct", change_instruction_row(O.SendAct, needs=(T.ACT_OUT, T.SAVED))),
+        make_instruction_case(O.SendAct, scope=Scope.OCCURRENCE),
+        make_instruction_case(O.SendAct, partner=O.RecvGrad),
+        make_instruction_case(O.RecvAct, "SendAct", peer=PeerRule.NEXT),
+        make_instruction_case(O.SendAct, peer=None),
+        make_instruction_case(O.SendAct, lane=Lane.DP),
+        make_instruction_case(O.SendAct, needs=(T.ACT_OUT, T.SAVED)),
         # A collective between stages of one rank, or without members.
-        (
-            "ReduceGrads",
-            change_instruction_row(O.ReduceGrads, partner=O.ReduceGrads, group="model"),
-        ),
-        ("ReduceNorm", change_instruction_row(O.ReduceNorm, group="")),
-        ("ReduceNorm", change_instruction_row(O.ReduceNorm, scope=Scope.OCCURRENCE)),
-        ("ReduceNorm", change_instruction_row(O.ReduceNorm, partner=None)),
-        ("ReduceNorm", change_instruction_row(O.ReduceNorm, partner=O.ReduceTied)),
+        make_instruction_case(O.ReduceGrads, partner=O.ReduceGrads, group="model"),
+        make_instruction_case(O.ReduceNorm, group=""),
+        make_instruction_case(O.ReduceNorm, scope=Scope.OCCURRENCE),
+        make_instruction_case(O.ReduceNorm, partner=None),
+        make_instruction_case(O.ReduceNorm, partner=O.ReduceTied),
         # Values whose address differs from that of the instruction that needs them.
-        ("OptimizerStep", change_instruction_row(O.OptimizerStep, needs=(T.SAVED,))),
-        ("Forward", change_instruction_row(O.Forward, scope=Scope.STAGE)),
-        (
-            "OptimizerStep",
-            change_instruction_row(O.OptimizerStep, needs=(T.GRAD, T.UNSHARDED_PARAMS)),
-        ),
-        ("OptimizerStep", change_instruction_row(O.OptimizerStep, needs=(T.GRAD, T.WGRAD_BUFFER))),
-        ("Backward", change_instruction_row(O.Backward, gives=(T.GRAD_OUT, T.WGRAD, T.PARAMS))),
+        make_instruction_case(O.OptimizerStep, needs=(T.SAVED,)),
+        make_instruction_case(O.Forward, scope=Scope.STAGE),
+        make_instruction_case(O.OptimizerStep, needs=(T.GRAD, T.UNSHARDED_PARAMS)),
+        make_instruction_case(O.OptimizerStep, needs=(T.GRAD, T.WGRAD_BUFFER)),
+        make_instruction_case(O.Backward, gives=(T.GRAD_OUT, T.WGRAD, T.PARAMS)),
         # Changes that would not be counted, or only in part.
-        (
-            "TPGatherAct",
-            change_instruction_row(O.TPGatherAct, changes=(Change(T.SAVED, "device", "host"),)),
-        ),
-        (
-            "Backward",
-            change_instruction_row(O.Backward, changes=(Change(T.SAVED, "device", "host"),)),
-        ),
-        (
-            "TPGatherAct",
-            change_instruction_row(O.TPGatherAct, changes=(Change(T.ACT_IN, "device", "saved"),)),
-        ),
-        (
-            "TPGatherAct",
-            change_instruction_row(
-                O.TPGatherAct, changes=(Change(T.ACT_IN, "activation", "saved"),)
-            ),
-        ),
-        (
-            "TPGatherAct",
-            change_instruction_row(
-                O.TPGatherAct, changes=(Change(T.ACT_IN, "device", "host"),) * 2
-            ),
-        ),
-        (
-            "ReduceReplicatedStages",
-            change_instruction_row(
-                O.ReduceReplicatedStages, changes=(Change(T.GRAD, "device", "host"),)
-            ),
+        make_instruction_case(O.TPGatherAct, changes=(Change(T.SAVED, "device", "host"),)),
+        make_instruction_case(O.Backward, changes=(Change(T.SAVED, "device", "host"),)),
+        make_instruction_case(O.TPGatherAct, changes=(Change(T.ACT_IN, "device", "saved"),)),
+        make_instruction_case(O.TPGatherAct, changes=(Change(T.ACT_IN, "activation", "saved"),)),
+        make_instruction_case(O.TPGatherAct, changes=(Change(T.ACT_IN, "device", "host"),) * 2),
+        make_instruction_case(
+            O.ReduceReplicatedStages, changes=(Change(T.GRAD, "device", "host"),)
         ),
         # A message to another stage than its value.
-        ("SendSkip", change_instruction_row(O.SendSkip, needs=(T.ACT_OUT,))),
+        make_instruction_case(O.SendSkip, needs=(T.ACT_OUT,)),
         # Messages and forms that a cluster would price as free, or like an activation.
-        ("SendSkip: a cluster has no price", change_instruction_row(O.SendSkip, cost="send_skip")),
-        (
+        make_instruction_case(O.SendSkip, "SendSkip: a cluster has no price", cost="send_skip"),
+        make_instruction_case(
+            O.TPScatterAct,
             "SKIP_OUT crosses along a skip",
-            change_instruction_row(
-                O.TPScatterAct, needs=(T.SKIP_OUT,), gives=(T.SKIP_OUT,), cost="", traffic=None
-            ),
+            needs=(T.SKIP_OUT,),
+            gives=(T.SKIP_OUT,),
+            cost="",
+            traffic=None,
         ),
         # A form without a second row, a form changed twice, and a form of a value that never moves.
-        ("TPGatherAct", change_instruction_row(O.TPScatterAct, form=None, cost="", traffic=None)),
-        ("TPScatterAct", change_instruction_row(O.TPGatherAct, form=None)),
-        (
-            "TPGatherAct: ACT_IN has several",
-            change_instruction_row(O.TPReduceAct, form=Form.TP_SHARD),
-        ),
-        ("Offload", change_instruction_row(O.Offload, form=Form.TP_SHARD)),
+        make_instruction_case(O.TPScatterAct, "TPGatherAct", form=None, cost="", traffic=None),
+        make_instruction_case(O.TPGatherAct, "TPScatterAct", form=None),
+        make_instruction_case(O.TPReduceAct, "TPGatherAct: ACT_IN has several", form=Form.TP_SHARD),
+        make_instruction_case(O.Offload, form=Form.TP_SHARD),
         # A row that reads a value, without an order before the row that frees it.
-        ("TPReduceAct: it reads ACT_IN", change_instruction_row(O.TPReduceAct, gives=())),
+        make_instruction_case(O.TPReduceAct, "TPReduceAct: it reads ACT_IN", gives=()),
         # Collectives of another group between segments, and a reduction that computes.
-        ("ReduceGrads", change_instruction_row(O.ReduceGrads, between_segments="always")),
-        ("ReduceGrads", change_instruction_row(O.ReduceGrads, is_compute=True)),
-        (
-            "Snapshot",
-            change_instruction_row(
-                O.Snapshot, traffic=Traffic("host", ("params",), program_attribute="snapshot")
-            ),
+        make_instruction_case(O.ReduceGrads, between_segments="always"),
+        make_instruction_case(O.ReduceGrads, is_compute=True),
+        make_instruction_case(
+            O.Snapshot, traffic=Traffic("host", ("params",), program_attribute="snapshot")
         ),
-        ("Snapshot", change_instruction_row(O.Snapshot, traffic=Traffic("host"))),
+        make_instruction_case(O.Snapshot, traffic=Traffic("host")),
         # Prices that a cluster would compute from wrong bytes, or not at all.
-        (
+        make_instruction_case(
+            O.Recompute,
             "Recompute: only one of ring, traffic and peer",
-            change_instruction_row(
-                O.Recompute, ring=CollectiveRing("tp", "saved"), traffic=Traffic("hbm", ("saved",))
-            ),
+            ring=CollectiveRing("tp", "saved"),
+            traffic=Traffic("hbm", ("saved",)),
         ),
-        (
+        make_instruction_case(
+            O.ReloadState,
             "ReloadState: it has the cost 'offload_state'",
-            change_instruction_row(
-                O.ReloadState, cost="offload_state", traffic=Traffic("disk", ("optimizer",))
-            ),
+            cost="offload_state",
+            traffic=Traffic("disk", ("optimizer",)),
         ),
-        ("Forward: it has the cost 'step'", change_instruction_row(O.Forward, cost="step")),
-        ("Offload: its cost must be a word", change_instruction_row(O.Offload, cost="class")),
-        (
+        make_instruction_case(O.Forward, "Forward: it has the cost 'step'", cost="step"),
+        make_instruction_case(O.Offload, "Offload: its cost must be a word", cost="class"),
+        make_instruction_case(
+            O.Recompute,
             "Recompute: no value has the size 'save'",
-            change_instruction_row(O.Recompute, traffic=Traffic("hbm", ("save",))),
+            traffic=Traffic("hbm", ("save",)),
         ),
-        (
+        make_instruction_case(
+            O.Recompute,
             "Recompute: it moves bytes of the size 'skip'",
-            change_instruction_row(O.Recompute, traffic=Traffic("hbm", ("skip",))),
+            traffic=Traffic("hbm", ("skip",)),
         ),
-        (
+        make_instruction_case(
+            O.Recompute,
             "Recompute: its traffic uses an unknown link",
-            change_instruction_row(O.Recompute, traffic=Traffic(cast(Any, "pcie"), ("saved",))),
+            traffic=Traffic(cast(Any, "pcie"), ("saved",)),
         ),
-        (
+        make_instruction_case(
+            O.OptimizerStep,
             "OptimizerStep: a cluster has no price for the traffic of a rank",
-            change_instruction_row(O.OptimizerStep, traffic=Traffic("hbm", ("params",))),
+            traffic=Traffic("hbm", ("params",)),
         ),
-        (
+        make_instruction_case(
+            O.ReduceTied,
             "ReduceTied: its ring has unknown members",
-            change_instruction_row(O.ReduceTied, ring=CollectiveRing(cast(Any, "cp"), "grads")),
+            ring=CollectiveRing(cast(Any, "cp"), "grads"),
         ),
-        (
+        make_instruction_case(
+            O.ReduceTied,
             "ReduceTied: a cluster has no price for a collective of the expert",
-            change_instruction_row(O.ReduceTied, ring=CollectiveRing("ep", "grads")),
+            ring=CollectiveRing("ep", "grads"),
         ),
-        (
-            "ReduceTied: a ring without a size",
-            change_instruction_row(O.ReduceTied, ring=CollectiveRing("dp")),
+        make_instruction_case(
+            O.ReduceTied, "ReduceTied: a ring without a size", ring=CollectiveRing("dp")
         ),
         # Values that two instructions would free, or that none would.
-        ("SAVED: Offload frees it, and other", change_instruction_row(O.Offload, frees=(T.SAVED,))),
-        ("SKIP_OUT: no instruction frees it", change_instruction_row(O.SendSkip, frees=())),
+        make_instruction_case(O.Offload, "SAVED: Offload frees it, and other", frees=(T.SAVED,)),
+        make_instruction_case(O.SendSkip, "SKIP_OUT: no instruction frees it", frees=()),
         # Other rows.
-        ("BackwardWeight", change_instruction_row(O.BackwardWeight, needs=())),
-        ("Backward", change_instruction_row(O.Backward, text="F")),
-        ("Backward", change_instruction_row(O.Backward, text="b 1")),
-        ("TPGatherAct", change_instruction_row(O.TPGatherAct, host_sync="always")),
+        make_instruction_case(O.BackwardWeight, needs=()),
+        make_instruction_case(O.Backward, text="F"),
+        make_instruction_case(O.Backward, text="b 1"),
+        make_instruction_case(O.TPGatherAct, host_sync="always"),
         ("Backward", [INSTRUCTIONS[0], INSTRUCTIONS[2], INSTRUCTIONS[1], *INSTRUCTIONS[3:]]),
         ([*O][-1].name, [*INSTRUCTIONS[:-1]]),
     ],
@@ -202,36 +178,26 @@ def test_inconsistent_instruction_row_is_refused(message: str, rows: list[Row]) 
 @pytest.mark.parametrize(
     ("message", "tokens"),
     [
-        ("SendAct: the cost 'send' is that of", change_value_row(T.ACT_OUT, size="saved")),
-        ("ACT_IN: a value that is received needs", change_value_row(T.ACT_IN, local_source=None)),
-        ("GRAD", change_value_row(T.GRAD, size="gradients")),
-        ("NORM", change_value_row(T.NORM, size="norm")),
-        ("NORM", change_value_row(T.NORM, producer_rule=ProducerRule.LATEST, size="norm")),
-        ("SAVED", change_value_row(T.SAVED, local_source=T.ACT_OUT)),
-        ("SKIP_OUT", change_value_row(T.SKIP_OUT, size="")),
-        (
-            "DEFERRED_WGRAD",
-            change_value_row(T.DEFERRED_WGRAD, converted_from=(T.ACT_OUT, "saved_and_deferred")),
+        make_value_case(T.ACT_OUT, "SendAct: the cost 'send' is that of", size="saved"),
+        make_value_case(T.ACT_IN, "ACT_IN: a value that is received needs", local_source=None),
+        make_value_case(T.GRAD, size="gradients"),
+        make_value_case(T.NORM, size="norm"),
+        make_value_case(T.NORM, producer_rule=ProducerRule.LATEST, size="norm"),
+        make_value_case(T.SAVED, local_source=T.ACT_OUT),
+        make_value_case(T.SKIP_OUT, size=""),
+        make_value_case(T.DEFERRED_WGRAD, converted_from=(T.ACT_OUT, "saved_and_deferred")),
+        make_value_case(T.WGRAD, scope=Scope.OCCURRENCE, producer_rule=ProducerRule.LATEST),
+        make_value_case(T.WGRAD_BUFFER, scope=Scope.OCCURRENCE),
+        make_value_case(T.WGRAD_BUFFER, scope=Scope.MICROBATCH),
+        make_value_case(T.WGRAD_BUFFER, size="params"),
+        make_value_case(T.WGRAD_BUFFER, program_attribute="room"),
+        make_value_case(T.WGRAD_BUFFER, program_attribute="plan"),
+        make_value_case(T.SHARDED_PARAMS, producer_rule=ProducerRule.LATEST_OR_START),
+        make_value_case(
+            T.WGRAD, "WGRAD: it exists at the start", producer_rule=ProducerRule.LATEST_OR_START
         ),
-        (
-            "WGRAD",
-            change_value_row(T.WGRAD, scope=Scope.OCCURRENCE, producer_rule=ProducerRule.LATEST),
-        ),
-        ("WGRAD_BUFFER", change_value_row(T.WGRAD_BUFFER, scope=Scope.OCCURRENCE)),
-        ("WGRAD_BUFFER", change_value_row(T.WGRAD_BUFFER, scope=Scope.MICROBATCH)),
-        ("WGRAD_BUFFER", change_value_row(T.WGRAD_BUFFER, size="params")),
-        ("WGRAD_BUFFER", change_value_row(T.WGRAD_BUFFER, program_attribute="room")),
-        ("WGRAD_BUFFER", change_value_row(T.WGRAD_BUFFER, program_attribute="plan")),
-        (
-            "SHARDED_PARAMS",
-            change_value_row(T.SHARDED_PARAMS, producer_rule=ProducerRule.LATEST_OR_START),
-        ),
-        (
-            "WGRAD: it exists at the start",
-            change_value_row(T.WGRAD, producer_rule=ProducerRule.LATEST_OR_START),
-        ),
-        ("GRAD", change_value_row(T.GRAD, producer_rule=ProducerRule.ONCE)),
-        ("GRAD", change_value_row(T.GRAD, producer_rule=ProducerRule.LATEST)),
+        make_value_case(T.GRAD, producer_rule=ProducerRule.ONCE),
+        make_value_case(T.GRAD, producer_rule=ProducerRule.LATEST),
         ([*T][-1].name, [*VALUES[:-1]]),
     ],
 )

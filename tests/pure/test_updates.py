@@ -288,23 +288,6 @@ def test_optimizer_steps_on_command_line(capsys: pytest.CaptureFixture[str]) -> 
         assert from_text(capsys.readouterr().out).shape.weight_delay == means
 
 
-@pytest.mark.parametrize("wrong", ["x", "", "-1", "1,", "1.5", "1,1,1", "\u0661"])
-def test_invalid_weight_delay_option_is_refused(
-    capsys: pytest.CaptureFixture[str], wrong: str
-) -> None:
-    shape = [
-        "--ranks",
-        "2",
-        "--microbatches",
-        "6",
-        "-O",
-        "optimizer_steps=3",
-        "-O",
-        f"weight_delay={wrong}",
-    ]
-    assert "delay" in run_refused_command(capsys, "check", "one_f_one_b", *shape)
-
-
 def test_weight_delay_option_must_match_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
