@@ -8,18 +8,18 @@ from tests.lines_of_code import PRODUCT, lines_by_folder
 from tests.pure.test_layout import ROOT
 
 BUDGET = {
-    "docs": 1_450,
+    "docs": 1_430,
     "kernels": 480,
     "schedir": 1_180,
     "schedir/analysis": 1_990,
     "schedir/checkpoints": 2_150,
-    "schedir/commands": 5_810,
+    "schedir/commands": 5_800,
     "schedir/compiler": 550,
     "schedir/data": 470,
     "schedir/hang_diagnosis": 2_220,
     "schedir/instrumentation": 560,
     "schedir/io": 2_090,
-    "schedir/ir": 4_900,
+    "schedir/ir": 4_890,
     "schedir/megatron": 1_180,
     "schedir/models": 1_240,
     "schedir/passes": 2_800,
