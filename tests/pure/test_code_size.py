@@ -24,7 +24,7 @@ BUDGET = {
     "schedir/models": 1_240,
     "schedir/passes": 2_800,
     "schedir/planner": 5_030,
-    "schedir/predict": 1_580,
+    "schedir/predict": 1_590,
     "schedir/runtime": 10_210,
     "schedir/schedule_search": 2_980,
     "schedir/schedules": 850,
