@@ -202,6 +202,8 @@ def test_improve_schedules_finds_shorter_schedule(
     assert improved["schedule"] == "search" and improved["step_time"] < plain["step_time"]
     program = from_text(Path("best.sched").read_text())
     assert program.name == "search" and program.shape.microbatches == improved["microbatches"]
+    text = run_command(capsys, *command, "--improve-schedules", "--time-limit=0.5")
+    assert "tensor-parallel ranks, search, 32 microbatches of 1" in text
     error = run_refused_command(
         capsys, *command, "--improve-schedules", "--time-limit=0.5", "-o", "best.toml"
     )
@@ -274,6 +276,8 @@ def test_gpu_counts_print_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert table.startswith("strong: the same batch\n") and "\nweak: a batch that grows" in table
     assert table.splitlines()[1].split()[:6] == ["GPUs", "batch", "pp", "tp", "dp", "v"]
     assert table.endswith("no plan for 3 GPUs, weak: 4.50 is not a number of sequences\n")
+    _, *sentences = table[table.index("\nstep: ") :].splitlines()
+    assert sentences and max(map(len, sentences)) <= 110
     error = run_refused_command(capsys, *command[:-1], "--tp=8", "--gpu-counts=2,4")
     assert "8" in error
 
