@@ -23,7 +23,7 @@ BUDGET = {
     "schedir/megatron": 1_180,
     "schedir/models": 1_240,
     "schedir/passes": 2_800,
-    "schedir/planner": 5_070,
+    "schedir/planner": 5_080,
     "schedir/predict": 1_580,
     "schedir/runtime": 10_210,
     "schedir/schedule_search": 2_980,

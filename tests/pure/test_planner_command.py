@@ -77,6 +77,16 @@ def test_counts_of_one_are_singular() -> None:
     assert " 0.0255 " in format_plans(request, [slow], 1, None)
 
 
+def test_printed_numbers_have_readable_units(capsys: pytest.CaptureFixture[str]) -> None:
+    """A short training run takes hours or minutes, and small activations are in MB."""
+    text = run_command(capsys, *AT, "--top=1", "--pp=4", "--tokens=1e9", "--stack=schedir")
+    assert re.search(r"tokens take 244,141 steps: [1-9][\d.]* hours \(90 % of runs: [1-9]", text)
+    assert re.search(r"pipeline rank, by formula: [1-9][\d.]*, .* MB\n", text)
+    assert "-o FILE.toml writes this plan for schedir train" in text
+    text = run_command(capsys, *AT, "--top=1", "--tokens=1e8")
+    assert re.search(r"tokens take 24,414 steps: [1-9][\d.]* minutes ", text)
+
+
 def test_model_file_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

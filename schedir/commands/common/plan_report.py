@@ -55,7 +55,7 @@ LAST_COLUMNS: Final = (
 )
 _BYTE_UNITS: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _TIME_UNITS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-_SECONDS_PER_DAY: Final = 86400.0
+_DURATION_UNITS: Final = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 _INTERVAL_NAME: Final = f"{100 * INTERVAL_SHARE:g} % of runs"
 # The meanings of headings that are not words.
 _COLUMN_MEANINGS: Final = {
@@ -104,8 +104,13 @@ def _format_interval(errors: StepErrors, step_time: float) -> str:
         ['28.1-39.0 s', '0.810-1.12 s', '22.9-31.9 us']
     """
     low, high = errors.find_interval(step_time)
-    scale, unit = next((pair for pair in _TIME_UNITS if high >= pair[0]), _TIME_UNITS[-1])
+    scale, unit = _choose_unit(high, _TIME_UNITS)
     return "-".join(_format_three_digits(time / scale) for time in (low, high)) + f" {unit}"
+
+
+def _choose_unit(value: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """Return the largest unit that is at most a value, or the smallest unit."""
+    return next((unit for unit in units if value >= unit[0]), units[-1])
 
 
 def _format_three_digits(number: float) -> str:
@@ -200,12 +205,13 @@ def format_plans(
         lines.append(wrap(f"  bound by {_name_fields(plan.explanation, plan)}"))
     if tokens is not None:
         steps = tokens / (request.batch * model.sequence)
-        days, low, high = (
-            steps * seconds / _SECONDS_PER_DAY
+        scale, unit = _choose_unit(steps * plan.step_time, _DURATION_UNITS)
+        duration, low, high = (
+            steps * seconds / scale
             for seconds in (plan.step_time, *errors.find_interval(plan.step_time))
         )
-        lines.append(f"  {_format_count(tokens)} tokens take {steps:,.0f} steps: "
-                     f"{days:,.1f} days ({_INTERVAL_NAME}: {low:,.1f}-{high:,.1f})\n")  # fmt: skip
+        lines.append(f"  {_format_count(tokens)} tokens take {steps:,.0f} steps: {duration:,.1f} "
+                     f"{unit} ({_INTERVAL_NAME}: {low:,.1f}-{high:,.1f})\n")  # fmt: skip
     lines += [f"  {line}\n" for line in _format_options(request, plan)]
     return "".join(lines)
 
@@ -379,9 +385,10 @@ def _describe_activations(request: PlanRequest, plan: PlanEstimate) -> Iterator[
     itemsize = (software["state_bytes"] or get_state_bytes(cluster)).params
     loss_bytes = compute_loss_bytes(model, plan, software["constants"], itemsize)
     ranks = estimate_by_rank(model, cluster, plan, **software)
-    sizes = [f"{rank.activations / 1e9:.3g}" for rank in ranks]
+    scale, unit = _choose_unit(max(rank.activations for rank in ranks), _BYTE_UNITS)
+    sizes = [f"{rank.activations / scale:.3g}" for rank in ranks]
     if plan.pp > 1:
-        yield f"activations of each pipeline rank, by formula: {_format_repeats(sizes)} GB"
+        yield f"activations of each pipeline rank, by formula: {_format_repeats(sizes)} {unit}"
     yield f"logits and loss: {format_bytes(loss_bytes)} of the activations of the last stage"
 
 
@@ -403,7 +410,7 @@ def _format_parts(
     All lines have the same unit. `units` has pairs of a factor and the name of a unit.
     """
     total = sum(parts.values())
-    scale, unit = next((scaled_unit for scaled_unit in units if total >= scaled_unit[0]), units[-1])
+    scale, unit = _choose_unit(total, units)
     rows = sorted(((value, names[name]) for name, value in parts.items() if value), reverse=True)
     width = max((len(name) for _, name in rows), default=0)
     texts = [f"{value / scale:.3f}" for value, _ in rows]

@@ -268,20 +268,22 @@ def _require_low_precision(cluster: Cluster, constants: SoftwareConstants) -> No
             f"set {peak_name} of the cluster to the dense {bits}-bit FLOP/s in the data sheet of "
             "the GPU"
         )
+        hint = CommandHint(
+            f"{advice}, or use software that trains in 16 bits",
+            f"--stack megatron plans training in 16 bits. Or {advice}",
+        )
         if speedup > 1 and peak is None:
             raise UsageError(
                 f"{speedup_name} {speedup:g} needs GPUs that compute in {precision.upper()}, and "
                 f"the cluster has no {peak_name}",
-                hint=CommandHint(
-                    f"{advice}, or use software that trains in 16 bits",
-                    f"--stack megatron plans training in 16 bits. Or {advice}",
-                ),
+                hint=hint,
                 fields=[speedup_name, peak_name],
             )
         if peak is not None and speedup > peak / cluster.peak_flops:
             raise UsageError(
                 f"{speedup_name} {speedup:g} is more than the {peak_name} of the cluster divided "
                 f"by its peak_flops, {peak / cluster.peak_flops:.3g}",
+                hint=hint,
                 fields=[speedup_name, peak_name],
             )
 

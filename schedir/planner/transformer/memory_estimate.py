@@ -491,8 +491,10 @@ def estimate_memory(
     used = weights + grads + optimizer + activations + buffers
     reclaimed = _compute_reclaimed(model, cluster, plans, shares, constants, used)
     activations, used = activations - reclaimed, used - reclaimed
-    allocator = constants.allocator_share * used
-    process = np.full(used.shape, constants.reserved_bytes)
+    # On CPUs, `schedir train` has no caching allocator and no GPU context (`get_trainer`).
+    has_gpus = cluster.processors is None
+    allocator = has_gpus * constants.allocator_share * used
+    process = np.full(used.shape, has_gpus * constants.reserved_bytes)
     parts = (weights, grads, optimizer, activations, buffers, allocator, process)
     memory = np.stack([part * (shares.rank_count > 0) for part in parts])
     outer_stage_params = params.inner + params.embedding + np.where(v > 1, 0, params.head)
