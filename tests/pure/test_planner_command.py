@@ -87,6 +87,16 @@ def test_printed_numbers_have_readable_units(capsys: pytest.CaptureFixture[str])
     assert re.search(r"tokens take 24,414 steps: [1-9][\d.]* minutes ", text)
 
 
+def test_plan_with_reclaimed_memory_has_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("plan", "--model=gpt-22b", "--cluster=h100-efa", "--nodes=8", "--batch=256",
+               "--stack=nanotron", "--tp=16", "--pp=1", "--top=1", "--zero=0",
+               "--recompute=none")  # fmt: skip
+    for size, is_full in ((32, True), (2, False)):
+        text = run_command(capsys, *command, f"--microbatch-size={size}")
+        assert ("memory 80 GB of 80 GB" in text) == is_full
+        assert ("the allocator waits for the GPU" in text) == is_full
+
+
 def test_model_file_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -467,6 +467,12 @@ def _list_notes(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
             f"tp {plan.tp} is more than the {request.cluster.gpus_per_node} GPUs of a node, so the "
             "tensor-parallel collectives of each layer use the network between nodes"
         )
+        # Only plans in which the allocator reclaims memory need exactly the memory of a GPU.
+        if request.cluster.memory - plan.memory.total < 1e3:
+            yield (
+                "the plan uses all memory, so the allocator waits for the GPU before it reuses "
+                "memory; the planner does not predict this time"
+            )
 
 
 def _format_count(number: float) -> str:
