@@ -36,7 +36,7 @@ def greedy_schedule(
     name: str = "greedy",
     frozen_stages: int = 0,
 ) -> Program:
-    """Make a draft by list scheduling, from priorities and a memory limit.
+    """Make a draft (compute only) by list scheduling, from priorities and a memory limit.
 
     If an instruction is ready and the memory limit allows it, an idle rank starts it. Of several
     instructions, the rank takes the letter that is first in `priority`, then the lowest microbatch,

@@ -382,7 +382,7 @@ SEGMENT_BOUNDARIES: Final = make_field_metadata(
 )
 CHUNKS_PER_MICROBATCH: Final = make_field_metadata(
     _CHUNKS_TYPE,
-    "number of chunks of a microbatch, each of which is a microbatch of the program (-O "
-    "microbatch_chunks sets it)",
+    "number of chunks into which each microbatch was split; the program counts each chunk as a "
+    "microbatch. Use -O microbatch_chunks, which also sets this option",
     in_config=False,  # A configuration has microbatch_chunks instead.
 )
