@@ -419,7 +419,7 @@ class CsvCellError(ParseError):
 
 
 class LoweringLevelError(SchedirError):
-    """A draft (compute only) where a lowered program is required, or the reverse."""
+    """A draft (compute only) where a program with communication is required, or the reverse."""
 
 
 class CompletenessError(SchedirError):

@@ -42,9 +42,9 @@ def greedy_schedule(
     are ready, the rank starts the instruction whose letter is first in `priority`. If their letters
     are equal, it starts the lowest microbatch, and then the last stage.
 
-    A forward starts only if it leaves memory for one forward of each later stage of its rank. So the
-    schedule has no deadlock. `max_in_flight` can be as low as the number of trained stages of the
-    rank.
+    A forward starts only if it leaves memory for one forward of each later stage of its rank. So
+    the schedule has no deadlock. `max_in_flight` can be as low as the number of trained stages of
+    the rank.
 
     Args:
         shape: Shape of the pipeline.

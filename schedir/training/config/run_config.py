@@ -126,11 +126,11 @@ class PipelineConfig:
     - `stage_segments`: splits each stage of a GPT into segments. "layers" splits at each
       tensor-parallel collective, so n layers become 4 n + 1 segments. A model of kind "moe" is
       split at its all-to-alls, into 2 n + 1 segments. A number is the number of segments of each
-      stage. A list has one number per stage. A stage number in [memory] then counts segments: in
-      "0.3", 0 is a segment. By default, stages are not split.
+      stage. A list has one number per stage. If stages are split, a stage number in
+      [memory] counts segments: in "0.3", 0 is a segment. By default, stages are not split.
     - `microbatch_chunks`: splits each microbatch into this number of chunks, each with
-      `data.microbatch_size` / chunks samples. A microbatch number in [memory] then counts chunks:
-      in "0.3", 3 is a chunk. By default, microbatches are not split.
+      `data.microbatch_size` / chunks samples. If microbatches are split, a microbatch number in
+      [memory] counts chunks: in "0.3", 3 is a chunk. By default, microbatches are not split.
     - `fill_collective_waits`: not available here, because it needs costs. `schedir compile ... -O
       stage_segments=fgfg -O fill_collective_waits=W --costs ... -o x.sched` writes a program for
       `schedule = "x.sched"`.
