@@ -243,7 +243,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.description = (
         "Plan a training run. Find the parallel degrees, schedule, recomputation and ZeRO level "
-        "with the shortest step on these machines, and print its time, memory and bottleneck."
+        "with the shortest step on a cluster, and print its time, memory and bottleneck."
     )
     parser.add_argument("--batch", type=parse_count, metavar="N", help="sequences per step")
     parser.add_argument("--top", type=parse_count, default=10, metavar="N",
