@@ -80,7 +80,7 @@ def order_by_slot(slots: Iterable[tuple[int, RankSchedule]]) -> RankSchedule:
 
 @with_placement("vee", 2)
 def v_half(r: int, P: int, m: int) -> RankSchedule:
-    """Run V-Half, which needs half of the memory of 1F1B.
+    """Run V-Half, which needs about half of the memory of 1F1B on many ranks.
 
     For m = P up to 8, a constraint solver found that no order with this memory has less idle time.
     A late message delays the step. If all messages of a rank share a queue, give `compile` the
@@ -116,7 +116,7 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
 
 @with_placement("vee", 2)
 def v_min(r: int, P: int, m: int) -> RankSchedule:
-    """Run V-Min, which needs a third of the memory of 1F1B.
+    """Run V-Min, which needs about a third of the memory of 1F1B on many ranks.
 
     The schedule is efficient only if F, I and W are similar.
 

@@ -230,7 +230,7 @@ def register_splittable_layer(
 
 
 def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
-    """Check that a split layer has the same output and gradients as the unsplit layer.
+    """Check that a layer has the same output and gradients with a split and a full backward.
 
     The function runs a split and an unsplit copy of the layer, with the same random numbers.
 

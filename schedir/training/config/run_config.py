@@ -126,11 +126,12 @@ class PipelineConfig:
     - `stage_segments`: splits each stage of a GPT into segments. "layers" splits at each
       tensor-parallel collective, so n layers become 4 n + 1 segments. A model of kind "moe" is
       split at its all-to-alls, into 2 n + 1 segments. A number is the number of segments of each
-      stage. A list has one number per stage. If stages are split, a stage number in
-      [memory] counts segments: in "0.3", 0 is a segment. By default, stages are not split.
+      stage. A list has one number per stage. If stages are split, the stage numbers in [memory]
+      count segments: in `recompute = "0.3"`, 0 is a segment. By default, stages are not split.
     - `microbatch_chunks`: splits each microbatch into this number of chunks, each with
-      `data.microbatch_size` / chunks samples. If microbatches are split, a microbatch number in
-      [memory] counts chunks: in "0.3", 3 is a chunk. By default, microbatches are not split.
+      `data.microbatch_size` / chunks samples. If microbatches are split, the microbatch numbers in
+      [memory] count chunks: in `recompute = "0.3"`, 3 is a chunk. By default, microbatches are not
+      split.
     - `fill_collective_waits`: not available here, because it needs costs. `schedir compile ... -O
       stage_segments=fgfg -O fill_collective_waits=W --costs ... -o x.sched` writes a program for
       `schedule = "x.sched"`.
@@ -205,7 +206,7 @@ class MemoryConfig:
       whose optimizer state is on the host at the same time. The default is 2.
     - `unsharded_stages`: with `zero = 3`, the largest number of stages of a rank that have all
       their weights at the same time. The default is 2: the stage that computes, and the next stage.
-      If two stages compute together, the default is 3.
+      If the schedule overlaps two stages of a rank, as `dualpipe_v` does, the default is 3.
     - `unshard_prefetch`: with `zero = 3`, the number of computations of other stages between an
       unshard and its use. The default is 1.
     - `host_memory_limit`: the bytes of offloaded values that a rank may have on its host. By
