@@ -343,6 +343,11 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         group.add_argument(f"--{name}", type=parse_count, metavar="N", help=about)
     group.add_argument("--gated", action="store_true", default=None,
                        help="the feed-forward network has a third matrix, a gate")  # fmt: skip
+    group.add_argument(
+        "--rotary", action=argparse.BooleanOptionalAction, default=None,
+        help="positions are rotary (RoPE) and have no parameters, or each position has a learned "
+        "embedding (default: rotary with --gated)",
+    )  # fmt: skip
     group.add_argument("--untied", dest="tied", action="store_false", default=None,
                        help="the head and the embedding do not share a matrix")  # fmt: skip
 
