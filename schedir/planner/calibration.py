@@ -38,7 +38,7 @@ MAX_STEP_RATIO: Final = 100.0
 # to 5 %. The error of the prediction is an assumption.
 _REPEAT_NOISE: Final = 0.04
 _PLAN_ERROR: Final = 0.03
-_RUN_NOISE: Final = (_REPEAT_NOISE**2 + _PLAN_ERROR**2) ** 0.5  # That of a single run: 0.05.
+_RUN_NOISE: Final = (_REPEAT_NOISE**2 + _PLAN_ERROR**2) ** 0.5  # 0.05, for a single run.
 # The fit does not reproduce a run whose logarithm is more than 3 standard deviations off.
 _MISFIT_BOUND: Final = 3 * _RUN_NOISE
 _MISFIT: Final = 2.0  # The scale of the Cauchy weights, in standard deviations of the noise.
