@@ -35,18 +35,19 @@ MODULES = (
 GROUPS = {
     "Write schedules": (
         "A schedule is a function of (rank, ranks, microbatches). It returns a RankSchedule, the "
-        "work of one rank. "
-        "[The tutorial](../tutorials/first-schedule.md) shows how to write one. "
-        "[Schedules](schedules.md) has pictures of the built-in ones.",
+        "work of one rank. A *draft* has the work of all ranks, before `compile` adds "
+        "communication. "
+        "[The tutorial](../tutorials/first-schedule.md) shows how to write a schedule. "
+        "[Schedules](schedules.md) has pictures of the built-in schedules.",
         ["PipelineShape", "F, B, I, W, R, EMPTY", "RankSchedule", "weave", "overlapped_pair",
          "concat",
          "schedule_algebra.with_placement", "schedule_algebra.with_weight_delay", "greedy_schedule",
          "schedules", "expand_schedule"],
     ),
     "Compile and check": (
-        "`compile` turns a schedule into a Program: an instruction list per rank. "
+        "`compile` turns a schedule into a Program: an instruction list (a Stream) per rank. "
         "[Instructions](instructions.md) lists the instructions, and "
-        "[the checker](../explanation/checker.md) the checks. "
+        "[the page about the checker](../explanation/checker.md) explains the checks. "
         "[File formats](file-formats.md#programs-sched) describes the text of a program.",
         ["compile", "evaluation_program", "recognize", "check", "check_program_sequence",
          "check_replicas", "errors", "Program", "Stream", "Instr",

@@ -5,7 +5,7 @@ A bug in schedir raises an exception of any other class.
 An error has its facts as attributes, and builds its message from them.  So code can read the same
 facts as a person. The first line of the message has the name of the program and the fact. The next
 lines show the instructions that the error is about (`rank R #I instr`), and for some errors a part
-of a Stream. The last line is a hint, if a fix is certain.
+of a Stream. The last line is a hint, if there is one.
 
 Example:
     >>> from schedir import PipelineShape, check, compile, errors, from_text, schedules, to_text
@@ -103,10 +103,11 @@ class CycleWait:
         needed_instr: The instruction for which `instr` waits.
         needed_rank: Rank of `needed_instr`.
         needed_index: Index of `needed_instr` in the Stream of its rank.
-        current_index: Index of the instruction that is next in the queue of `needed_instr`.
+        current_index: Index of the next instruction in the queue that contains `needed_instr`.
         replica: The data-parallel replica of the instruction that waits. None if replicas were not
             checked against each other.
-        needed_replica: The replica of `needed_instr`, or None as for `replica`.
+        needed_replica: The replica of `needed_instr`. None if replicas were not checked against
+            each other.
     """
 
     rank: int
@@ -134,7 +135,8 @@ class SchedirError(Exception):
         fact: One sentence with the reason.
         program: Name of the program, the first part of the message; "" if there is none.
         sites: The instructions that the error is about.
-        hint: A fix, given only if it is certain; "" if there is none.
+        hint: A suggestion for correcting the input; "" if there is none. A question or a condition
+            in the hint shows that schedir is not certain.
         fields: Names of the settings that do not fit, the most likely cause first.  A name is a
             field of `PipelineShape` or `Program`, a setting of a configuration, or an argument of
             an executor.
@@ -300,7 +302,7 @@ class ConfigError(UsageError):
         location: The file of the setting, or the option that gave the setting.
         line: Line of the setting, from 1; 0 if it is unknown.
         column: Column of the setting, from 1; 0 if it is unknown.
-        hint: A fix, given only if it is certain.
+        hint: A suggestion for correcting the input.
         fields: Names of the settings that do not fit.
     """
 
@@ -330,7 +332,7 @@ class CheckpointError(SchedirError):
         fact: One sentence with the reason.
         step: Training step of the checkpoint; None if the error concerns no single checkpoint.
         file: The file of the checkpoint that caused the error; "" if there is none.
-        hint: A fix, given only if it is certain.
+        hint: A suggestion for correcting the input.
     """
 
     def __init__(self, fact: str, step: int | None = None, file: str = "", hint: str = "") -> None:
@@ -365,7 +367,7 @@ class ParseError(SchedirError):
         line: Line of the error, from 1.
         column: Column of the error, from 1.
         text: The line, which the message shows with a mark at the column.
-        hint: A fix, given only if it is certain.
+        hint: A suggestion for correcting the input.
 
     Attributes:
         location_format: Format of the position with which the message begins.
@@ -417,7 +419,7 @@ class CsvCellError(ParseError):
 
 
 class LoweringLevelError(SchedirError):
-    """A draft (compute only) where a lowered program is required, or the reverse."""
+    """A draft (compute only) where a program with communication is required, or the reverse."""
 
 
 class CompletenessError(SchedirError):
@@ -441,7 +443,7 @@ class OrderError(SchedirError):
 
 
 class SlotError(SchedirError):
-    """A Stream that fills more slots of a kind than its rank has."""
+    """A Stream that fills more slots (static buffers) of a kind than its rank has."""
 
 
 class MemoryLimitError(SchedirError):
@@ -456,7 +458,7 @@ class MemoryLimitError(SchedirError):
         live_values: The values in memory at the peak: for each name, the name, the number of values
             with this name, and the bytes of all of them.
         site: The instruction at the peak.
-        hint: A fix, given only if it is certain.
+        hint: A suggestion for correcting the input.
         tier: The memory tier: "device", "host" or "disk".
     """
 
@@ -508,7 +510,7 @@ class DeadlockError(SchedirError):
             communicators, the number that the hosts issued.
         instruction_count: Number of instructions of the program.
         window: Instructions of one rank around the deadlock; the message shows them.
-        hint: A fix, given only if it is certain.
+        hint: A suggestion for correcting the input.
 
     Attributes:
         eager_limit: The smallest limit in bytes with which the program finishes, if messages of at
@@ -602,7 +604,7 @@ class ProgramSequenceError(SchedirError):
         fact: One sentence with the reason.
         progress_model: Name of the progress model.
         sites: The instructions that the error is about, each with its step in the note.
-        hint: A fix, given only if it is certain.
+        hint: A suggestion for correcting the input.
     """
 
     def __init__(
@@ -629,9 +631,10 @@ class NonFiniteError(ExecutionError):
         fact: One sentence with the reason.
         program: Name of the program.
         sites: The first instruction that produced an infinite or NaN value; empty if it was not
-            found. For a loss, it is a forward, on the first such stage. For a gradient, it is a
-            backward or a reduction, on the last such stage, because backwards begin there.
-        hint: A fix, given only if it is certain.
+            found. For a loss, it is a forward of the first stage with such a value. For a gradient,
+            it is a backward or a reduction of the last stage with such a value, because backwards
+            begin at the last stage.
+        hint: A suggestion for correcting the input.
         step: Number of the training step, from 1.
         process: The process that runs this instruction; 0 if no such instruction was found.
     """

@@ -78,7 +78,8 @@ MODEL_ROWS: Final[tuple[ModelRow, ...]] = (
     ModelRow(
         "blocking_serial", False, False, False, False, False,
         "one queue per rank, which also contains compute",
-        "blocking sends; the strictest except for `torch_lazy`",
+        "blocking sends; a program that finishes under this model also finishes under all others, "
+        "except for `torch_lazy`",
     ),
 )  # fmt: skip
 MODELS: Final = tuple(row.name for row in MODEL_ROWS)

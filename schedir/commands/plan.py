@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from schedir.commands.common.cluster_calibration import calibrate_cluster
 from schedir.commands.common.plan_report import (
-    INTERVAL_HEADING,
     LAST_COLUMNS,
     collect_plan_facts,
-    describe_intervals,
-    format_interval,
+    describe_speeds,
     format_seconds,
     format_teraflops,
+    wrap,
 )
 from schedir.commands.common.plan_request import (
     FIXED_OPTIONS,
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from schedir.ir.program import Program
-    from schedir.planner import PlanEstimate, StepErrors
+    from schedir.planner import PlanEstimate
 
 
 # ---------------------------------------------------------------- plans for several numbers of GPUs
@@ -91,13 +90,14 @@ def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
             f"{scaling}_scaling": [collect_plan_facts(plan, errors) for plan in plans]
             for scaling, plans in plans_by_scaling.items()
         }
-        return format_json(facts | {"refusals": refusals})
+        return format_json({"step_errors": errors._asdict()} | facts | {"refusals": refusals})
     lines = [
-        f"{scaling}: {_SCALING_DESCRIPTIONS[scaling]}\n{_format_scaling_table(plans, errors)}"
+        f"{scaling}: {_SCALING_DESCRIPTIONS[scaling]}\n{_format_scaling_table(plans)}"
         for scaling, plans in plans_by_scaling.items()
         if plans
     ]
-    lines += [f"{sentence}\n" for sentence in describe_intervals(request.cluster, errors)]
+    max_gpus = max(plan.gpus for plans in plans_by_scaling.values() for plan in plans)
+    lines += map(wrap, describe_speeds(request, errors, max_gpus))
     lines += [f"no plan for {line}\n" for line in refusals]
     return "".join(lines) + (f"wrote {args.picture}\n" if args.picture is not None else "")
 
@@ -132,23 +132,20 @@ def _find_plan_per_gpu_count(
     return result
 
 
-def _format_scaling_table(plans: Sequence[PlanEstimate], errors: StepErrors) -> str:
+def _format_scaling_table(plans: Sequence[PlanEstimate]) -> str:
     first = plans[0]
     last = [(name, field) for name, field, usual in LAST_COLUMNS
             if any(getattr(plan, field) != usual for plan in plans)]  # fmt: skip
     return format_table(
         ["GPUs", "batch", "pp", "tp", "dp", "v", "b", "schedule", "recompute", "ZeRO",
-         *(name for name, _ in last), "step",
-         INTERVAL_HEADING, "TFLOP/s", "MFU", "of the first"],
+         *(name for name, _ in last), "step", "TFLOP/s", "MFU", "of the first"],
         [
             [
                 f"{plan.gpus:,}", f"{plan.batch:,}", str(plan.pp), str(plan.tp), str(plan.dp),
                 str(plan.stages_per_rank), str(plan.microbatch_size), plan.schedule, plan.recompute,
-                str(plan.zero),
-                *(getattr(plan, field) for _, field in last),
-                format_seconds(plan.step_time), format_interval(errors, plan.step_time),
-                format_teraflops(plan.flops_per_second), f"{plan.mfu:.1%}",
-                f"{plan.flops_per_second / first.flops_per_second:.0%}",
+                str(plan.zero), *(getattr(plan, field) for _, field in last),
+                format_seconds(plan.step_time), format_teraflops(plan.flops_per_second),
+                f"{plan.mfu:.1%}", f"{plan.flops_per_second / first.flops_per_second:.0%}",
             ]
             for plan in plans
         ],
@@ -247,7 +244,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.description = (
         "Plan a training run. Find the parallel degrees, schedule, recomputation and ZeRO level "
-        "with the shortest step on these machines, and print its time, memory and bottleneck."
+        "with the shortest step on a cluster, and print its time, memory and bottleneck."
     )
     parser.add_argument("--batch", type=parse_count, metavar="N", help="sequences per step")
     parser.add_argument("--top", type=parse_count, default=10, metavar="N",

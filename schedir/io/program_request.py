@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from schedir.io.option_spelling import option_name
 from schedir.io.source_loader import Source
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.costs import Costs
-from schedir.ir.cost.per_stage_values import redistribute_stages
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import FORM_CHANGE_OPS, FORMS, INSTRUCTIONS, RECOMPUTE
 from schedir.ir.pipeline.field_schema import Field
@@ -38,9 +37,10 @@ from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.passes.memory.offload_placement import DISK_TRIP, HOST_TRIP
 from schedir.passes.pass_types import BufferSharing
 from schedir.passes.splitting.stage_segmentation import (
-    SHARED_FIELDS,
+    CostsOrSizes,
     divide_over_stages,
     parse_segment_letters,
+    redistribute_values,
     split_costs,
     split_shape,
 )
@@ -531,7 +531,7 @@ class Request:
     def _stage_sizes(self) -> Sizes | None:
         return self.sizes and self._split_over_stages(self.sizes)
 
-    def _split_over_stages(self, values: _CostsOrSizes) -> _CostsOrSizes:
+    def _split_over_stages(self, values: CostsOrSizes) -> CostsOrSizes:
         """Convert costs or sizes for one stage per rank to the stages and chunks of the program.
 
         Without `for_comparison`, the values are already per stage, and are returned unchanged.
@@ -541,11 +541,7 @@ class Request:
         shape, segments, chunks = self._unsegmented_shape
         segments = self._segment_options.get("stage_segments", segments)
         chunks = chunks * self.compile_options.get("microbatch_chunks", 1)
-        shared = {k: c for k in SHARED_FIELDS if (c := getattr(values, k, None)) is not None}
-        values = replace(
-            values,
-            **{k: redistribute_stages(c, shape.ranks, shape.stages) for k, c in shared.items()},
-        )
+        values = redistribute_values(values, shape.ranks, shape.stages)
         return split_costs(values, segments, shape, chunks=chunks)
 
     @property
@@ -586,6 +582,3 @@ class Request:
             if segments is None
             else {"stage_segments": divide_over_stages(segments, shape.ranks, shape.stages)}
         )
-
-
-_CostsOrSizes = TypeVar("_CostsOrSizes", Costs, Sizes)

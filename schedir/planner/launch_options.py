@@ -80,7 +80,7 @@ def launcher_options(
         model: The model.
         plan: The plan.
         stack: The name of the training software for which the plan was made, or "". The options of
-            Megatron-LM for "megatron-fp8" are those of training in FP8.
+            Megatron-LM for "megatron-fp8" and "megatron-fp4" are those of training in FP8 and FP4.
 
     Returns:
         The options as text, under the keys "megatron" (arguments of Megatron-LM), "nemo" (overrides
@@ -117,13 +117,19 @@ def launcher_options(
     lines = _list_megatron_lines(model, plan, parts if has_stage_options else ())
     megatron_precision, bridge_precision = _PRECISIONS.get(stack, _DEFAULT_PRECISION)
     comments = _list_megatron_comments(model, plan, is_vee=placement == "vee")
+    precision = stack.removeprefix("megatron-").upper()
+    is_low = precision in ("FP8", "FP4")
+    differences = [f"# the plan is in {precision}, and these options are in 16 bits"] * is_low
     return {
         "megatron": "\n".join([*_join_arguments(lines), megatron_precision, *comments]),
         "nemo": "\n".join([*_join_overrides(lines), bridge_precision, *comments]),
         "torchtitan": "\n".join(
-            _format_torchtitan(model, plan, parts, is_supported=has_stage_options)
+            [
+                *_format_torchtitan(model, plan, parts, is_supported=has_stage_options),
+                *differences,
+            ]
         ),
-        "nanotron": "\n".join(_format_nanotron(model, plan)),
+        "nanotron": "\n".join([*_format_nanotron(model, plan), *differences]),
     }
 
 

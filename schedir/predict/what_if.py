@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from schedir.analysis.memory.footprint import find_used_tiers, require_memory_limit
+from schedir.analysis.memory.footprint import find_used_tiers, fits_memory_limit
 from schedir.analysis.progress_models import ProgressModel
 from schedir.compiler.relower import (
     Lowering,
@@ -24,7 +24,7 @@ from schedir.compiler.relower import (
     find_matching_schedule,
     remove_recompute,
 )
-from schedir.errors import MemoryLimitError, SchedirError, format_bytes
+from schedir.errors import SchedirError, format_bytes
 from schedir.ir.cost.cost_fields import COST_BY_OPCODE
 from schedir.ir.cost.costs import STAGE_COSTS, Cost, Costs
 from schedir.ir.cost.per_stage_values import (
@@ -49,7 +49,7 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.memory.offload_placement import HOST_TRIP
-from schedir.passes.splitting.stage_segmentation import split_like
+from schedir.passes.splitting.stage_segmentation import redistribute_values, split_like
 from schedir.predict.calibrate import (
     MAX_PREDICTION_ERROR,
     adjust_for_zero,
@@ -236,8 +236,8 @@ def advise(
         schedule: The schedule from which the program was compiled. If None, `advise` searches for a
             built-in schedule that compiles to the same program. Without a schedule, `advise` tries
             no change with more microbatches.
-        memory_limit: The largest number of bytes that a rank may use on the device. A change of the
-            memory of ranks is reported only if every rank is within this limit.
+        memory_limit: The largest number of bytes that a rank may use on the device. Another program
+            is reported only if every rank is within this limit.
 
     Raises:
         UsageError: `timeline` is not a Timeline.
@@ -257,15 +257,14 @@ def advise(
     if not advice.is_reliable:
         return advice
     if memory_limit is not None and sizes is not None:
-        try:
-            require_memory_limit(program, sizes, memory_limit)
-        except MemoryLimitError:
-            advice = advice._replace(fits_memory=False)
+        advice = advice._replace(fits_memory=fits_memory_limit(program, sizes, memory_limit))
     table = _Table(baseline, costs, schedule or find_matching_schedule(program), memory_limit)
     best: dict[str, SimulatedChange] = {}
     for row in table.iter_time_changes():
         change = table.simulate_row(row)
         if change is None or change.run.peak_activations > row.max_activations:
+            continue
+        if row.draft is not None and table.exceeds_memory_limit(change.run.program):
             continue
         best_of_kind = best.get(row.kind)
         rival = best.get(row.baseline_kind)
@@ -443,6 +442,18 @@ class _Table:
             if current_time
             else None
         )
+
+    def exceeds_memory_limit(self, program: Program) -> bool:
+        """Return whether a rank needs more memory than the limit. Without sizes, return False.
+
+        Args:
+            program: A changed program. Its stages may be another division of the run's model.
+        """
+        sizes = self.baseline.sizes
+        if self.memory_limit is None or sizes is None:
+            return False
+        sizes = redistribute_values(sizes, self.shape.stages, program.shape.stages)
+        return not fits_memory_limit(program, sizes, self.memory_limit)
 
     def _make_cost_row(self, kind: str, description: str, **costs: Cost) -> ChangeRow:
         """Return a row that simulates the same program with other costs."""

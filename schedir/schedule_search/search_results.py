@@ -104,14 +104,14 @@ def describe_numba(numba: NumbaStatus) -> str:
         numba: The status of the search.
 
     Example:
-        >>> describe_numba("no time")
-        'without numba: its first use needs a search of 8 s, and later uses need 0.4 s'
+        >>> describe_numba("not needed")
+        'without numba, which was not needed'
     """
     return {
         "used": "with numba",
         "not needed": "without numba, which was not needed",
         "not installed": f"without numba, which is not installed ({install_command('numba')})",
         "not usable": "without numba, which is disabled or cannot be imported",
-        "no time": f"without numba: its first use needs a search of {MIN_COMPILE_SECONDS:g} s, "
-        f"and later uses need {MIN_LOAD_SECONDS:g} s",
+        "no time": "without numba, because its start needs a longer time limit: at least "
+        f"{MIN_COMPILE_SECONDS:g} s at the first use, and {MIN_LOAD_SECONDS:g} s later",
     }[numba]

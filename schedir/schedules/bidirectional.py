@@ -104,7 +104,7 @@ def bitpipe(r: int, P: int, m: int) -> RankSchedule:
     reverses its direction.
 
     The authors' code has a drawing of this order for P = m = 4. Their drawing for m = 2P = 8 is
-    shorter: 53 F, and 54 F here.
+    shorter: 53 F instead of 54 F.
 
     - Idle time of each rank, if P divides m: (P-2)(min(F,B) + (m/P)|B-F|).
     - In flight, if m >= P: 3P/2 + 1 + min(r, P-1-r) stage activations on rank r.

@@ -36,14 +36,15 @@ def greedy_schedule(
     name: str = "greedy",
     frozen_stages: int = 0,
 ) -> Program:
-    """Make a draft by list scheduling, from priorities and a memory limit.
+    """Make a draft (compute only) by list scheduling, from priorities and a memory limit.
 
-    If an instruction is ready and the memory limit allows it, an idle rank starts it. Of several
-    instructions, the rank takes the letter that is first in `priority`, then the lowest microbatch,
-    then the last stage.
+    If an instruction is ready and the memory limit allows it, an idle rank starts it. If several
+    are ready, the rank starts the instruction whose letter is first in `priority`. If their letters
+    are equal, it starts the lowest microbatch, and then the last stage.
 
-    A forward leaves memory for one forward of each later stage of its rank. So the schedule has no
-    deadlock. `max_in_flight` can be as low as the number of trained stages of the rank.
+    A forward starts only if it leaves memory for one forward of each later stage of its rank. So
+    the schedule has no deadlock. `max_in_flight` can be as low as the number of trained stages of
+    the rank.
 
     Args:
         shape: Shape of the pipeline.

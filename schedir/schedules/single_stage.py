@@ -98,7 +98,7 @@ def eager_1f1b(r: int, P: int, m: int) -> RankSchedule:
 def forward_only(r: int, P: int, m: int, v: int = 1) -> RankSchedule:
     """Run an evaluation: all microbatches through one local stage, then through the next.
 
-    The order is legal under every placement. No rank keeps activations for a backward.
+    The order is possible with every placement. No rank keeps activations for a backward.
 
     - Idle time of each rank, if m >= P: (P-1)F under "loop", and 2(P-1)F under "vee" with two
       stages per rank.

@@ -208,7 +208,7 @@ def _optimizer_steps(draw: st.DrawFn, shape: PipelineShape, max_steps: int) -> P
 def programs(
     draw: st.DrawFn, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
 ) -> Program:
-    """Generate a program with various attributes that is legal under every progress model.
+    """Generate a program with various attributes that finishes under every progress model.
 
     The attributes are the tensor-parallel size, tied weights, gradient clipping and frozen stages.
     Opposite transfers are grouped in some of the programs.

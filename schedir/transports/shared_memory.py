@@ -48,8 +48,8 @@ from schedir.transports.process_transport import ProcessTransport
 from schedir.transports.transport import (
     BufferSizes,
     CompletedWork,
-    PeerLate,
     PeerLeft,
+    PeerTimeout,
     SlotKey,
     Work,
     view_tp_shard,
@@ -197,13 +197,13 @@ class OutgoingMessages:
             timeout: The timeout in seconds.
 
         Raises:
-            PeerLate: The receiver has not ended the steps within the timeout.
+            PeerTimeout: The receiver has not ended the steps within the timeout.
             PeerLeft: The process of the receiver has ended.
         """
         deadline = monotonic() + timeout
         while self.counters[0] < ended_steps:
             if monotonic() > deadline:
-                raise PeerLate(f"rank {self.rank} has not ended its step in {timeout:g} s")
+                raise PeerTimeout(f"rank {self.rank} has not ended its step in {timeout:g} s")
             sleep(1e-4)
             # The call raises PeerLeft if the receiver has ended. It may also read wake-up bytes for
             # messages from the receiver. No wait needs these bytes, because each wait first reads a
@@ -237,12 +237,12 @@ class IncomingMessages:
             target_count: The number of messages since the memory was allocated.
 
         Raises:
-            PeerLate: No message arrived within the timeout of the socket.
+            PeerTimeout: No message arrived within the timeout of the socket.
             PeerLeft: The process of the sender has ended.
         """
         while self.counters[self.counter_index] < target_count:
             if not _receive_wakeup(self.connection, self.rank):
-                raise PeerLate(f"rank {self.rank} sent nothing within the timeout")
+                raise PeerTimeout(f"rank {self.rank} sent nothing within the timeout")
 
 
 class MessageArrival(NamedTuple):
@@ -316,13 +316,13 @@ def receive_memory(connection: socket.socket, rank: int) -> int:
         The file descriptor. The caller must close it.
 
     Raises:
-        PeerLate: The neighbour has sent nothing within the timeout.
+        PeerTimeout: The neighbour has sent nothing within the timeout.
         PeerLeft: The process of the neighbour has ended.
     """
     try:
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     except BlockingIOError as error:
-        raise PeerLate(f"rank {rank} did not share its memory within the timeout") from error
+        raise PeerTimeout(f"rank {rank} did not share its memory within the timeout") from error
     if not descriptors:
         raise PeerLeft(f"rank {rank} has left")
     return descriptors[0]
@@ -350,7 +350,7 @@ def connect_neighbours(
         A connected socket for each neighbour. Receives on it have the timeout.
 
     Raises:
-        PeerLate: A neighbour has not connected within the timeout.
+        PeerTimeout: A neighbour has not connected within the timeout.
         PeerLeft: The process of a neighbour ended during the connection.
         OSError: A connection fails, or a socket belongs to another user.
     """
@@ -375,7 +375,7 @@ def connect_neighbours(
                 _set_receive_timeout(caller, timeout)
                 rank_bytes = caller.recv(8, socket.MSG_WAITALL)
             except (TimeoutError, BlockingIOError) as error:
-                raise PeerLate(
+                raise PeerTimeout(
                     f"rank {min(expected_ranks)} did not connect within the timeout"
                 ) from error
             if len(rank_bytes) < 8:
@@ -698,7 +698,7 @@ class SharedMemoryTransport(ProcessTransport):
             Completed Work.
 
         Raises:
-            PeerLate: The receiver has not ended its previous step within the timeout.
+            PeerTimeout: The receiver has not ended its previous step within the timeout.
             PeerLeft: The process of the receiver has ended.
         """
         messages = self.outgoing[lane, peer]

@@ -230,14 +230,14 @@ def describe_peer_exit(error: BaseException) -> str:
 def describe_peer_error(error: BaseException) -> str:
     """Return a description of an error that the end or a timeout of a peer caused.
 
-    Return "" for other errors, and for `PeerLate`: its message is already a description.
+    Return "" for other errors, and for `PeerTimeout`: its message is already a description.
 
     Args:
         error: The error.
     """
     timeout_text = (
         ""
-        if isinstance(error, PeerLate) or not _is_peer_timeout(error)
+        if isinstance(error, PeerTimeout) or not _is_peer_timeout(error)
         else "a peer did not respond within the timeout"
     )
     return describe_peer_exit(error) or timeout_text
@@ -266,7 +266,7 @@ def _is_peer_timeout(error: BaseException) -> bool:
     )
     is_timeout = is_distributed and ("timed out" in text or "timeout" in text)
     is_timeout |= isinstance(error, RuntimeError) and _GLOO_TIMEOUT_PHRASE in text
-    return isinstance(error, PeerLate) or is_timeout
+    return isinstance(error, PeerTimeout) or is_timeout
 
 
 @contextmanager
@@ -296,7 +296,7 @@ def require_all_processes(what: str, program_name: str = "") -> Iterator[None]:
         ) from error
 
 
-class PeerLate(TimeoutError):
+class PeerTimeout(TimeoutError):
     """Error of a transport: a peer did not respond within the timeout."""
 
 

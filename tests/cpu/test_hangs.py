@@ -48,7 +48,7 @@ from schedir.transports.shared_memory import (
     receive_memory,
     start_listening,
 )
-from schedir.transports.transport import PeerLate, PeerLeft
+from schedir.transports.transport import PeerLeft, PeerTimeout
 from tests.cases import cases
 from tests.cpu.gloo_processes import CONTEXT, run
 from tests.cpu.process_faults import cause_fault, install_instruction_fault
@@ -189,7 +189,7 @@ def test_silent_neighbour_times_out_in_set_up() -> None:
         for calls in (False, True):
             if calls:
                 caller.connect(name)
-            with pytest.raises(PeerLate, match="rank 0 did not connect within the timeout"):
+            with pytest.raises(PeerTimeout, match="rank 0 did not connect within the timeout"):
                 connect_neighbours(listener, ["", name], 1, [0], 0.2)
 
 
@@ -207,7 +207,7 @@ def test_neighbour_without_shared_memory_times_out() -> None:
         caller.connect(start_listening(listener, 2))
         caller.sendall(struct.pack("q", 0))
         connections = connect_neighbours(listener, [], 1, [0], 0.2)
-        with pytest.raises(PeerLate, match="rank 0 did not share its memory within the timeout"):
+        with pytest.raises(PeerTimeout, match="rank 0 did not share its memory within the timeout"):
             receive_memory(connections[0], 0)
         close_connections(connections.values())
 

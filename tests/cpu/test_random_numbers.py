@@ -384,3 +384,13 @@ def test_dropout_example_prints_equal_losses(capsys: pytest.CaptureFixture[str])
     runpy.run_path(str(Path(__file__).parents[2] / "examples/dropout.py"), run_name="__main__")
     first, *others = (line.split()[-1] for line in capsys.readouterr().out.splitlines())
     assert others == [first, first]
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("always", [False, True])
+def test_generators_are_preserved_with_seed_or_always(seed: int | None, always: bool) -> None:
+    generator = torch.random.default_generator
+    before = generator.get_state()
+    with RandomStreams(seed, torch.device("cpu")).preserve_generators(always=always):
+        torch.rand(1)
+    assert torch.equal(generator.get_state(), before) == (always or seed is not None)

@@ -53,6 +53,8 @@ class Means(nn.Module):
         self.written, self.traceless, self.set = frozen
 
     def forward(self, x: Tensor) -> Tensor:
+        # Optimizers and wrappers find Parameters by their type, also while a forward runs again.
+        assert all(isinstance(p, nn.Parameter) for p in (self.written, self.traceless, self.set))
         mean = torch.tanh(self.layer.bias.detach() + x.detach().mean(0))
         with torch.no_grad():
             self.written.mul_(0.9).add_(mean)

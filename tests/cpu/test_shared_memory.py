@@ -145,7 +145,7 @@ def run_with_lost_peer(rank: int, is_lost: bool) -> None:
     ("is_lost", "message"),
     [
         (True, "rank 1 has left"),
-        (False, "PeerLate: rank 1 sent nothing within the timeout"),
+        (False, "PeerTimeout: rank 1 sent nothing within the timeout"),
     ],
 )
 def test_lost_or_late_peer_is_named(is_lost: bool, message: str) -> None:

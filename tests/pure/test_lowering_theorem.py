@@ -25,7 +25,7 @@ from schedir.passes.communication.transfer_overlap import (
     start_gathers_early,
 )
 from schedir.predict.simulate import simulate
-from schedir.schedules import interleaved, interleaved_zb
+from schedir.schedules import interleaved, interleaved_zb, one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import compute_programs, tied_weights
 from schedir.verify.check import check
@@ -100,6 +100,20 @@ def test_wrong_message_order_does_not_change_verdict(
             verdicts.append(str(error))
     event("refused" if verdicts[0] else "legal")
     assert verdicts[0] == verdicts[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_early_receive_deadlocks_if_other_ranks_have_groups(rank: int) -> None:
+    """`check` compares the order of all messages of a rank, from the first one on."""
+    program = compile(one_f_one_b, PipelineShape(ranks=4, microbatches=4))
+    streams = [*program.streams[:2], *group_opposite_transfers(program).streams[2:]]
+    words = streams[rank].words
+    receive = int(np.flatnonzero(streams[rank].op == O.RecvGrad)[0])
+    streams[rank] = Stream(np.concatenate([words[[receive]], np.delete(words, receive)]))
+    deadlocked = replace(program, streams=tuple(streams))
+    assert deadlocked.joined.any()
+    with pytest.raises(DeadlockError):
+        check(deadlocked)
 
 
 @pytest.mark.parametrize("schedule", [interleaved, interleaved_zb])

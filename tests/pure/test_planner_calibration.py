@@ -126,9 +126,16 @@ def test_command_writes_usable_cluster_file(
         "--batch", "256", "--stack", "nanotron", "--closed-form-only", "--zero", "1",
     ])  # fmt: skip
     output = capsys.readouterr().out
-    assert "as for the calibrated runs" in output and "cannot be distinguished" in output
+    assert "as for the calibrated runs" in output and "may be the fastest" in output
     assert "--calibrate" not in output
     assert "16 GPUs are an extrapolation" in output
+    for counts, is_extrapolated in (("4,8", False), ("8,16", True)):
+        assert not main([
+            "plan", *MODEL_OPTIONS, "--cluster", str(tmp_path / "mine.toml"), "--batch", "256",
+            "--stack", "nanotron", "--closed-form-only", "--zero", "1", "--gpu-counts", counts,
+        ])  # fmt: skip
+        output = capsys.readouterr().out
+        assert ("note: 16 GPUs are an extrapolation" in output) == is_extrapolated
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,26 @@ def test_counts_of_one_are_singular() -> None:
     assert " 0.0255 " in format_plans(request, [slow], 1, None)
 
 
+def test_printed_numbers_have_readable_units(capsys: pytest.CaptureFixture[str]) -> None:
+    """A short training run takes hours or minutes, and small activations are in MB."""
+    text = run_command(capsys, *AT, "--top=1", "--pp=4", "--tokens=1e9", "--stack=schedir")
+    assert re.search(r"tokens take 244,141 steps: [1-9][\d.]* hours \(90 % of runs: [1-9]", text)
+    assert re.search(r"pipeline rank, by formula: [1-9][\d.]*, .* MB\n", text)
+    assert "-o FILE.toml writes this plan for schedir train" in text
+    text = run_command(capsys, *AT, "--top=1", "--tokens=1e8")
+    assert re.search(r"tokens take 24,414 steps: [1-9][\d.]* minutes ", text)
+
+
+def test_plan_with_reclaimed_memory_has_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("plan", "--model=gpt-22b", "--cluster=h100-efa", "--nodes=8", "--batch=256",
+               "--stack=nanotron", "--tp=16", "--pp=1", "--top=1", "--zero=0",
+               "--recompute=none")  # fmt: skip
+    for size, is_full in ((32, True), (2, False)):
+        text = run_command(capsys, *command, f"--microbatch-size={size}")
+        assert ("memory 80 GB of 80 GB" in text) == is_full
+        assert ("the allocator waits for the GPU" in text) == is_full
+
+
 def test_model_file_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,6 +222,8 @@ def test_improve_schedules_finds_shorter_schedule(
     assert improved["schedule"] == "search" and improved["step_time"] < plain["step_time"]
     program = from_text(Path("best.sched").read_text())
     assert program.name == "search" and program.shape.microbatches == improved["microbatches"]
+    text = run_command(capsys, *command, "--improve-schedules", "--time-limit=0.5")
+    assert "tensor-parallel ranks, search, 32 microbatches of 1" in text
     error = run_refused_command(
         capsys, *command, "--improve-schedules", "--time-limit=0.5", "-o", "best.toml"
     )
@@ -274,6 +296,8 @@ def test_gpu_counts_print_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert table.startswith("strong: the same batch\n") and "\nweak: a batch that grows" in table
     assert table.splitlines()[1].split()[:6] == ["GPUs", "batch", "pp", "tp", "dp", "v"]
     assert table.endswith("no plan for 3 GPUs, weak: 4.50 is not a number of sequences\n")
+    _, *sentences = table[table.index("\nstep: ") :].splitlines()
+    assert sentences and max(map(len, sentences)) <= 110
     error = run_refused_command(capsys, *command[:-1], "--tp=8", "--gpu-counts=2,4")
     assert "8" in error
 

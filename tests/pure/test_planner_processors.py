@@ -48,6 +48,8 @@ def estimate_step_time(
 def test_closed_form_is_near_program(choice: ParallelPlan) -> None:
     closed_form, exact = (estimate_step_time(choice, closed_form_only=e) for e in (True, False))
     assert closed_form.step_time == pytest.approx(exact.step_time, rel=0.12)
+    for estimate in (closed_form, exact):
+        assert estimate.memory.process == estimate.memory.allocator == 0
 
 
 def test_shared_processors_hide_bubble() -> None:

@@ -204,7 +204,11 @@ def test_precision_of_a_stack() -> None:
     options = launcher_options(MODEL, plan, stack="megatron-fp8")
     assert "--bf16 --fp8-format hybrid" in options["megatron"]
     assert "mixed_precision=bf16_with_fp8_delayed_scaling_mixed" in options["nemo"]
-    assert "fp8" not in "".join(launcher_options(MODEL, plan).values())
+    for trainer in ("torchtitan", "nanotron"):
+        last_line = options[trainer].splitlines()[-1]
+        assert last_line == "# the plan is in FP8, and these options are in 16 bits"
+    for stack in ("", "megatron", "megatron-2021", "nanotron"):
+        assert "fp8" not in "".join(launcher_options(MODEL, plan, stack=stack).values()).lower()
 
 
 # ---------------------------------------------------------------- for our trainer

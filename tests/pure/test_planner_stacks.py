@@ -235,3 +235,42 @@ def test_gathered_tensors_take_only_free_memory_across_nodes() -> None:
     assert predict_memory(32, 128, 30e9) == pytest.approx(needed_bytes) and needed_bytes > 30e9
     assert predict_memory(32, 16, 200e9) == predict_memory(32, 16) < 80e9
     assert predict_memory(8, 64) == predict_memory(8, 64, 200e9) > 80e9
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_simulated_memory_has_the_parts_of_the_closed_form(zero: int) -> None:
+    """Unsharded buffers and weights of experts are not activations."""
+    model = replace(MODEL, experts=8, active=2)
+    plan = ParallelPlan(pp=2, dp=8, ep=8, microbatches=8, zero=zero, attention="flash")
+    formula, program = (
+        planner.estimate_step(
+            model, planner.cluster_preset("h100-efa", nodes=2), plan,
+            constants=NANOTRON.constants, state_bytes=NANOTRON.state_bytes,
+            closed_form_only=closed_form_only,
+        ).memory
+        for closed_form_only in (True, False)
+    )  # fmt: skip
+    # The closed form has at least one more buffer of a message than the simulation.
+    tolerance = 2 * plan.microbatch_size * model.sequence * model.hidden * 2
+    assert program == pytest.approx(formula, abs=tolerance, rel=1e-9)
+    assert (formula.buffers > 5e8) == (zero == 1)
+
+
+@pytest.mark.filterwarnings("ignore:tp 16 is more than the 8 GPUs of a node")
+def test_simulated_plan_also_reclaims_gathered_tensors() -> None:
+    """A plan that fits because of reclaimed memory also fits after its simulation."""
+    plan = NANOTRON.complete(
+        MODEL, ParallelPlan(pp=2, tp=16, microbatch_size=64, microbatches=8, sequence_parallel=True)
+    )
+    formula, program, program_with_more_memory = (
+        planner.estimate_step(
+            MODEL, replace(planner.cluster_preset("h100-efa", nodes=4), memory=memory), plan,
+            constants=NANOTRON.constants, state_bytes=NANOTRON.state_bytes,
+            closed_form_only=closed_form_only,
+        )
+        for memory, closed_form_only in ((70e9, True), (70e9, False), (80e9, False))
+    )  # fmt: skip
+    assert formula.fits and program.fits
+    assert program.memory.total == pytest.approx(70e9, rel=1e-6)
+    assert program.memory.total == pytest.approx(formula.memory.total)
+    assert program_with_more_memory.memory.total > 75e9

@@ -17,7 +17,7 @@ from schedir.planner.hardware.cluster_size import resize_cluster
 from schedir.planner.hardware.step_errors import MEASURED_ERRORS
 from schedir.planner.plan_simplicity import measure_complexity
 from tests.cases import cases
-from tests.commands import run_command
+from tests.commands import run_command, run_refused_command
 
 MODEL = TransformerSpec(16, 2048, 32, vocab=131072, sequence=4096, ffn=8192, gated=True)
 NODE = planner.cluster_preset("h100-efa")
@@ -115,26 +115,39 @@ def test_indistinct_plans_are_near_the_fastest_and_simplest_first(
     assert complexities == sorted(complexities)
 
 
-def test_command_prints_interval_of_each_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_interval(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["plan", "--layers=8", "--hidden=256", "--heads=8", "--vocab=256", "--sequence=128"]
     options += ["--cluster=a100", "--gpus=4", "--batch=32", "--top=3", "--closed-form-only"]
     unknown, known = (
         run_command(capsys, *options, *more) for more in ([], ["--stack", "megatron"])
     )
-    for text, share in ((unknown, "-18 % to +171 %"), (known, "-14 % to +26 %")):
-        lines = text.splitlines()
-        assert lines[1].split("step", 1)[1].split()[:4] == ["90", "%", "of", "runs"]
-        assert f"90 % of runs: {share}, as for " in text and "--calibrate" in text
-    assert "(the simplest first) cannot be distinguished" in unknown
+    for text, share in ((unknown, "18 % less to 171 % more"), (known, "14 % less to 26 % more")):
+        assert f"step: 90 % of runs take {share} time than predicted" in text
+        assert "--calibrate" in text and "(90 % of runs: " in text
+    assert "(the simplest first) may be the fastest: " in unknown
     facts = json.loads(run_command(capsys, *options, "--json"))
     errors = planner.find_step_errors(planner.cluster_preset("a100"))
     assert StepErrors(**facts["step_errors"]) == errors
     for plan in facts["plans"]:
         assert plan["step_interval"] == [*errors.find_interval(plan["step_time"])]
-    scaling = run_command(
-        capsys, *(word for word in options if word != "--gpus=4"), "--gpu-counts=2,4"
-    )
-    assert scaling.count("90 % of runs") == 3  # Two tables and a sentence.
+    options = [*(word for word in options if word != "--gpus=4"), "--gpu-counts=2,4"]
+    assert "step: 90 % of runs take 18 % less" in run_command(capsys, *options)
+    facts = json.loads(run_command(capsys, *options, "--json"))
+    assert StepErrors(**facts["step_errors"]) == errors
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp4"])
+def test_command_explains_mfu_of_low_precision(
+    precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["plan", "--layers=8", "--hidden=256", "--heads=8", "--vocab=256", "--sequence=128"]
+    options += ["--gpus=4", "--batch=32", "--top=1", "--closed-form-only"]
+    sentence = f"MFU: the share of the peak in 16 bits; products in {precision.upper()} are faster"
+    for stack, is_low in ((f"megatron-{precision}", True), ("megatron", False)):
+        text = run_command(capsys, *options, "--cluster=b200", f"--stack={stack}")
+        assert (sentence in text) == is_low
+    error = run_refused_command(capsys, *options, "--cluster=a100", f"--stack=megatron-{precision}")
+    assert "--stack megatron plans training in 16 bits" in error
 
 
 # ---------------------------------------------------------------- data loading

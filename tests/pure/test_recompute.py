@@ -30,7 +30,14 @@ from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
-from schedir.schedules import get_built_in_schedules, gpipe, interleaved, one_f_one_b, zb_h1
+from schedir.schedules import (
+    get_built_in_schedules,
+    gpipe,
+    interleaved,
+    interleaved_zb,
+    one_f_one_b,
+    zb_h1,
+)
 from schedir.schedules.greedy import greedy_schedule
 from schedir.schedules.schedule_algebra import B, F, I, R, RankSchedule, W
 from schedir.schedules.schedule_expansion import expand_schedule
@@ -146,6 +153,18 @@ def test_early_recompute_is_no_worse_than_late(schedule: Any) -> None:
         assert runs[2].span <= runs[1].span
         assert (runs[2].peak_memory <= runs[1].peak_memory).all()
         assert (runs[1].peak_memory <= runs[0].peak_memory).all()
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b, zb_h1, interleaved_zb])
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_early_recompute_moves_only_if_program_is_shorter(schedule: Any, ranks: int) -> None:
+    shape, costs = PipelineShape(ranks, 4), Costs(F=1, B=2, send=1)
+    early, late = (
+        compile(schedule, shape, costs=costs, recompute="all", recompute_at=recompute_at)
+        for recompute_at in ("early", "late")
+    )
+    early_span, late_span = (simulate(program, costs).span for program in (early, late))
+    assert early_span < late_span or to_text(early) == to_text(late)
 
 
 def test_early_recompute_runs_before_waiting_forward() -> None:

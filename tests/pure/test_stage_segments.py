@@ -189,6 +189,13 @@ def test_compare_divides_segments_over_stages(capsys: pytest.CaptureFixture[str]
         assert [row["peak_activations"] for row in rows] == [2, 2.5, 2, 3]
 
 
+@pytest.mark.parametrize(("pairs", "v"), [(0, 1), (0, 3), (1, 2), (2, 3)])
+def test_segments_of_rank_are_divided_equally_over_its_stages(pairs: int, v: int) -> None:
+    of_stages = divide_over_stages(1 + 2 * pairs * v, 2, 2 * v)
+    shape = PipelineShape(2, 2, stages_per_rank=v)
+    assert count_segments(of_stages, shape) == (1 + 2 * pairs,) * (2 * v)
+
+
 @pytest.mark.parametrize(
     ("name", "cut", "tp"),
     each_value(

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import schedir
-from schedir import Costs, PipelineShape, RankSchedule, Timeline
+from schedir import Costs, PipelineShape, RankSchedule, Sizes, Timeline
 from schedir.__main__ import main
+from schedir.analysis.memory.footprint import compute_footprints
 from schedir.commands.common.schedule_options import parse_costs
 from schedir.ir.isa.instructions import COMPUTE_OPS, FORWARD
 from schedir.predict import what_if
@@ -134,6 +135,20 @@ def test_advised_schedules_hold_no_more_activations() -> None:
     timeline = simulate_schedule(zb_h1, Costs())
     whats = [c.description for c in advise(timeline, Costs()).changes]
     assert not any("half of B" in description for description in whats)
+
+
+@pytest.mark.parametrize("limit", [3.5e9, 4.6e9, 7e9])
+def test_advised_programs_fit_into_memory_limit(limit: float) -> None:
+    """ZB-V has no more activations than 1F1B, but more boundary tensors. Sizes are per stage."""
+    costs, sizes = Costs(F=1, B=2), Sizes(saved=1e9, activation=32e6)
+    timeline = simulate_schedule(one_f_one_b, costs)
+    changes = advise(replace(timeline, sizes=sizes), costs, one_f_one_b, limit).changes
+    programs = [c.run.program for c in changes if c.row.draft is not None]
+    for program in programs:
+        share = Sizes(saved=1e9 / program.shape.stages_per_rank, activation=32e6)
+        footprints = compute_footprints(program, share, "device", worst_case=True)
+        assert max(footprint.total_bytes.max() for footprint in footprints) <= limit
+    assert any(program.name == "zb_v" for program in programs) == (limit == 7e9)
 
 
 def test_one_more_activation_is_tried_if_possible() -> None:

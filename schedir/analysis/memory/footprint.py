@@ -633,6 +633,21 @@ def _find_handover_memory(program: Program, sizes: Sizes) -> ValueLifetimes:
     return ValueLifetimes(*map(np.concatenate, zip(*changes, strict=True)))
 
 
+def fits_memory_limit(program: Program, sizes: Sizes, limit: float) -> bool:
+    """Return whether no rank uses more than `limit` bytes on the device.
+
+    Args:
+        program: A complete program.
+        sizes: The sizes of values.
+        limit: The limit in bytes.
+    """
+    try:
+        require_memory_limit(program, sizes, limit)
+    except MemoryLimitError:
+        return False
+    return True
+
+
 def require_memory_limit(
     program: Program, sizes: Sizes, limit: float, tier: str = "device"
 ) -> Program:

@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replicas", action="store_true",
         help="read the SCHEDULEs as programs of data-parallel replicas, one each. Check that the "
-        "replicas run their collectives in one order, and that no ranks wait in a cycle. For "
-        "torch, add --blocking-hosts",
+        "replicas run their collectives in one order, and that no ranks wait in a cycle. If the "
+        "host waits at each all-to-all of experts, as with torch, add --blocking-hosts",
     )  # fmt: skip
 
 

@@ -55,8 +55,8 @@ LAST_COLUMNS: Final = (
 )
 _BYTE_UNITS: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _TIME_UNITS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-_SECONDS_PER_DAY: Final = 86400.0
-INTERVAL_HEADING: Final = f"{100 * INTERVAL_SHARE:g} % of runs"
+_DURATION_UNITS: Final = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
+_INTERVAL_NAME: Final = f"{100 * INTERVAL_SHARE:g} % of runs"
 # The meanings of headings that are not words.
 _COLUMN_MEANINGS: Final = {
     "pp": "pipeline ranks", "tp": "tensor-parallel ranks", "cp": "parts of each sequence",
@@ -91,8 +91,8 @@ def format_seconds(time: float) -> str:
     return f"{1e6 * time:.3g} us"
 
 
-def format_interval(errors: StepErrors, step_time: float) -> str:
-    """Return the interval of a step time with its unit, for a table.
+def _format_interval(errors: StepErrors, step_time: float) -> str:
+    """Return the interval of a step time with its unit.
 
     Args:
         errors: The errors to expect.
@@ -100,12 +100,17 @@ def format_interval(errors: StepErrors, step_time: float) -> str:
 
     Example:
         >>> errors = StepErrors(-0.1, 0.25, 0.2, "some runs")
-        >>> [format_interval(errors, seconds) for seconds in (31.234, 0.9, 2.55e-5)]
+        >>> [_format_interval(errors, seconds) for seconds in (31.234, 0.9, 2.55e-5)]
         ['28.1-39.0 s', '0.810-1.12 s', '22.9-31.9 us']
     """
     low, high = errors.find_interval(step_time)
-    scale, unit = next((pair for pair in _TIME_UNITS if high >= pair[0]), _TIME_UNITS[-1])
+    scale, unit = _choose_unit(high, _TIME_UNITS)
     return "-".join(_format_three_digits(time / scale) for time in (low, high)) + f" {unit}"
+
+
+def _choose_unit(value: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """Return the largest unit that is at most a value, or the smallest unit."""
+    return next((unit for unit in units if value >= unit[0]), units[-1])
 
 
 def _format_three_digits(number: float) -> str:
@@ -173,44 +178,45 @@ def format_plans(
     errors = find_step_errors(cluster, request.stack)
     nodes = f"{cluster.nodes} x {cluster.gpus_per_node}"
     lines = [
-        _wrap(
+        wrap(
             f"{request.display_names[0]}: {_format_count(model.params)} parameters; a step has "
             f"{request.batch:,} "
             f"sequences of {model.sequence:,} tokens; {cluster.gpu_count:,} "
             f"GPU{'s' * (cluster.gpu_count > 1)} of {request.display_names[1]} ({nodes})"
         ),
-        _format_table(plans, cluster.memory, errors),
-        *map(_wrap, describe_intervals(cluster, errors)),
-        *map(_wrap, _list_indistinct_plans(plans, errors)),
-        *map(_wrap, _describe_preference(plans, fastest)),
-        _wrap(_describe_schedules(request)),
-        *map(_wrap, _describe_attention(plan)),
+        _format_table(plans, cluster.memory),
+        *map(wrap, describe_speeds(request, errors, cluster.gpu_count)),
+        *map(wrap, _list_indistinct_plans(plans, errors)),
+        *map(wrap, _describe_preference(plans, fastest)),
+        wrap(_describe_schedules(request)),
+        *map(wrap, _describe_attention(plan)),
         "\n",
-        _wrap(f"plan {selected_number}: {describe_plan(plan)}"),
+        wrap(f"plan {selected_number}: {describe_plan(plan)}"),
         *_join_columns(
             _format_step_times(plan, errors),
             [*_format_memory(plan, cluster.memory), *_format_host_memory(plan, cluster)],
         ),
     ]
-    lines += [_wrap(f"  {line}") for line in _describe_activations(request, plan)]
-    lines += [_wrap(f"  note: {note}") for note in _list_notes(request, plan)]
+    lines += [wrap(f"  {line}") for line in _describe_activations(request, plan)]
+    lines += [wrap(f"  note: {note}") for note in _list_notes(request, plan)]
     if plan.offload_comparison:
-        lines.append(_wrap(f"  offload: {plan.offload_comparison}"))
+        lines.append(wrap(f"  offload: {plan.offload_comparison}"))
     if plan.explanation:
-        lines.append(_wrap(f"  bound by {_name_fields(plan.explanation, plan)}"))
+        lines.append(wrap(f"  bound by {_name_fields(plan.explanation, plan)}"))
     if tokens is not None:
         steps = tokens / (request.batch * model.sequence)
-        days, low, high = (
-            steps * seconds / _SECONDS_PER_DAY
+        scale, unit = _choose_unit(steps * plan.step_time, _DURATION_UNITS)
+        duration, low, high = (
+            steps * seconds / scale
             for seconds in (plan.step_time, *errors.find_interval(plan.step_time))
         )
-        lines.append(f"  {_format_count(tokens)} tokens take {steps:,.0f} steps: "
-                     f"{days:,.1f} days ({low:,.1f}-{high:,.1f})\n")  # fmt: skip
+        lines.append(f"  {_format_count(tokens)} tokens take {steps:,.0f} steps: {duration:,.1f} "
+                     f"{unit} ({_INTERVAL_NAME}: {low:,.1f}-{high:,.1f})\n")  # fmt: skip
     lines += [f"  {line}\n" for line in _format_options(request, plan)]
     return "".join(lines)
 
 
-def _format_table(plans: Sequence[PlanEstimate], limit: float, errors: StepErrors) -> str:
+def _format_table(plans: Sequence[PlanEstimate], limit: float) -> str:
     rare, last = (
         [(name, field) for name, field, usual in columns
          if any(getattr(plan, field) != usual for plan in plans)]
@@ -220,8 +226,7 @@ def _format_table(plans: Sequence[PlanEstimate], limit: float, errors: StepError
     meanings = ", ".join(f"{_COLUMN_MEANINGS[name]} ({name})" for name in degrees)
     table = format_table(
         ["plan", *degrees, "schedule",
-         "recompute", "ZeRO", *(name for name, _ in last), "step", INTERVAL_HEADING,
-         "TFLOP/s", "MFU", "memory"],
+         "recompute", "ZeRO", *(name for name, _ in last), "step", "TFLOP/s", "MFU", "memory"],
         [
             [
                 str(k), str(plan.pp), str(plan.tp),
@@ -229,20 +234,23 @@ def _format_table(plans: Sequence[PlanEstimate], limit: float, errors: StepError
                 str(plan.dp), str(plan.stages_per_rank), str(plan.microbatch_size),
                 str(plan.microbatches), plan.schedule, plan.recompute,
                 str(plan.zero), *(_format_cell(getattr(plan, field)) for _, field in last),
-                format_seconds(plan.step_time), format_interval(errors, plan.step_time),
-                format_teraflops(plan.flops_per_second), f"{plan.mfu:.1%}",
+                format_seconds(plan.step_time), format_teraflops(plan.flops_per_second),
+                f"{plan.mfu:.1%}",
                 f"{plan.memory.total / 1e9:.1f} of {limit / 1e9:.4g} GB",
             ]
             for k, plan in enumerate(plans, 1)
         ],
     )  # fmt: skip
-    return table + _wrap(f"columns: {meanings}")
+    return table + wrap(f"columns: {meanings}")
 
 
-def _wrap(sentence: str) -> str:
+def wrap(sentence: str) -> str:
     """Return a sentence in lines of a limited width, with a newline at the end of each line.
 
     The second and later lines are indented by two spaces more than the first.
+
+    Args:
+        sentence: The sentence, without a newline.
     """
     indent = " " * (len(sentence) - len(sentence.lstrip()) + 2)
     return fill(
@@ -268,16 +276,32 @@ def _describe_preference(
     )
 
 
-def describe_intervals(cluster: Cluster, errors: StepErrors) -> Iterator[str]:
-    """Yield a sentence about the intervals of step times.
+def describe_speeds(request: PlanRequest, errors: StepErrors, max_gpus: int) -> Iterator[str]:
+    """Yield sentences about the columns of step times and speeds.
 
     Args:
-        cluster: The cluster of the plans.
-        errors: The errors to expect on this cluster.
+        request: The request of the plans.
+        errors: The errors to expect of their step times.
+        max_gpus: The number of GPUs of the plan with the most GPUs.
     """
-    advice = "" if cluster.uncertainty else "; --calibrate computes it from runs of your own"
-    low, high = (f"{100 * share:+.0f} %" for share in (errors.low, errors.high))
-    yield f"{INTERVAL_HEADING}: {low} to {high}, as for {errors.source}{advice}"
+    calibrated_gpus = request.cluster.calibrated_gpus
+    if calibrated_gpus and max_gpus > calibrated_gpus:
+        yield (
+            f"note: {max_gpus:,} GPUs are an extrapolation: the cluster is calibrated with runs on "
+            f"at most {calibrated_gpus:,}"
+        )
+    advice = "" if request.cluster.uncertainty else "; --calibrate computes it from your own runs"
+    yield (
+        f"step: {_INTERVAL_NAME} take {-100 * errors.low:.0f} % less to {100 * errors.high:.0f} % "
+        f"more time than predicted, as for {errors.source}{advice}"
+    )
+    constants = request.software["constants"]
+    for precision in ("fp8", "fp4"):
+        if constants is not None and getattr(constants, f"{precision}_speedup") > 1:
+            yield (
+                f"MFU: the share of the peak in 16 bits; products in {precision.upper()} are "
+                "faster, so MFU can be above 100 %"
+            )
 
 
 def _list_indistinct_plans(plans: Sequence[PlanEstimate], errors: StepErrors) -> Iterator[str]:
@@ -286,8 +310,8 @@ def _list_indistinct_plans(plans: Sequence[PlanEstimate], errors: StepErrors) ->
     if len(positions) > 1:
         numbers = join_words([str(k + 1) for k in positions])
         yield (
-            f"plans {numbers} (the simplest first) cannot be distinguished: their steps differ by "
-            f"at most {100 * errors.resolution:.0f} %"
+            f"each of the plans {numbers} (the simplest first) may be the fastest: predictions "
+            f"cannot order steps that differ by less than {100 * errors.resolution:.0f} %"
         )
 
 
@@ -315,7 +339,7 @@ def _format_cell(value: int | str) -> str:
 def _format_step_times(plan: PlanEstimate, errors: StepErrors) -> list[str]:
     """Return the step time with its interval, and a line for each part, the longest first."""
     rows = _format_parts(plan.breakdown._asdict(), _name_step_parts(plan), _TIME_UNITS)
-    interval = f"({INTERVAL_HEADING}: {format_interval(errors, plan.step_time)})"
+    interval = f"({_INTERVAL_NAME}: {_format_interval(errors, plan.step_time)})"
     simulated = ", simulated" * plan.is_simulated
     return [f"step {format_seconds(plan.step_time)} {interval}{simulated}", *rows]
 
@@ -345,22 +369,26 @@ def _format_memory(plan: PlanEstimate, limit: float) -> list[str]:
 
 
 def _describe_activations(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
-    """Yield the activations of each pipeline rank and the part of the loss, without offload."""
+    """Yield the activations of each pipeline rank and the part of the loss.
+
+    Plans with offload and searched schedules have no formulas for these numbers.
+    """
     from schedir.planner.transformer.memory_estimate import (
         compute_loss_bytes,
         estimate_by_rank,
         get_state_bytes,
     )
 
-    if (plan.offload, plan.optimizer_placement) != ("none", "device"):
+    if plan.has_offload or plan.schedule not in SCHEDULE_FORMULAS:
         return
     model, cluster, software = request.model, request.cluster, request.software
     itemsize = (software["state_bytes"] or get_state_bytes(cluster)).params
     loss_bytes = compute_loss_bytes(model, plan, software["constants"], itemsize)
     ranks = estimate_by_rank(model, cluster, plan, **software)
-    sizes = [f"{rank.activations / 1e9:.3g}" for rank in ranks]
+    scale, unit = _choose_unit(max(rank.activations for rank in ranks), _BYTE_UNITS)
+    sizes = [f"{rank.activations / scale:.3g}" for rank in ranks]
     if plan.pp > 1:
-        yield f"activations of each pipeline rank, by formula: {_format_repeats(sizes)} GB"
+        yield f"activations of each pipeline rank, by formula: {_format_repeats(sizes)} {unit}"
     yield f"logits and loss: {format_bytes(loss_bytes)} of the activations of the last stage"
 
 
@@ -382,7 +410,7 @@ def _format_parts(
     All lines have the same unit. `units` has pairs of a factor and the name of a unit.
     """
     total = sum(parts.values())
-    scale, unit = next((scaled_unit for scaled_unit in units if total >= scaled_unit[0]), units[-1])
+    scale, unit = _choose_unit(total, units)
     rows = sorted(((value, names[name]) for name, value in parts.items() if value), reverse=True)
     width = max((len(name) for _, name in rows), default=0)
     texts = [f"{value / scale:.3f}" for value, _ in rows]
@@ -408,6 +436,8 @@ def _format_options(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
             "--stack megatron, torchtitan or nanotron prints the options of this trainer, and "
             "--json those of all trainers"
         )
+    if request.stack == "schedir":
+        yield "-o FILE.toml writes this plan for schedir train, if the model is a GPT"
     options = launcher_options(request.model, plan, stack=request.stack)
     for trainer in _TRAINERS.get(request.stack.partition("-")[0], ()):
         yield f"options of {_TRAINER_NAMES[trainer]}"
@@ -432,17 +462,17 @@ def _format_repeats(numbers: Sequence[int | str]) -> str:
 
 def _list_notes(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
     """Yield warnings about a plan."""
-    cluster = request.cluster
-    if cluster.calibrated_gpus and cluster.gpu_count > cluster.calibrated_gpus:
-        yield (
-            f"{cluster.gpu_count:,} GPUs are an extrapolation: the cluster is calibrated with runs "
-            f"on at most {cluster.calibrated_gpus:,}"
-        )
     if plan.tp > request.cluster.gpus_per_node:
         yield (
             f"tp {plan.tp} is more than the {request.cluster.gpus_per_node} GPUs of a node, so the "
             "tensor-parallel collectives of each layer use the network between nodes"
         )
+        # Only plans in which the allocator reclaims memory need exactly the memory of a GPU.
+        if request.cluster.memory - plan.memory.total < 1e3:
+            yield (
+                "the plan uses all memory, so the allocator waits for the GPU before it reuses "
+                "memory; the planner does not predict this time"
+            )
 
 
 def _format_count(number: float) -> str:

@@ -71,7 +71,7 @@ def _list_options() -> Iterator[tuple[str, ProgramOption]]:
         "overlap",
         ProgramOption(
             YES_OR_NO_TYPE,
-            "group opposite transfers, and begin gathers and receives early",
+            "group opposite transfers of two ranks, and begin gathers and receives early",
             "pipeline.overlap",
         ),
     )

@@ -187,8 +187,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         frees=(_V.SAVED, _V.GRAD_IN, _V.SKIP_GRAD_IN),
         doc=(
             "Computes the gradient of the input, and of the weights that cannot be deferred "
-            "(biases, norms). I keeps the saved activations that the deferred weight gradients "
-            "need. The zero-bubble papers call this instruction B."
+            "(biases, norms). The tensors that W needs become the value `deferred_wgrad`, and I "
+            "frees the other saved activations. The zero-bubble papers call this instruction B."
         ),
         cost="I", is_compute=True,
     ),
@@ -270,7 +270,10 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.WGRAD,),
         gives=(_V.GRAD,),
         frees=(_V.WGRAD,),
-        doc="Sums a stage's gradient over the data-parallel group and scales it.",
+        doc=(
+            "Multiplies a stage's gradient by the argument `grad_scale` of the step, and sums it "
+            "over the data-parallel group."
+        ),
         cost="reduce_grads", ring=CollectiveRing("dp", "grads", 2),
     ),
     Row(
@@ -379,8 +382,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         gives=(_V.GRAD, _V.WGRAD_BUFFER),
         frees=(_V.WGRAD,),
         doc=(
-            "Sums a stage's gradient over the data-parallel group and scales it. Each replica gets "
-            "its part of the sum."
+            "Multiplies a stage's gradient by the argument `grad_scale` of the step, and sums it "
+            "over the data-parallel group. Each replica gets its part of the sum."
         ),
         cost="reduce_scatter", ring=CollectiveRing("dp", "grads"),
     ),

@@ -377,12 +377,12 @@ SEGMENT_BOUNDARIES: Final = make_field_metadata(
     MEETS_KIND,
     "a letter for each boundary between two segments: f and g (begin and end of a "
     "tensor-parallel part), d and c (dispatch and combine of experts) or . (no collective); and - "
-    "between two stages: fgfg-fgfg (-O stage_segments sets it)",
+    "between two stages: fgfg-fgfg. Use -O stage_segments, which also sets this option",
     in_config=False,  # A configuration has stage_segments instead.
 )
 CHUNKS_PER_MICROBATCH: Final = make_field_metadata(
     _CHUNKS_TYPE,
-    "number of chunks of a microbatch, each of which is a microbatch of the program (-O "
-    "microbatch_chunks sets it)",
+    "number of chunks into which each microbatch was split; the program counts each chunk as a "
+    "microbatch. Use -O microbatch_chunks, which also sets this option",
     in_config=False,  # A configuration has microbatch_chunks instead.
 )

@@ -198,8 +198,9 @@ PASSES = (
         section="memory",
         option_types=_OPTION_TYPES,
         option_descriptions={
-            "unsharded_stages": "with zero 3: number of stages of a rank whose weights are "
-            "unsharded at once; the default is the stage that computes and the next one",
+            "unsharded_stages": "with zero 3: the largest number of stages of a rank that have all "
+            "their weights at the same time (2: the stage that computes and the next one; 3 if two "
+            "stages compute together)",
             "unshard_prefetch": "with zero 3: begin to gather weights this number of stage "
             "computations before their use (1), as far as unsharded_stages allows; with 0, ranks "
             "gather least often, but wait for each gather",

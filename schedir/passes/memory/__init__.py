@@ -1,1 +1,1 @@
-"""Passes that recompute, offload and copy values, and that share static buffers."""
+"""Passes that insert recomputation, offload and copies, and let values share static buffers."""

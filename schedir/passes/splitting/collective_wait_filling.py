@@ -470,7 +470,7 @@ PASSES: Final = (
         option_types={
             "fill_collective_waits": FieldType(_REQUIREMENT, _parse_fill, str, metavar="WHAT")
         },
-        description="computes that run while a segment waits for its tensor-parallel collective: "
+        description="compute instructions that run while a segment waits for its collective: "
         "W, F (of other microbatches) or all",
         order=1,
     ),

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from schedir.errors import CostsError, ShapeError, UsageError, describe
 from schedir.ir.cost.costs import PER_RANK_COSTS, STAGE_COSTS, Costs, select_ranks
 from schedir.ir.cost.number_parsing import NON_NUMBER_TYPES, parse_integer
-from schedir.ir.cost.per_stage_values import expand_by_stage, from_grid
+from schedir.ir.cost.per_stage_values import expand_by_stage, from_grid, redistribute_stages
 from schedir.ir.cost.sizes import MICROBATCH_SIZES, STATIC_SIZES, Sizes
 from schedir.ir.isa.instructions import (
     BACKWARD_OPS,
@@ -362,16 +362,35 @@ SHARED_FIELDS: Final = (
     "version",
     *STATIC_SIZES,
 )
-_CostsOrSizes = TypeVar("_CostsOrSizes", Costs, Sizes)
+CostsOrSizes = TypeVar("CostsOrSizes", Costs, Sizes)
+
+
+def redistribute_values(values: CostsOrSizes, old_stages: int, new_stages: int) -> CostsOrSizes:
+    """Convert the costs or sizes of a model's stages to another number of stages.
+
+    Args:
+        values: The costs or sizes of the stages.
+        old_stages: The number of these stages.
+        new_stages: The new number of stages.
+
+    Example:
+        >>> sizes = redistribute_values(Sizes(saved=8, activation=2), 4, 8)
+        >>> sizes.saved, sizes.activation
+        (4.0, 2.0)
+    """
+    shared = {k: v for k in SHARED_FIELDS if (v := getattr(values, k, None)) is not None}
+    return replace(
+        values, **{k: redistribute_stages(v, old_stages, new_stages) for k, v in shared.items()}
+    )
 
 
 def split_costs(
-    values: _CostsOrSizes,
+    values: CostsOrSizes,
     segments: SegmentSpec,
     shape: PipelineShape,
     shares: Iterable[float] | None = None,
     chunks: int = 1,
-) -> _CostsOrSizes:
+) -> CostsOrSizes:
     """Convert the costs or sizes of stages to costs or sizes of segments and chunks.
 
     A segment has its share of the compute, the saved activations and the parameters of its stage.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -49,7 +50,8 @@ from schedir.planner.parallel_plan import (
 from schedir.planner.plan_compilation import build_pipeline_shape, plan_program
 from schedir.planner.plan_estimate import attach_estimates
 from schedir.planner.trainer_profile import Trainer, get_trainer
-from schedir.planner.transformer.memory_estimate import StateBytes
+from schedir.planner.transformer.memory_estimate import StateBytes, compute_reclaimed_bytes
+from schedir.planner.transformer.stage_sizes import compute_state_buffers
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.bubble_causes import IdleCause, idleness
 from schedir.predict.cpu_contention import CPU_LANES, simulate_on_cpus
@@ -255,7 +257,13 @@ def estimate_from_program(
     breakdown = breakdown._replace(data_loading=loading)
     waits = cluster.jitter * compute_expected_maximum(plan.dp * plan.cp) * sum(breakdown)
     breakdown = breakdown._replace(data_parallel=breakdown.data_parallel + waits)
-    memory = measure_gpu_memory(timeline, constants)
+    reclaimed = compute_reclaimed_bytes(model, cluster, plan, constants, timeline.peak_memory)
+    state_buffers = (
+        compute_state_buffers(model, plan, program.shape, constants, states)
+        if cluster.processors is None
+        else {}
+    )
+    memory = _measure_gpu_memory(timeline, constants, reclaimed, state_buffers)
     return attach_estimates(
         model,
         cluster,
@@ -392,22 +400,29 @@ _PHASES_OF_OP: Final[dict[Opcode, list[int]]] = {  # Indices of the fields of `P
 }
 
 
-def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory:
+def _measure_gpu_memory(
+    run: Timeline,
+    constants: SoftwareConstants,
+    reclaimed: NDArray[np.float64],
+    state_buffers: Mapping[str, NDArray[np.float64]],
+) -> GpuMemory:
     """Return the peak memory of the rank with the highest peak, in bytes.
 
     Each field has the memory of its kind at the time of the peak. The result includes the overheads
-    of the allocator and the process.
-
-    Args:
-        run: The timeline, with sizes.
-        constants: Constants of the software.
+    of the allocator and the process. `reclaimed` has the bytes of activations that the allocator
+    reclaims on each rank. `state_buffers` has the result of `compute_state_buffers`.
     """
-    rank = int(run.peak_memory.argmax())
+    rank = int((run.peak_memory - reclaimed).argmax())
     curve = run.memory[rank]
     peak_index = int(curve.total.argmax())
     result = dict.fromkeys(GpuMemory._fields, 0.0)
     for kind, size in curve.by_kind.items():
         result[_MEMORY_KINDS.get(kind, "activations")] += float(size[peak_index])
+    for name, sizes in state_buffers.items():
+        size_on_rank = float(sizes[list(run.program.shape.stages_on_rank[rank])].sum())
+        result[name] += size_on_rank
+        result["activations"] -= size_on_rank
+    result["activations"] -= float(reclaimed[rank])
     result["allocator"] = constants.allocator_share * sum(result.values())
     result["process"] = constants.reserved_bytes
     return GpuMemory(**result)

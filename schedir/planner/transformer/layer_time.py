@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedir.errors import UsageError
+from schedir.errors import CommandHint, UsageError
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.estimate.link_time import place_on_nodes
 from schedir.planner.estimate.schedule_formulas import SCHEDULE_FORMULAS
@@ -264,18 +264,26 @@ def _require_low_precision(cluster: Cluster, constants: SoftwareConstants) -> No
     for precision, bits in (("fp8", 8), ("fp4", 4)):
         speedup_name, peak_name = f"{precision}_speedup", f"{precision}_peak"
         speedup, peak = getattr(constants, speedup_name), getattr(cluster, peak_name)
+        advice = (
+            f"set {peak_name} of the cluster to the dense {bits}-bit FLOP/s in the data sheet of "
+            "the GPU"
+        )
+        hint = CommandHint(
+            f"{advice}, or use software that trains in 16 bits",
+            f"--stack megatron plans training in 16 bits. Or {advice}",
+        )
         if speedup > 1 and peak is None:
             raise UsageError(
                 f"{speedup_name} {speedup:g} needs GPUs that compute in {precision.upper()}, and "
                 f"the cluster has no {peak_name}",
-                hint=f"set {peak_name} of the cluster to the dense {bits}-bit FLOP/s in the data "
-                "sheet of the GPU, or use software that trains in 16 bits",
+                hint=hint,
                 fields=[speedup_name, peak_name],
             )
         if peak is not None and speedup > peak / cluster.peak_flops:
             raise UsageError(
                 f"{speedup_name} {speedup:g} is more than the {peak_name} of the cluster divided "
                 f"by its peak_flops, {peak / cluster.peak_flops:.3g}",
+                hint=hint,
                 fields=[speedup_name, peak_name],
             )
 

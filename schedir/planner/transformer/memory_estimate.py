@@ -401,14 +401,38 @@ def compute_loss_bytes(
     return float(_estimate_loss_bytes(model, plans, loss_microbatches, constants, itemsize)[0, 0])
 
 
-def _compute_reclaimable(
+def compute_reclaimed_bytes(
+    model: TransformerSpec,
+    cluster: Cluster,
+    plan: ParallelPlan,
+    constants: SoftwareConstants,
+    used: Floats,
+) -> Floats:
+    """Return the bytes that the allocator reclaims on each pipeline rank, of shape (ranks,).
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: The plan.
+        constants: Constants of the software.
+        used: The bytes that each pipeline rank uses if the allocator reclaims nothing.
+    """
+    if plan.has_offload or plan.schedule not in SCHEDULE_FORMULAS:
+        return np.zeros(used.shape)
+    plans = PlanColumns.from_plan(plan)
+    shares = plans.compute_shares(model, merge_equal_ranks=False)
+    return _compute_reclaimed(model, cluster, plans, shares, constants, used[None])[0]
+
+
+def _compute_reclaimed(
     model: TransformerSpec,
     cluster: Cluster,
     plans: PlanColumns,
     shares: RankGroupShares,
     constants: SoftwareConstants,
+    used: Floats,
 ) -> Floats:
-    """Return the bytes of gathered tensors that the allocator can reclaim.
+    """Return the bytes of gathered tensors that the allocator reclaims.
 
     The host can free a tensor that a collective uses before the GPU has run the collective. The
     allocator reuses such memory late. If memory is exhausted, the allocator waits for the GPU, and
@@ -416,7 +440,7 @@ def _compute_reclaimable(
     tensor-parallel group is on several nodes.
 
     Returns:
-        Bytes of shape (plans, groups).
+        Bytes of shape (plans, groups), like `used`.
 
     References:
         torch.Tensor.record_stream, and `release_cached_blocks` of torch's CUDACachingAllocator.cpp.
@@ -425,11 +449,13 @@ def _compute_reclaimable(
     is_reclaimable = (t > cluster.gpus_per_node) & (plans.sequence_parallel[:, None] > 0)
     is_reclaimable &= plans.recompute[:, None] != RECOMPUTE_MODES.index("full")
     if not is_reclaimable.any() or not constants.gathered_bytes:
-        return np.zeros(shares.first_rank.shape)
+        return np.zeros(used.shape)
     tokens = 1.0 * b * (model.sequence // c)
     per_layer = constants.gathered_bytes * (1 - 1 / t) * tokens * model.hidden
     live_stages, _, _ = _count_in_flight(plans, shares)
-    return np.asarray(is_reclaimable * live_stages * shares.layers / v * per_layer)
+    reclaimable = is_reclaimable * live_stages * shares.layers / v * per_layer
+    available = (cluster.memory - constants.reserved_bytes) / (1 + constants.allocator_share)
+    return np.clip(used - np.floor(available), 0, reclaimable)
 
 
 def estimate_memory(
@@ -463,15 +489,12 @@ def estimate_memory(
     all_params = params.common + params.experts
     buffers = buffers + constants.unsharded_bytes * (zero == 1) * all_params
     used = weights + grads + optimizer + activations + buffers
-    available = (cluster.memory - constants.reserved_bytes) / (1 + constants.allocator_share)
-    reclaimed = np.clip(
-        used - np.floor(available),
-        0,
-        _compute_reclaimable(model, cluster, plans, shares, constants),
-    )
+    reclaimed = _compute_reclaimed(model, cluster, plans, shares, constants, used)
     activations, used = activations - reclaimed, used - reclaimed
-    allocator = constants.allocator_share * used
-    process = np.full(used.shape, constants.reserved_bytes)
+    # On CPUs, `schedir train` has no caching allocator and no GPU context (`get_trainer`).
+    has_gpus = cluster.processors is None
+    allocator = has_gpus * constants.allocator_share * used
+    process = np.full(used.shape, has_gpus * constants.reserved_bytes)
     parts = (weights, grads, optimizer, activations, buffers, allocator, process)
     memory = np.stack([part * (shares.rank_count > 0) for part in parts])
     outer_stage_params = params.inner + params.embedding + np.where(v > 1, 0, params.head)

@@ -123,20 +123,11 @@ def compute_sizes(
         buffers[rank_stages[0]] = recompute_bytes * min(1.0, layers[list(rank_stages)].max())
     numbers = count_stage_params(model, plan, shape)
     buffers[-1] += (constants.logit_bytes - 4) * logits
-    buffers += constants.unsharded_bytes * (plan.zero == 1) * numbers.total
+    buffers += sum(compute_state_buffers(model, plan, shape, constants, state_bytes).values())
     state_sizes = {name: size * numbers.total for name, size in state_bytes._asdict().items()}
-    # ZeRO shards experts over fewer replicas than `Sizes` assumes, so each replica has additional
-    # bytes of experts. The optimizer state is never gathered, so the size `optimizer` includes its
-    # additional bytes. The size `buffers` includes the additional bytes of weights and gradients.
-    replicas = plan.dp * plan.cp
-    extra = numbers.experts * (1 / max(replicas // plan.ep, 1) - 1 / replicas)
-    for name, size in state_bytes._asdict().items():
-        if not is_sharded(name, plan.zero):
-            continue
-        if name == "optimizer":
-            state_sizes[name] += size * extra * replicas
-        else:
-            buffers += size * extra
+    if is_sharded("optimizer", plan.zero):
+        extra_experts = _count_extra_experts(plan, numbers) * plan.dp * plan.cp
+        state_sizes["optimizer"] += state_bytes.optimizer * extra_experts
     return Sizes(
         activation=item * tokens / cut,
         saved=_to_tuple(saved),
@@ -145,6 +136,43 @@ def compute_sizes(
         buffers=_to_tuple(buffers),
         **{name: _to_tuple(value) for name, value in state_sizes.items()},
     )
+
+
+def compute_state_buffers(
+    model: TransformerSpec,
+    plan: ParallelPlan,
+    shape: PipelineShape,
+    constants: SoftwareConstants,
+    state_bytes: StateBytes,
+) -> dict[str, Floats]:
+    """Return the bytes of `Sizes.buffers` that are not activations, by the fields of `GpuMemory`.
+
+    Args:
+        model: The model.
+        plan: The plan.
+        shape: The pipeline shape of the program.
+        constants: Constants of the software.
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter.
+
+    Returns:
+        The bytes of each stage, of shape (stages,). "buffers" has the unsharded buffers of ZeRO 1.
+        "weights" and "gradients" have those bytes of experts that `Sizes` does not include,
+        because it divides them among more replicas than ZeRO does. The optimizer state is never
+        gathered, so the size `optimizer` includes all its bytes.
+    """
+    numbers = count_stage_params(model, plan, shape)
+    extra_experts = _count_extra_experts(plan, numbers)
+    return {
+        "buffers": constants.unsharded_bytes * (plan.zero == 1) * numbers.total,
+        "weights": state_bytes.params * is_sharded("params", plan.zero) * extra_experts,
+        "gradients": state_bytes.grads * is_sharded("grads", plan.zero) * extra_experts,
+    }
+
+
+def _count_extra_experts(plan: ParallelPlan, numbers: StageParameters) -> Floats:
+    """Return the parameters of experts on a replica, less those of an even division by ZeRO."""
+    replicas = plan.dp * plan.cp
+    return numbers.experts * (1 / max(replicas // plan.ep, 1) - 1 / replicas)
 
 
 def _to_tuple(value: Floats) -> tuple[float, ...]:

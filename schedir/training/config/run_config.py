@@ -104,7 +104,8 @@ class PipelineConfig:
     - `dp`: the number of data-parallel replicas.
     - `ep`: the number of replicas that share the experts of a model of kind "moe". It must divide
       `dp`.
-    - `overlap`: if true, opposite transfers are grouped, and receives and unshards begin early.
+    - `overlap`: if true, opposite transfers of two ranks are grouped, and receives and unshards
+      begin early.
     - `buffer_sharing`: how values share static buffers.
       - "none" gives each value its own buffer.
       - "minimal" uses as few buffers as possible.
@@ -125,11 +126,11 @@ class PipelineConfig:
     - `stage_segments`: splits each stage of a GPT into segments. "layers" splits at each
       tensor-parallel collective, so n layers become 4 n + 1 segments. A model of kind "moe" is
       split at its all-to-alls, into 2 n + 1 segments. A number is the number of segments of each
-      stage. A list has one number per stage. By default, stages are not split.
+      stage. A list has one number per stage. If stages are split, a stage number in
+      [memory] counts segments: in "0.3", 0 is a segment. By default, stages are not split.
     - `microbatch_chunks`: splits each microbatch into this number of chunks, each with
-      `data.microbatch_size` / chunks samples. With chunks, the settings of [memory] that name
-      stages and microbatches name segments and chunks instead. By default, microbatches are not
-      split.
+      `data.microbatch_size` / chunks samples. If microbatches are split, a microbatch number in
+      [memory] counts chunks: in "0.3", 3 is a chunk. By default, microbatches are not split.
     - `fill_collective_waits`: not available here, because it needs costs. `schedir compile ... -O
       stage_segments=fgfg -O fill_collective_waits=W --costs ... -o x.sched` writes a program for
       `schedule = "x.sched"`.
@@ -202,9 +203,9 @@ class MemoryConfig:
       of a rank whose optimizer state is on the device at the same time. The default is 2.
     - `optimizer_host_buffers`: with `optimizer_placement` "disk", the number of stages of a rank
       whose optimizer state is on the host at the same time. The default is 2.
-    - `unsharded_stages`: with `zero = 3`, the number of stages of a rank whose weights are
-      unsharded at the same time. By default, the stage that computes and the next stage are
-      unsharded.
+    - `unsharded_stages`: with `zero = 3`, the largest number of stages of a rank that have all
+      their weights at the same time. The default is 2: the stage that computes, and the next stage.
+      If two stages compute together, the default is 3.
     - `unshard_prefetch`: with `zero = 3`, the number of computations of other stages between an
       unshard and its use. The default is 1.
     - `host_memory_limit`: the bytes of offloaded values that a rank may have on its host. By
