@@ -60,8 +60,8 @@ CLUSTER_CONSTANTS = {
     "jitter": (1e-3, 0.027, 0.3),
 }  # fmt: skip
 MEMORY_CONSTANTS = {
-    "logit_bytes": (1.0, 9.2, 20.0), "gathered_bytes": (0.1, 3.8, 12.0),
-    "unsharded_bytes": (0.01, 0.7, 8.0), "allocator_share": (1e-3, 0.083, 0.5),
+    "logit_bytes": (1.0, 9.2, 20.0), "gathered_bytes": (0.1, 3.7, 12.0),
+    "unsharded_bytes": (0.01, 0.6, 8.0), "allocator_share": (1e-3, 0.083, 0.5),
 }  # fmt: skip
 
 

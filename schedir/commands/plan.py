@@ -26,6 +26,7 @@ from schedir.commands.common.plan_report import (
 )
 from schedir.commands.common.plan_request import (
     FIXED_OPTIONS,
+    MODEL_SIZE_OPTIONS,
     NAME_OPTIONS,
     PlanRequest,
     find_plans,
@@ -325,21 +326,15 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "the config.json of a Hugging Face model, a script.sh with arguments of Megatron-LM, or "
         "the job.toml of torchtitan. Each option below replaces one of the numbers",
     )  # fmt: skip
-    for name, about in (
-        ("layers", "number of layers"),
-        ("hidden", "hidden width"),
-        ("heads", "attention heads"),
-        ("vocab", "vocabulary size"),
-        ("sequence", "tokens per sequence"),
-        ("ffn", "width of the feed-forward network (default: 4 x hidden)"),
-        ("kv-heads", "heads of keys and values (default: as many as --heads)"),
-        ("head-dim", "width of a head (default: hidden / heads)"),
-        ("experts", "experts per layer (1)"),
-        ("active", "experts per token (1)"),
-    ):
+    for name, about in MODEL_SIZE_OPTIONS:
         group.add_argument(f"--{name}", type=parse_count, metavar="N", help=about)
     group.add_argument("--gated", action="store_true", default=None,
                        help="the feed-forward network has a third matrix, a gate")  # fmt: skip
+    group.add_argument(
+        "--rotary", action=argparse.BooleanOptionalAction, default=None,
+        help="positions are rotary (RoPE) and have no parameters, or each position has a learned "
+        "embedding (default: rotary with --gated)",
+    )  # fmt: skip
     group.add_argument("--untied", dest="tied", action="store_false", default=None,
                        help="the head and the embedding do not share a matrix")  # fmt: skip
 

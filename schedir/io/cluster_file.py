@@ -12,7 +12,7 @@ from schedir.errors import ConfigError, UsageError, describe, require_type
 from schedir.io.files import atomic_write, read_text
 from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml, suggest_field
 from schedir.ir.cost.cluster import Cluster
-from schedir.ir.cost.units import find_forgotten_unit, format_cluster_field
+from schedir.ir.cost.units import find_forgotten_unit, format_cluster_field, require_physical
 from schedir.retired_names import RENAMED_CLUSTER_FIELDS
 
 _FIELD_NAMES = [f.name for f in fields(Cluster)]
@@ -30,8 +30,9 @@ def load_cluster(path: str | Path) -> Cluster:
         The cluster.
 
     Raises:
-        ConfigError: The file is not TOML, or a field is unknown, missing or invalid. Unless a field
-            is missing, the error has the line and the column.
+        ConfigError: The file is not TOML, a field is unknown, missing or invalid, or a number is
+            too large for any machine. Unless a field is missing, the error has the line and the
+            column.
         UsageError: The file cannot be read.
 
     Example:
@@ -72,10 +73,13 @@ def load_cluster(path: str | Path) -> Cluster:
         fact = f"required fields are missing: {', '.join(missing_fields)}"
         raise _make_setting_error(fact, missing_fields[0], path, text)
     try:
-        return Cluster(**table)
+        cluster = Cluster(**table)
+        for name in table:
+            require_physical(name, getattr(cluster, name))
     except UsageError as error:
         fact = error.fact.removeprefix("cluster: ")
         raise _make_setting_error(fact, error.fields[0], path, text, error.hint) from None
+    return cluster
 
 
 def save_cluster(

@@ -4,6 +4,9 @@ The logarithms of the constants are fitted to the logarithms of step times. A no
 the constants near the values of the cluster. Cauchy weights reduce the influence of runs with large
 errors. The result is the mode of the posterior and the covariance at the mode (Laplace
 approximation). The intervals of the constants and of step times follow from this result.
+
+Repeated runs of one model and plan are one point of the fit. Each point has two independent errors:
+the error of the prediction, which all repetitions share, and the mean of the noise of its runs.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError, format_bytes
 from schedir.ir.cost.cluster import Cluster
+from schedir.ir.cost.units import get_physical_bounds
 from schedir.planner.hardware.cluster_size import resize_cluster
 from schedir.planner.hardware.software_stacks import Stack
-from schedir.planner.hardware.step_errors import INTERVAL_QUANTILE
+from schedir.planner.hardware.step_errors import INTERVAL_QUANTILE, INTERVAL_SHARE
 from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate
 from schedir.planner.plan_search import all_plans, estimate_step
 from schedir.planner.transformer.transformer_spec import TransformerSpec
@@ -30,7 +34,13 @@ Floats = NDArray[np.float64]
 MAX_RUNS: Final = 20
 # No trainer differs from the planner by this factor, but milliseconds differ from seconds by more.
 MAX_STEP_RATIO: Final = 100.0
-_RUN_NOISE: Final = 0.05  # Repeated runs of one layout on H100 differ by 3 to 5 %.
+# Standard deviations of the logarithm of a step time. Repeated runs of one plan on H100 differ by 3
+# to 5 %. The error of the prediction is an assumption.
+_REPEAT_NOISE: Final = 0.04
+_PLAN_ERROR: Final = 0.03
+_RUN_NOISE: Final = (_REPEAT_NOISE**2 + _PLAN_ERROR**2) ** 0.5  # 0.05, for a single run.
+# The fit does not reproduce a run whose logarithm is more than 3 standard deviations off.
+_MISFIT_BOUND: Final = 3 * _RUN_NOISE
 _MISFIT: Final = 2.0  # The scale of the Cauchy weights, in standard deviations of the noise.
 _ITERATIONS: Final = 8
 _STEP: Final = 0.05  # Derivatives use this change of the logarithm of a constant.
@@ -51,28 +61,25 @@ class _ConstantRow(NamedTuple):
     prior_deviation: float
     min_value: float
     max_value: float
-    start: float = 0.0
+    start: float
+
+
+def _make_row(name: str, meaning: str, prior_deviation: float, start: float = 0.0) -> _ConstantRow:
+    return _ConstantRow(meaning, prior_deviation, *get_physical_bounds(name), start)
 
 
 # The prior deviations are assumptions. `a100.toml`, `h100.toml` and `h100-efa.toml` show how much
 # the constants of clusters can differ.
 CONSTANTS: Final = {
-    "flops": _ConstantRow(
-        "operations per second of matrix products; the bandwidth of memory changes by the same "
-        "factor", 0.15, 1e9, 1e18,
-    ),
-    "kernel_us": _ConstantRow(
-        "microseconds in which the host issues a kernel", 0.3, 0.5, 500.0, 10.0
-    ),
-    "network_bandwidth": _ConstantRow(
-        "bytes per second of a GPU to other nodes", 0.5, 1e8, 2e12
-    ),
-    "network_latency": _ConstantRow(
-        "seconds of an empty message between nodes", 0.5, 1e-7, 1e-3, 1e-5
-    ),
-    "jitter": _ConstantRow(
-        "standard deviation of a replica's step, as a share", 0.5, 1e-4, 0.3, 0.02
-    ),
+    row[0]: _make_row(*row)
+    for row in (
+        ("flops", "operations per second of matrix products; the bandwidth of memory changes by "
+         "the same factor", 0.15),
+        ("kernel_us", "microseconds in which the host issues a kernel", 0.3, 10.0),
+        ("network_bandwidth", "bytes per second of a GPU to other nodes", 0.5),
+        ("network_latency", "seconds of an empty message between nodes", 0.5, 1e-5),
+        ("jitter", "standard deviation of a replica's step, as a share", 0.5, 0.02),
+    )
 }  # fmt: skip
 
 
@@ -136,6 +143,8 @@ class Calibration:
         constants: The fitted constants.
         estimates: The prediction of each run with the fitted cluster.
         covariance: The covariance of the logarithms of the constants, of shape (5, 5).
+        residual: The 90 % quantile of the residuals. A residual is the absolute difference of the
+            logarithms of a predicted and a measured step time.
 
     Example:
         >>> from schedir import planner
@@ -154,6 +163,7 @@ class Calibration:
     constants: tuple[CalibratedConstant, ...]
     estimates: tuple[PlanEstimate, ...]
     covariance: Floats
+    residual: float = 0.0
 
     @property
     def errors(self) -> tuple[float, ...]:
@@ -166,7 +176,8 @@ class Calibration:
     def find_interval(self, model: TransformerSpec, plan: ParallelPlan) -> tuple[float, float]:
         """Return both ends of the 90 % interval of the step time of a plan, in seconds.
 
-        The interval covers the uncertainty of the constants and the noise of a run.
+        The interval covers the uncertainty of the constants and the noise of a run. It is at least
+        as wide as `residual`.
 
         Args:
             model: The model.
@@ -176,8 +187,33 @@ class Calibration:
             self.cluster,
             lambda cluster: np.array([predict(cluster, self.stack, model, plan).step_time]),
         )
-        spread = INTERVAL_QUANTILE * _compute_log_deviations(slopes, self.covariance, _RUN_NOISE)[0]
+        deviation = _compute_log_deviations(slopes, self.covariance, _RUN_NOISE)[0]
+        spread = max(INTERVAL_QUANTILE * deviation, self.residual)
         return float(seconds[0] * np.exp(-spread)), float(seconds[0] * np.exp(spread))
+
+    def list_misfits(self) -> list[str]:
+        """Return a sentence for each run whose step time the fitted constants do not reproduce.
+
+        The error of such a run is more than three standard deviations of the noise, about 15 %.
+
+        Example:
+            >>> from schedir import planner
+            >>> gpt, node = planner.load_model("gpt-22b"), planner.cluster_preset("h100")
+            >>> one = planner.ParallelPlan(tp=8, microbatches=4, microbatch_size=4)
+            >>> runs = [planner.MeasuredRun(gpt, one, seconds) for seconds in (1.0, 3.0)]
+            >>> stack = planner.stack_preset("megatron")
+            >>> len(planner.calibrate(node, stack, runs).list_misfits())
+            2
+        """
+        residuals = np.log1p(self.errors)
+        return [
+            f"run {k}: the fitted constants predict {estimate.step_time:.3g} s instead of "
+            f"{run.step_time:.3g} s ({error:+.1%})"
+            for k, (run, estimate, error, residual) in enumerate(
+                zip(self.runs, self.estimates, self.errors, residuals, strict=True), 1
+            )
+            if abs(residual) > _MISFIT_BOUND
+        ]
 
     def list_extrapolations(self, plan: ParallelPlan) -> list[str]:
         """Return a sentence for each field of a plan whose value is outside the range of the runs.
@@ -260,7 +296,8 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
     """Fit five constants of a cluster to measured runs.
 
     `CONSTANTS` lists the constants. Each constant stays within its bounds. A constant that the runs
-    do not determine stays near its value in `cluster`.
+    do not determine stays near its value in `cluster`. Repeated runs of one model and plan count as
+    one run with less noise.
 
     Args:
         cluster: The cluster before the calibration, such as a preset.
@@ -291,15 +328,25 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
                 f"run {number}: step_time must be above 0 and finite, not {run.step_time:g}",
                 fields=["step_time"],
             )
-    measured = np.log([run.step_time for run in runs])
+    point_of_run, points = _group_repeated_runs(runs)
 
     def estimate(candidate: Cluster) -> Floats:
-        step_times = [predict(candidate, stack, run.model, run.plan).step_time for run in runs]
+        step_times = [predict(candidate, stack, *point).step_time for point in points]
         return np.array(step_times)
 
     start = _fill_constants(cluster)
-    _require_plausible_times(runs, estimate(start))
-    fitted, covariance = fit_constants(start, estimate, measured)
+    _require_plausible_times(runs, estimate(start)[point_of_run])
+    log_seconds = np.log([run.step_time for run in runs])
+    measured = np.array([np.median(log_seconds[point_of_run == k]) for k in range(len(points))])
+    noise = np.sqrt(_PLAN_ERROR**2 + _REPEAT_NOISE**2 / np.bincount(point_of_run))
+    fitted, covariance = fit_constants(start, estimate, measured, noise)
+    point_estimates = [predict(fitted, stack, *point) for point in points]
+    estimates = tuple(point_estimates[k] for k in point_of_run)
+    _require_plausible_memory(runs, estimates)
+    squares = (log_seconds - np.log([one.step_time for one in estimates])) ** 2
+    residuals = np.sqrt(np.bincount(point_of_run, squares) / np.bincount(point_of_run))
+    residual = float(np.quantile(residuals, INTERVAL_SHARE, method="higher"))
+    covariance = _widen_covariance(covariance, residual)
     values = _get_constants(fitted)
     priors = _get_constants(start)
     spread = np.exp(INTERVAL_QUANTILE * np.sqrt(np.diag(covariance)))
@@ -312,10 +359,9 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
             CONSTANTS.items(), priors, values, spread, strict=True
         )
     )  # fmt: skip
-    estimates = tuple(predict(fitted, stack, run.model, run.plan) for run in runs)
-    _require_plausible_memory(runs, estimates)
     slopes = _differentiate(fitted, estimate)[1]
-    uncertainty = float(np.median(_compute_log_deviations(slopes, covariance, _RUN_NOISE)))
+    deviation = float(np.median(_compute_log_deviations(slopes, covariance, _RUN_NOISE)))
+    uncertainty = max(deviation, residual / INTERVAL_QUANTILE)
     rounded: dict[str, Any] = {
         name: float(f"{getattr(fitted, name):.4g}") for name in (*CONSTANTS, "hbm_bandwidth")
     }
@@ -323,7 +369,32 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
         fitted, **rounded, uncertainty=float(f"{uncertainty:.2g}"),
         calibrated_gpus=max(run.plan.gpus for run in runs),
     )  # fmt: skip
-    return Calibration(fitted, stack, tuple(runs), constants, estimates, covariance)
+    return Calibration(fitted, stack, tuple(runs), constants, estimates, covariance, residual)
+
+
+def _group_repeated_runs(
+    runs: Sequence[MeasuredRun],
+) -> tuple[NDArray[np.int64], list[tuple[TransformerSpec, ParallelPlan]]]:
+    """Return the number of the point of each run, and the model and the plan of each point."""
+    points = [*dict.fromkeys((run.model, run.plan) for run in runs)]
+    numbers = [points.index((run.model, run.plan)) for run in runs]
+    return np.array(numbers, np.int64), points
+
+
+def _build_prior_precision() -> Floats:
+    """Return the inverse of the covariance of the logarithms of the constants in the prior."""
+    return np.diag([1 / row.prior_deviation**2 for row in CONSTANTS.values()])
+
+
+def _widen_covariance(covariance: Floats, residual: float) -> Floats:
+    """Return the covariance for runs whose noise is as large as their residual.
+
+    A residual within the 90 % interval of the noise of a run changes nothing. The prior keeps its
+    weight, so the intervals of the constants become at most as wide as those of the prior.
+    """
+    factor = max(1.0, residual / (INTERVAL_QUANTILE * _RUN_NOISE))
+    prior = _build_prior_precision()
+    return np.array(np.linalg.inv((np.linalg.inv(covariance) - prior) / factor**2 + prior), float)
 
 
 def _require_plausible_times(runs: Sequence[MeasuredRun], estimates: Floats) -> None:
@@ -357,26 +428,29 @@ def _require_plausible_memory(
 
 
 def fit_constants(
-    cluster: Cluster, estimate: Callable[[Cluster], Floats], measured: Floats
+    cluster: Cluster,
+    estimate: Callable[[Cluster], Floats],
+    measured: Floats,
+    noise: Floats | float = _RUN_NOISE,
 ) -> tuple[Cluster, Floats]:
     """Return the cluster with the most likely constants, and the covariance of their logarithms.
 
     The function takes Gauss-Newton steps (iteratively reweighted least squares: Holland and Welsch
-    1977). A run has the weight 1 / (1 + (error / (c s))^2), where s is the noise of a run
-    (`_RUN_NOISE`) and c is `_MISFIT`.
+    1977). A run has the weight 1 / (1 + (error / (c s))^2), where s is the noise of the run and
+    c is `_MISFIT`.
 
     Args:
         cluster: The cluster before the fit, with all constants.
         estimate: A function from a cluster to the predicted step times of the runs, in seconds.
         measured: The logarithms of the measured step times.
+        noise: The standard deviation of each of these logarithms.
     """
-    rows = CONSTANTS.values()
-    precision = np.diag([1 / row.prior_deviation**2 for row in rows])
+    precision = _build_prior_precision()
     prior = current = np.log(_get_constants(cluster))
     seconds, slopes = _differentiate(cluster, estimate)
     for _ in range(_ITERATIONS):
         error = measured - np.log(seconds)
-        weights = 1 / (1 + (error / (_MISFIT * _RUN_NOISE)) ** 2) / _RUN_NOISE**2
+        weights = 1 / (1 + (error / (_MISFIT * noise)) ** 2) / noise**2
         information = slopes.T @ (slopes * weights[:, None]) + precision
         gradient = slopes.T @ (weights * error) - precision @ (current - prior)
         step = np.clip(np.linalg.solve(information, gradient), -0.5, 0.5)

@@ -20,6 +20,7 @@ _UNSUPPORTED_FIELDS: Final = (
     ("kv_heads", "heads", "each head of its GPT has its own keys and values"),
     ("head_dim", "hidden / heads", "the heads of its GPT share the hidden size"),
     ("gated", False, "the feed-forward network of its GPT has two matrices"),
+    ("rotary", False, "its GPT has learned position embeddings"),
     ("experts", 1, "a layer of its GPT has one feed-forward network"),
     ("cp", 1, "its ranks do not divide a sequence"),
     ("ep", 1, "a layer of its GPT has one feed-forward network"),
@@ -171,7 +172,7 @@ def _require_trainable(
 
 
 def _unsupported_error(name: str, value: object, reason: str) -> UsageError:
-    llama = name in ("ffn", "kv_heads", "gated")
+    llama = name in ("ffn", "kv_heads", "gated", "rotary")
     other_kind = f'; kind = "llama" in [model] of a configuration has {name}' if llama else ""
     return UsageError(
         f"schedir train does not support {name} {json.dumps(value)}: {reason}",

@@ -12,24 +12,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir import Cluster, load_cluster, planner, save_cluster
-from schedir.errors import UsageError
+from schedir.errors import ConfigError, UsageError
 from schedir.ir.cost.number_parsing import MAX_GPUS, MIN_RATE
+from schedir.ir.cost.units import get_physical_bounds
+from schedir.planner.calibration import CONSTANTS
 
-RATES = st.floats(1e-3, 1e18)
 COUNTS = st.integers(1, 10**6)
-SMALL = st.just(0.0) | st.floats(MIN_RATE, 1.0)
+COUNT_FIELDS = (
+    "nodes", "gpus_per_node", "num_sms", "itemsize", "processors", "calibrated_gpus",
+)  # fmt: skip
+DELAY_FIELDS = (
+    "latency", "network_latency", "kernel_us", "data_loading_us", "jitter", "uncertainty",
+)  # fmt: skip
 
 
 def choose_strategy(name: str) -> st.SearchStrategy[float]:
-    """Return a strategy for the values of a field."""
-    if name in ("nodes", "gpus_per_node", "num_sms", "itemsize", "processors", "calibrated_gpus"):
+    """Return a strategy for the values of a field that the file of a cluster may have."""
+    high = get_physical_bounds(name)[1]
+    if name in COUNT_FIELDS:
         return COUNTS
-    if name in ("memory", "host_memory"):
-        return st.floats(1e3, 1e18)
-    small = (
-        "latency", "network_latency", "kernel_us", "data_loading_us", "jitter", "uncertainty",
-    )  # fmt: skip
-    return SMALL if name in small else RATES
+    if name in DELAY_FIELDS:
+        return st.just(0.0) | st.floats(MIN_RATE, min(high, 1.0))
+    return st.floats(1e3 if name in ("memory", "host_memory") else 1e-3, high)
 
 
 _OPTIONAL_FIELDS = (
@@ -136,9 +140,33 @@ def test_bits_per_second_are_refused(rate: str) -> None:
 
 
 def test_small_rates_are_written_in_quotes(tmp_path: Path) -> None:
-    cluster = make_cluster(flops=10, memory=80, nvlink_bandwidth=2, latency=5)
+    cluster = make_cluster(flops=10, memory=80, nvlink_bandwidth=2)
     save_cluster(cluster, tmp_path / "slow.toml")
     assert load_cluster(tmp_path / "slow.toml") == cluster
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("kernel_us", 1e9), ("flops", 1e19), ("jitter", 0.5), ("network_latency", 0.6),
+    ("network_bandwidth", 3e12), ("memory", 1e16), ("data_loading_us", 1e10),
+])  # fmt: skip
+def test_number_that_no_machine_has_is_refused(name: str, value: float, tmp_path: Path) -> None:
+    cluster = make_cluster(**{name: value})  # In Python, such a number is an idealized machine.
+    path = tmp_path / "cluster.toml"
+    save_cluster(cluster, path)
+    with pytest.raises(ConfigError, match=f"{name} must be at most") as caught:
+        load_cluster(path)
+    assert caught.value.fields == (name,) and caught.value.line > 0
+    save_cluster(make_cluster(**{name: get_physical_bounds(name)[1]}), path)
+    if name != "network_latency":  # Half a second without a unit is probably 0.5us.
+        assert getattr(load_cluster(path), name) == get_physical_bounds(name)[1]
+
+
+def test_presets_are_within_physical_bounds() -> None:
+    for preset in planner.cluster_presets():
+        cluster = planner.cluster_preset(preset)
+        for name in CONSTANTS:
+            low, high = get_physical_bounds(name)
+            assert not getattr(cluster, name) or low <= getattr(cluster, name) <= high
 
 
 def test_numbers_without_unit_that_are_plausible_are_read(tmp_path: Path) -> None:

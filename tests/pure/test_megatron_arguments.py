@@ -22,6 +22,7 @@ GPT_MODEL_ARGS=(
     --max-position-embeddings $SEQ
     --untie-embeddings-and-output-weights
     --swiglu
+    --position-embedding-type rope
     --lr -0.5
     --vocab-size 128000
 )
@@ -43,6 +44,7 @@ def test_launch_script_gives_preset_model(tmp_path: Path) -> None:
     yaml = "\n".join(
         ("MODEL_ARGS:", "  --num-layers: 2", "  --hidden-size: 64", "  --num-attention-heads: 4",
          "  --seq-length: 32", "  --vocab-size: 100", "  --swiglu: true",
+         "  --position-embedding-type: rope",
          "  --group-query-attention: false")
     )  # fmt: skip
     assert read_model(tmp_path, yaml, "model.yaml") == TransformerSpec(
@@ -91,7 +93,7 @@ def test_comments_and_printed_text_are_ignored(tmp_path: Path) -> None:
     strings = '--num-layers 2"\nB="--hidden-size 64"\nC=\'--num-attention-heads 4 --swiglu\''
     arrays = "(--seq-length 32 --vocab-size 100)"
     assert read_model(tmp_path, f'A="{strings}\nD={arrays}') == TransformerSpec(
-        2, 64, 4, vocab=100, sequence=32, gated=True, ffn=128
+        2, 64, 4, vocab=100, sequence=32, gated=True, rotary=False, ffn=128
     )
 
 

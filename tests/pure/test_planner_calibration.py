@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from schedir import Cluster, load_cluster, planner
 from schedir.__main__ import main
 from schedir.errors import ConfigError, SchedirError, UsageError
 from schedir.planner import MeasuredRun, ParallelPlan, TransformerSpec
 from schedir.planner.calibration import predict
+from schedir.planner.hardware.step_errors import INTERVAL_QUANTILE
 
 MODEL = TransformerSpec(16, 2048, 32, vocab=131072, sequence=4096, ffn=8192, gated=True)
 STACK = planner.stack_preset("nanotron")
@@ -218,3 +223,93 @@ def test_csv_error_has_its_line(tmp_path: Path) -> None:
 def test_command_needs_stack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_calibrate_command(tmp_path, CSV.format("step_time", 1, 1), "--nodes", "1")
     assert "--stack" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------ runs that do not fit
+
+REPEATED_PLANS = st.lists(
+    st.tuples(st.sampled_from(range(3)), st.floats(0.7, 1.4)), min_size=1, max_size=3,
+    unique_by=lambda pair: pair[0],
+)  # fmt: skip
+
+
+def build_runs(factors: list[tuple[int, float]]) -> list[MeasuredRun]:
+    """Return a run for each pair of a plan's number and the measured share of the prediction."""
+    runs = predict_runs(PRESET)
+    return [runs[k]._replace(step_time=runs[k].step_time * factor) for k, factor in factors]
+
+
+def get_log_widths(calibration: planner.Calibration) -> list[float]:
+    return [math.log(constant.high / constant.low) for constant in calibration.constants]
+
+
+@given(REPEATED_PLANS, st.integers(2, 6))
+@settings(max_examples=8)
+def test_repeated_runs_narrow_intervals_only_by_their_noise(
+    factors: list[tuple[int, float]], copies: int
+) -> None:
+    """Equal runs move a fit towards them. The shared error of a plan limits how much they tell.
+
+    The error of a plan is 3 % and the noise of a run 4 %, so intervals shrink at most to 0.6.
+    """
+    runs = build_runs(factors)
+    once, repeated = (planner.calibrate(PRESET, STACK, runs * n) for n in (1, copies))
+    for width, new_width in zip(get_log_widths(once), get_log_widths(repeated), strict=True):
+        assert 0.55 * width <= new_width <= 1.1 * width
+    if len(runs) == 1:
+        assert abs(math.log1p(repeated.errors[0])) <= abs(math.log1p(once.errors[0])) + 0.01
+    for a, b in zip(once.constants, repeated.constants, strict=True):
+        assert abs(math.log(a.value / b.value)) <= 0.15
+
+
+@given(REPEATED_PLANS, st.randoms(use_true_random=False))
+@settings(max_examples=5)
+def test_order_of_repeated_runs_changes_nothing(
+    factors: list[tuple[int, float]], random: Random
+) -> None:
+    runs = build_runs(factors) * 2
+    shuffled = [*runs]
+    random.shuffle(shuffled)
+    a, b = (planner.calibrate(PRESET, STACK, order) for order in (runs, shuffled))
+    assert get_log_widths(a) == pytest.approx(get_log_widths(b), rel=1e-6)
+    assert a.residual == pytest.approx(b.residual, abs=1e-9)
+
+
+@given(st.floats(1.6, 6.0), st.sampled_from(range(3)))
+@settings(max_examples=8)
+def test_contradictory_runs_warn_and_widen_intervals(ratio: float, k: int) -> None:
+    """Two runs of one plan differ by a factor. The interval includes both."""
+    runs = build_runs([(k, ratio**-0.5), (k, ratio**0.5)])
+    calibration = planner.calibrate(PRESET, STACK, runs)
+    assert [text.split(":")[0] for text in calibration.list_misfits()] == ["run 1", "run 2"]
+    low, high = calibration.find_interval(MODEL, PLANS[k])
+    assert low <= runs[0].step_time * 1.01 and high >= runs[1].step_time / 1.01
+    spread = math.exp(INTERVAL_QUANTILE * calibration.cluster.uncertainty)
+    assert spread >= 0.97 * ratio**0.5
+
+
+@pytest.mark.parametrize("copies", [1, 20])
+def test_run_far_from_prior_is_reported(copies: int) -> None:
+    """A step of twice the predicted time needs a speed that the prior excludes."""
+    runs = build_runs([(0, 2.0)]) * copies
+    calibration = planner.calibrate(PRESET, STACK, runs)
+    assert len(calibration.list_misfits()) == copies
+    assert calibration.residual > 0.2
+    low, high = calibration.find_interval(MODEL, PLANS[0])
+    assert low <= runs[0].step_time <= high * 1.001
+    speed = calibration.constants[0]
+    assert speed.name == "flops" and speed.high / speed.low > 1.4
+
+
+def test_runs_that_fit_are_not_reported() -> None:
+    calibration = planner.calibrate(PRESET, STACK, build_runs([(0, 1.04), (1, 0.97), (2, 1.0)]))
+    assert calibration.list_misfits() == [] and calibration.residual < 0.08
+
+
+def test_command_warns_of_misfits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not run_calibrate_command(tmp_path, CSV.format("step_time", 8.0, 9.1))
+    output = capsys.readouterr().out
+    assert "warning: the fitted constants do not reproduce 1 of 2 runs:\n  run 1: " in output
+    assert "# warning: the fitted constants do not" in (tmp_path / "mine.toml").read_text()
+    assert not run_calibrate_command(tmp_path, CSV.format("step_time", 3.36, 9.1))
+    assert "do not reproduce" not in capsys.readouterr().out

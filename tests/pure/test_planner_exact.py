@@ -277,7 +277,7 @@ def test_sequence_parallel_gradient_sum_costs(
     # Experts are divided among e times fewer replicas.
     full_params += of_experts * (e if zero else 1)
     numbers = [
-        full_params + model.sequence * model.hidden,
+        full_params + model.position_params,
         full_params,
         full_params,
         full_params + 2 * model.hidden,

@@ -288,8 +288,8 @@ def test_plan_is_exported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("model", "choice"), [
     ({"kv_heads": 4}, {}), ({"head_dim": 128}, {}), ({"gated": True}, {}), ({"ffn": 100}, {}),
-    ({"experts": 4, "active": 2}, {}), ({}, {"cp": 2}), ({}, {"ep": 2, "dp": 2}),
-    ({}, {"recompute": "selective"}), ({}, {"tp": 5}),
+    ({"rotary": True}, {}), ({"experts": 4, "active": 2}, {}), ({}, {"cp": 2}),
+    ({}, {"ep": 2, "dp": 2}), ({}, {"recompute": "selective"}), ({}, {"tp": 5}),
     ({}, {"layers_per_stage": (4, 0, 4, 4), "pp": 4}),
     ({}, {"rank_order": "tp-dp-pp", "pp": 2, "dp": 2}),
 ])  # fmt: skip

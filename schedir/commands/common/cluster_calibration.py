@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from schedir.planner import Calibration, MeasuredRun, TransformerSpec
 
 _MAX_RUNS_BYTES = 2**20
+_MAX_MISFITS = 5  # The table of runs has the errors of all runs.
 _RESULTS = ("step_time", "tokens_per_second", "memory")
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
@@ -61,7 +62,10 @@ def calibrate_cluster(args: argparse.Namespace) -> str:
             constant.name: f"90 % interval: {constant.low:.3g} to {constant.high:.3g}"
             for constant in calibration.constants
         }
-        comment = f"Calibrated by schedir plan --calibrate with {len(runs)} runs of {args.stack}."
+        comment = "\n".join([
+            f"Calibrated by schedir plan --calibrate with {len(runs)} runs of {args.stack}.",
+            *_describe_misfits(calibration),
+        ])  # fmt: skip
         save_cluster(calibration.cluster, temporary, comment=comment, notes=notes)
     return "".join(format_calibration(calibration)) + f"wrote {args.output}\n"
 
@@ -162,6 +166,21 @@ def _parse_cell(column: str, text: str, default: Any) -> Any:
         raise ValueError(f"{column} must be {kind}, not {text!r}") from None
 
 
+def _describe_misfits(calibration: Calibration) -> list[str]:
+    """Return the lines of a warning about runs that the fit does not reproduce."""
+    misfits = calibration.list_misfits()
+    if not misfits:
+        return []
+    return [
+        f"warning: the fitted constants do not reproduce {len(misfits)} of "
+        f"{len(calibration.runs)} runs:",
+        *(f"  {sentence}" for sentence in misfits[:_MAX_MISFITS]),
+        *([f"  and {len(misfits) - _MAX_MISFITS} more"] if len(misfits) > _MAX_MISFITS else []),
+        "  check the model, the plan, the stack and the step time of these runs; the intervals are "
+        "wide because of these errors",
+    ]
+
+
 def format_calibration(calibration: Calibration) -> Iterator[str]:
     """Yield the parts of a report: constants, runs, uncertainty, and the run to measure next.
 
@@ -194,6 +213,7 @@ def format_calibration(calibration: Calibration) -> Iterator[str]:
             )
         ],
     )  # fmt: skip
+    yield "".join(f"{line}\n" for line in _describe_misfits(calibration))
     yield (
         f"step times have a standard deviation of {calibration.cluster.uncertainty:.1%}, for plans "
         f"like these runs; plans on more than {calibration.cluster.calibrated_gpus} GPUs are "

@@ -32,6 +32,19 @@ FIXED_OPTIONS: Final = (
     ("microbatch-size", "microbatch_size", "sequences per microbatch"),
     ("zero", "zero", "ZeRO level, 0 to 3"),
 )
+# Options with a number of the model: (option, help).
+MODEL_SIZE_OPTIONS: Final = (
+    ("layers", "number of layers"),
+    ("hidden", "hidden width"),
+    ("heads", "attention heads"),
+    ("vocab", "vocabulary size"),
+    ("sequence", "tokens per sequence"),
+    ("ffn", "width of the feed-forward network (default: 4 x hidden)"),
+    ("kv-heads", "heads of keys and values (default: as many as --heads)"),
+    ("head-dim", "width of a head (default: hidden / heads)"),
+    ("experts", "experts per layer (1)"),
+    ("active", "experts per token (1)"),
+)
 NAME_OPTIONS: Final = (
     ("schedules", "schedules", f"schedules: {describe_schedule_names()}"),
     ("recompute", "recompute", "recomputation of a layer: none, selective, full"),

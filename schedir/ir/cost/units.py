@@ -26,6 +26,9 @@ class _Unit(NamedTuple):
     usual: str = ""
     suspicious_from: float = 0.0
     suspicious_below: float = 0.0
+    # The bounds of the numbers of real machines, see `get_physical_bounds`.
+    physical_low: float = MIN_RATE
+    physical_high: float = MAX_RATE
 
 
 def _make_unit_parser(**units: float) -> Callable[[str], float]:
@@ -52,7 +55,8 @@ _FLOP_UNITS: Final = {f"{p}FLOP/s": 1000.0 ** (k + 3) for k, p in enumerate("GTP
 _BYTE_UNITS: Final = ("TB", "GB", "MB")
 _BANDWIDTH_UNIT: Final = _Unit(
     _parse_bandwidth, "300GB/s", suffixes=tuple(f"{size}/s" for size in _BYTE_UNITS),
-    base="bytes per second", usual="GB/s", suspicious_below=1e5,
+    base="bytes per second", usual="GB/s", suspicious_below=1e5, physical_low=1e8,
+    physical_high=1e15,
 )  # fmt: skip
 _FLOPS_UNIT: Final = _Unit(
     _make_unit_parser(**_FLOP_UNITS),
@@ -61,6 +65,8 @@ _FLOPS_UNIT: Final = _Unit(
     base="operations per second",
     usual="TFLOP/s",
     suspicious_below=1e5,
+    physical_low=1e9,
+    physical_high=1e18,
 )
 _LATENCY_UNIT: Final = _Unit(
     _make_unit_parser(us=1e-6, ms=1e-3, s=1.0),
@@ -71,10 +77,13 @@ _LATENCY_UNIT: Final = _Unit(
     usual="us",
     suspicious_from=0.5,
     suspicious_below=1e6,
+    physical_low=1e-7,
+    physical_high=0.5,
 )
 _MEMORY_UNIT: Final = _Unit(
-    parse_bytes, "80GB", suffixes=_BYTE_UNITS, base="bytes", usual="GB", suspicious_below=1e3
-)
+    parse_bytes, "80GB", suffixes=_BYTE_UNITS, base="bytes", usual="GB", suspicious_below=1e3,
+    physical_high=1e15,
+)  # fmt: skip
 # A number of bits per second, such as 400Gb/s and 400 Gbps.
 _BITS_PATTERN = re.compile(r"\s*([0-9.]+)\s*([kMGT])(?:b/s|bps|bits?/s|bit)\s*")
 _UNIT_BY_FIELD: Final = {
@@ -84,17 +93,21 @@ _UNIT_BY_FIELD: Final = {
     "memory": _MEMORY_UNIT,
     "hbm_bandwidth": _BANDWIDTH_UNIT,
     "nvlink_bandwidth": _BANDWIDTH_UNIT,
-    "network_bandwidth": _BANDWIDTH_UNIT,
+    "network_bandwidth": _BANDWIDTH_UNIT._replace(physical_high=2e12),
     "host_bandwidth": _BANDWIDTH_UNIT,
     "disk_bandwidth": _BANDWIDTH_UNIT,
     "dram_bandwidth": _BANDWIDTH_UNIT,
     "latency": _LATENCY_UNIT,
     "network_latency": _LATENCY_UNIT,
-    "jitter": _Unit(parse_decimal, "0.02", can_be_zero=True, high=1.0),
+    "jitter": _Unit(
+        parse_decimal, "0.02", can_be_zero=True, high=1.0, physical_low=1e-4, physical_high=0.3
+    ),
     "uncertainty": _Unit(parse_decimal, "0.05", can_be_zero=True),
     "calibrated_gpus": _Unit(parse_decimal, "16"),
-    "kernel_us": _Unit(parse_decimal, "4", can_be_zero=True),
-    "data_loading_us": _Unit(parse_decimal, "50", can_be_zero=True),
+    "kernel_us": _Unit(
+        parse_decimal, "4", can_be_zero=True, physical_low=0.5, physical_high=10_000.0
+    ),
+    "data_loading_us": _Unit(parse_decimal, "50", can_be_zero=True, physical_high=1e9),
     "peak": _FLOPS_UNIT,
     "fp8_peak": _FLOPS_UNIT,
     "fp4_peak": _FLOPS_UNIT,
@@ -124,10 +137,48 @@ def find_forgotten_unit(name: str, number: float) -> tuple[str, str]:
     return (unit.base, unit.usual) if is_suspicious else ("", "")
 
 
+def get_physical_bounds(name: str) -> tuple[float, float]:
+    """Return the lowest and the highest number that a calibration finds for a field of `Cluster`.
+
+    No machine has a number above these bounds, and the file of a cluster must not have one. A
+    `Cluster` that is made in Python may have one, such as a network without a limit. Numbers below
+    the bounds are valid everywhere, because small examples have slow machines.
+
+    Args:
+        name: Name of the field.
+
+    Example:
+        >>> get_physical_bounds("kernel_us")
+        (0.5, 10000.0)
+    """
+    unit = _UNIT_BY_FIELD[name]
+    return unit.physical_low, unit.physical_high
+
+
+def require_physical(name: str, number: float) -> None:
+    """Raise an error if a number is too large for any machine.
+
+    Args:
+        name: Name of a field of `Cluster`.
+        number: The number, in the unit of the field.
+
+    Raises:
+        UsageError: The number is above the bound of `get_physical_bounds`.
+    """
+    unit = _UNIT_BY_FIELD[name]
+    if number > unit.physical_high:
+        raise UsageError(
+            f"cluster: {name} must be at most {unit.physical_high:g}"
+            f"{unit.base and f' {unit.base}'}, not {number:g}",
+            hint=f"a number such as {unit.example}",
+            fields=[name],
+        )
+
+
 def _convert_bits(name: str, value: Any) -> str:
     """Return a hint with the bytes per second if a value is a number of bits per second, or ""."""
     match = _BITS_PATTERN.fullmatch(value) if isinstance(value, str) else None
-    if not match or _UNIT_BY_FIELD[name] is not _BANDWIDTH_UNIT:
+    if not match or _UNIT_BY_FIELD[name].parse is not _parse_bandwidth:
         return ""
     number = parse_decimal(match[1]) / 8
     return f'8 bits are a byte: {name} = "{number:g}{match[2]}B/s"'

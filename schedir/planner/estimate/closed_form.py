@@ -448,7 +448,7 @@ def _estimate_sequence_sums(
         replicas // e, 1
     )
     end_params = (
-        shares.has_first_stage * model.sequence * model.hidden
+        shares.has_first_stage * model.position_params
         + shares.has_last_stage * count_end_params(model, t)[1]
     )
     result: Any = np.zeros(shares.layers.shape)

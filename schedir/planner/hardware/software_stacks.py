@@ -70,10 +70,10 @@ _NANOTRON_CONSTANTS: Final = SoftwareConstants(
     mask_bytes=0,  # The Llama of nanotron has no dropout.
     gate_bytes=2,  # GLUActivation multiplies after the activation, so torch saves both factors.
     logit_bytes=9.2,
-    gathered_bytes=3.8,
-    unsharded_bytes=0.7,
+    gathered_bytes=3.7,
+    unsharded_bytes=0.6,
     allocator_share=0.083,
-    reserved_bytes=1e8,
+    reserved_bytes=3e8,
 )
 _STACKS: Final = {
     "megatron": Stack(

@@ -12,8 +12,9 @@ from schedir.io.files import read_text
 
 MAX_JSON_BYTES: Final = 1_000_000
 
-# For each supported `model_type`: True if its feed-forward network has a gate. The planner does not
-# support types whose attention or feed-forward network has a different structure.
+# For each supported `model_type`: True if its feed-forward network has a gate and its positions are
+# rotary. The planner does not support types whose attention or feed-forward network has a different
+# structure.
 _GATED_BY_TYPE: Final = {
     "gpt2": False,
     "llama": True,
@@ -126,7 +127,7 @@ def read_huggingface_config(path: Path) -> dict[str, Any]:
             location=str(path),
             fields=["model_type"],
         )
-    fields: dict[str, Any] = {"gated": _GATED_BY_TYPE[kind]}
+    fields: dict[str, Any] = dict.fromkeys(("gated", "rotary"), _GATED_BY_TYPE[kind])
     defaults = _DEFAULTS_BY_TYPE.get(kind, {})
     for field, keys in _KEYS.items():
         key = next((key for key in keys if config.get(key) is not None), None)

@@ -27,6 +27,9 @@ _FIELD_BY_OPTION: Final = {
     "moe-router-topk": "active",
     "moe-ffn-hidden-size": "ffn",
 }
+# The values of --position-embedding-type. Only the default has a table of learned positions.
+_LEARNED_POSITIONS: Final = "learned_absolute"
+_OTHER_POSITIONS: Final = ("rope", "yarn", "mrope", "relative", "none")
 _UNSUPPORTED: Final = {
     "multi-latent-attention": "latent attention",
     "window-size": "attention with a window",
@@ -96,6 +99,7 @@ def read_megatron_arguments(path: Path) -> dict[str, Any]:
         assignments[variable].add(number)
     fields: dict[str, Any] = {
         "gated": "swiglu" in options,
+        "rotary": _has_rotary_positions(options, path),
         "tied": "untie-embeddings-and-output-weights" not in options,
     }
     for option, field in _FIELD_BY_OPTION.items():
@@ -112,6 +116,21 @@ def read_megatron_arguments(path: Path) -> dict[str, Any]:
     if "experts" in fields:
         fields.setdefault("active", 2)  # The default of --moe-router-topk.
     return fields
+
+
+def _has_rotary_positions(options: Mapping[str, str], path: Path) -> bool:
+    """Return whether positions have no learned embeddings."""
+    # Megatron-LM replaces this older option by --position-embedding-type rope.
+    default = "rope" if "use-rotary-position-embeddings" in options else _LEARNED_POSITIONS
+    kind = options.get("position-embedding-type", default).strip("\"',;")
+    if kind not in (_LEARNED_POSITIONS, *_OTHER_POSITIONS):
+        raise ConfigError(
+            f"--position-embedding-type is {describe(kind)}, which is no type of positions",
+            hint=f"the types are {', '.join((_LEARNED_POSITIONS, *_OTHER_POSITIONS))}",
+            location=str(path),
+            fields=["position-embedding-type"],
+        )
+    return kind != _LEARNED_POSITIONS
 
 
 def _parse_number(

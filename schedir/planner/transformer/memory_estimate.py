@@ -125,7 +125,7 @@ def count_end_params(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]
         embedding.
     """
     table = -(-model.vocab // t) * model.hidden
-    return table + model.sequence * model.hidden, 2 * model.hidden + 0 * table, table
+    return table + model.position_params, 2 * model.hidden + 0 * table, table
 
 
 def compute_saved_bytes(

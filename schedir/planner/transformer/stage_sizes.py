@@ -75,7 +75,7 @@ def count_stage_replicated(model: TransformerSpec, plan: ParallelPlan) -> StageP
     """
     layers = np.array(get_layers_per_stage(model, plan), float)
     common, experts = (layers * params for params in count_replicated_params(model, plan.ep))
-    common[0] += model.sequence * model.hidden
+    common[0] += model.position_params
     common[-1] += count_end_params(model, plan.tp)[1]
     return StageParameters(common, experts)
 

@@ -35,6 +35,9 @@ class TransformerSpec:
             which must then be an integer. Some models have wider heads, such as Qwen3 (arXiv
             2505.09388).
         gated: True if the feed-forward network has a third matrix, for a gate (arXiv 2002.05202).
+        rotary: True if attention rotates queries and keys by their positions (RoPE, arXiv
+            2104.09864), which needs no parameters. False if each position of the sequence has a
+            learned embedding. None means the value of `gated`.
         experts: The number of feed-forward networks in a layer.
         active: The number of experts that process each token (arXiv 2101.03961).
         tied: True if the head uses the weight of the embedding.
@@ -71,6 +74,7 @@ class TransformerSpec:
     kv_heads: int = 0
     head_dim: int = 0
     gated: bool = False
+    rotary: bool | None = None
     experts: int = 1
     active: int = 1
     tied: bool = True
@@ -86,6 +90,8 @@ class TransformerSpec:
             value = getattr(self, usual)
             if getattr(self, name) == 0 and isinstance(value, int):
                 object.__setattr__(self, name, value * times)
+        if self.rotary is None:
+            object.__setattr__(self, "rotary", self.gated)
         divided = [("heads", "kv_heads")]
         if self.head_dim == 0:
             divided.append(("hidden", "heads"))
@@ -93,7 +99,7 @@ class TransformerSpec:
                 object.__setattr__(self, "head_dim", max(self.hidden // self.heads, 1))
         for f in fields(self):
             value = getattr(self, f.name)
-            if isinstance(f.default, bool):
+            if isinstance(f.default, bool) or f.name == "rotary":
                 if not isinstance(value, bool):
                     raise UsageError(
                         f"model: {f.name} must be True or False, not {describe(value)}",
@@ -207,9 +213,14 @@ class TransformerSpec:
         return self.vocab * self.hidden
 
     @property
+    def position_params(self) -> int:
+        """The number of parameters of the position embedding. 0 for rotary positions."""
+        return 0 if self.rotary else self.sequence * self.hidden
+
+    @property
     def params(self) -> int:
         """The number of parameters: for a GPT, equation 2 of SC21 (arXiv 2104.04473)."""
-        ends = self.embedding_params * (1 if self.tied else 2) + self.sequence * self.hidden
+        ends = self.embedding_params * (1 if self.tied else 2) + self.position_params
         layers = (self.layers - self.dense_layers) * self.layer_params
         return layers + self.dense_layers * self.dense_layer_params + ends + 2 * self.hidden
 
