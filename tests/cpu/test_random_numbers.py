@@ -389,7 +389,7 @@ def test_dropout_example_prints_equal_losses(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("always", [False, True])
 def test_generators_are_preserved_with_seed_or_always(seed: int | None, always: bool) -> None:
-    generator = torch.random.default_generator
+    generator = torch.default_generator
     before = generator.get_state()
     with RandomStreams(seed, torch.device("cpu")).preserve_generators(always=always):
         torch.rand(1)

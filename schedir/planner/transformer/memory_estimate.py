@@ -421,7 +421,8 @@ def compute_reclaimed_bytes(
         return np.zeros(used.shape)
     plans = PlanColumns.from_plan(plan)
     shares = plans.compute_shares(model, merge_equal_ranks=False)
-    return _compute_reclaimed(model, cluster, plans, shares, constants, used[None])[0]
+    reclaimed: Floats = _compute_reclaimed(model, cluster, plans, shares, constants, used[None])[0]
+    return reclaimed
 
 
 def _compute_reclaimed(
@@ -455,7 +456,8 @@ def _compute_reclaimed(
     live_stages, _, _ = _count_in_flight(plans, shares)
     reclaimable = is_reclaimable * live_stages * shares.layers / v * per_layer
     available = (cluster.memory - constants.reserved_bytes) / (1 + constants.allocator_share)
-    return np.clip(used - np.floor(available), 0, reclaimable)
+    reclaimed: Floats = np.clip(used - np.floor(available), 0, reclaimable)
+    return reclaimed
 
 
 def estimate_memory(
