@@ -473,10 +473,11 @@ class MemoryLimitError(SchedirError):
         hint: str = "",
         tier: str = "device",
     ) -> None:
-        required_text = format_bytes(required_bytes) + f" on the {tier}" * (tier != "device")
-        fact = (
-            f"rank {site.rank} needs {required_text}, but the limit is {format_bytes(limit_bytes)}"
-        )
+        required_text, limit_text = format_bytes(required_bytes), format_bytes(limit_bytes)
+        if required_text == limit_text:  # The difference is below the digits of the texts.
+            required_text, limit_text = f"{required_bytes:,.0f} bytes", f"{limit_bytes:,.0f} bytes"
+        required_text += f" on the {tier}" * (tier != "device")
+        fact = f"rank {site.rank} needs {required_text}, but the limit is {limit_text}"
         super().__init__(fact, program=program, sites=[site], hint=hint)
         self.limit_bytes: float = limit_bytes
         self.required_bytes: float = required_bytes

@@ -203,6 +203,13 @@ def test_memory_limit_error_has_peak_without_limit(schedule: Schedule, share: fl
     )
 
 
+def test_memory_limit_error_has_two_different_numbers() -> None:
+    """With three digits, both numbers would be 2 GB."""
+    sizes = Sizes(saved=2.000001e9)
+    with pytest.raises(MemoryLimitError, match="2,000,001,000 bytes, but the limit is 2,000,000,0"):
+        compile(one_f_one_b, PipelineShape(1, 1), sizes=sizes, memory_limit=2e9)
+
+
 def test_memory_limit_error_lists_rank_instruction_and_values() -> None:
     value_sizes = Sizes(activation=32e6, saved=1.2e9, model_states=8e9)
     with pytest.raises(MemoryLimitError) as caught:
