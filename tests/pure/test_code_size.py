@@ -13,7 +13,7 @@ BUDGET = {
     "schedir": 1_180,
     "schedir/analysis": 1_990,
     "schedir/checkpoints": 2_150,
-    "schedir/commands": 5_840,
+    "schedir/commands": 5_860,
     "schedir/compiler": 550,
     "schedir/data": 470,
     "schedir/hang_diagnosis": 2_220,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,7 +127,7 @@ def test_command_writes_usable_cluster_file(
         "--batch", "256", "--stack", "nanotron", "--closed-form-only", "--zero", "1",
     ])  # fmt: skip
     output = capsys.readouterr().out
-    assert "as for the calibrated runs" in output and "may be the fastest" in output
+    assert "as for the calibrated runs" in output and "may be equally fast" in output
     assert "--calibrate" not in output
     assert "16 GPUs are an extrapolation" in output
     for counts, is_extrapolated in (("4,8", False), ("8,16", True)):
@@ -243,23 +244,24 @@ def get_log_widths(calibration: planner.Calibration) -> list[float]:
     return [math.log(constant.high / constant.low) for constant in calibration.constants]
 
 
-@given(REPEATED_PLANS, st.integers(2, 6))
+@given(st.sampled_from(range(3)), st.floats(0.85, 1.2), st.integers(2, 6))
 @settings(max_examples=8)
 def test_repeated_runs_narrow_intervals_only_by_their_noise(
-    factors: list[tuple[int, float]], copies: int
+    k: int, factor: float, copies: int
 ) -> None:
     """Equal runs move a fit towards them. The shared error of a plan limits how much they tell.
 
-    The error of a plan is 3 % and the noise of a run 4 %, so intervals shrink at most to 0.6.
+    The error of a plan is 3 % and the noise of a run 4 %. So six runs have 0.68 of the error of
+    one. With several plans, a fit may hide other messages behind compute. Then intervals change
+    more.
     """
-    runs = build_runs(factors)
+    runs = build_runs([(k, factor)])
     once, repeated = (planner.calibrate(PRESET, STACK, runs * n) for n in (1, copies))
-    for width, new_width in zip(get_log_widths(once), get_log_widths(repeated), strict=True):
-        assert 0.55 * width <= new_width <= 1.1 * width
-    if len(runs) == 1:
-        assert abs(math.log1p(repeated.errors[0])) <= abs(math.log1p(once.errors[0])) + 0.01
+    ratios = np.sqrt(np.diag(repeated.covariance) / np.diag(once.covariance))
+    assert ratios.min() >= 0.65 and ratios.max() <= 1.01
+    assert abs(math.log1p(repeated.errors[0])) <= abs(math.log1p(once.errors[0])) + 1e-9
     for a, b in zip(once.constants, repeated.constants, strict=True):
-        assert abs(math.log(a.value / b.value)) <= 0.15
+        assert abs(math.log(a.value / b.value)) <= 0.03
 
 
 @given(REPEATED_PLANS, st.randoms(use_true_random=False))

@@ -81,7 +81,7 @@ def test_printed_numbers_have_readable_units(capsys: pytest.CaptureFixture[str])
     """A short training run takes hours or minutes, and small activations are in MB."""
     text = run_command(capsys, *AT, "--top=1", "--pp=4", "--tokens=1e9", "--stack=schedir")
     assert re.search(r"tokens take 244,141 steps: [1-9][\d.]* hours \(90 % of runs: [1-9]", text)
-    assert re.search(r"pipeline rank, by formula: [1-9][\d.]*, .* MB\n", text)
+    assert re.search(r"pipeline ranks 0 to 3, by formula: [1-9][\d.]*, .* MB\n", text)
     assert "-o FILE.toml writes this plan for schedir train" in text
     text = run_command(capsys, *AT, "--top=1", "--tokens=1e8")
     assert re.search(r"tokens take 24,414 steps: [1-9][\d.]* minutes ", text)
@@ -93,7 +93,7 @@ def test_plan_with_reclaimed_memory_has_a_note(capsys: pytest.CaptureFixture[str
                "--recompute=none")  # fmt: skip
     for size, is_full in ((32, True), (2, False)):
         text = run_command(capsys, *command, f"--microbatch-size={size}")
-        assert ("memory 80 GB of 80 GB" in text) == is_full
+        assert ("fullest GPU 80 GB of 80 GB" in text) == is_full
         assert ("the allocator waits for the GPU" in text) == is_full
 
 

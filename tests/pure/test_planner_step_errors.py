@@ -121,17 +121,21 @@ def test_command_prints_interval(capsys: pytest.CaptureFixture[str]) -> None:
     unknown, known = (
         run_command(capsys, *options, *more) for more in ([], ["--stack", "megatron"])
     )
-    for text, share in ((unknown, "18 % less to 171 % more"), (known, "14 % less to 26 % more")):
-        assert f"step: 90 % of runs take {share} time than predicted" in text
-        assert "--calibrate" in text and "(90 % of runs: " in text
-    assert "(the simplest first) may be the fastest: " in unknown
+    for text, factors in ((unknown, "0.82 to 2.71"), (known, "0.86 to 1.26")):
+        assert f"step: 90 % of runs take {factors} times the prediction, as for " in text
+        assert (
+            "--calibrate" in text
+            and "\nbytes per parameter: 2 weight, " in text
+            and "(90 % of runs: " in text
+        )
+    assert ", the simplest first, may be equally fast: " in unknown
     facts = json.loads(run_command(capsys, *options, "--json"))
     errors = planner.find_step_errors(planner.cluster_preset("a100"))
     assert StepErrors(**facts["step_errors"]) == errors
     for plan in facts["plans"]:
         assert plan["step_interval"] == [*errors.find_interval(plan["step_time"])]
     options = [*(word for word in options if word != "--gpus=4"), "--gpu-counts=2,4"]
-    assert "step: 90 % of runs take 18 % less" in run_command(capsys, *options)
+    assert "step: 90 % of runs take 0.82 to 2.71" in run_command(capsys, *options)
     facts = json.loads(run_command(capsys, *options, "--json"))
     assert StepErrors(**facts["step_errors"]) == errors
 

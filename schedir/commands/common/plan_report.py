@@ -190,6 +190,7 @@ def format_plans(
         *map(wrap, _describe_preference(plans, fastest)),
         wrap(_describe_schedules(request)),
         *map(wrap, _describe_attention(plan)),
+        wrap(_describe_state_bytes(request)),
         "\n",
         wrap(f"plan {selected_number}: {describe_plan(plan)}"),
         *_join_columns(
@@ -290,10 +291,12 @@ def describe_speeds(request: PlanRequest, errors: StepErrors, max_gpus: int) -> 
             f"note: {max_gpus:,} GPUs are an extrapolation: the cluster is calibrated with runs on "
             f"at most {calibrated_gpus:,}"
         )
-    advice = "" if request.cluster.uncertainty else "; --calibrate computes it from your own runs"
+    advice = "--calibrate RUNS.csv computes this range from your own runs"
+    if not request.stack:
+        advice = "--stack NAME or --calibrate RUNS.csv makes the range smaller"
     yield (
-        f"step: {_INTERVAL_NAME} take {-100 * errors.low:.0f} % less to {100 * errors.high:.0f} % "
-        f"more time than predicted, as for {errors.source}{advice}"
+        f"step: {_INTERVAL_NAME} take {1 + errors.low:.2f} to {1 + errors.high:.2f} times the "
+        f"prediction, as for {errors.source}" + f"; {advice}" * (not request.cluster.uncertainty)
     )
     constants = request.software["constants"]
     for precision in ("fp8", "fp4"):
@@ -310,8 +313,8 @@ def _list_indistinct_plans(plans: Sequence[PlanEstimate], errors: StepErrors) ->
     if len(positions) > 1:
         numbers = join_words([str(k + 1) for k in positions])
         yield (
-            f"each of the plans {numbers} (the simplest first) may be the fastest: predictions "
-            f"cannot order steps that differ by less than {100 * errors.resolution:.0f} %"
+            f"plans {numbers}, the simplest first, may be equally fast: predictions cannot order "
+            f"steps that differ by less than {100 * errors.resolution:.0f} %"
         )
 
 
@@ -326,10 +329,23 @@ def _describe_schedules(request: PlanRequest) -> str:
 def _describe_attention(plan: PlanEstimate) -> Iterator[str]:
     """Yield a sentence about the attention that the plans assume, if it is not flash attention."""
     if plan.attention == "softmax":
+        scores = "which saves all scores" if plan.recompute == "none" else "which recomputes scores"
         yield (
-            "attention: softmax, which saves all scores; --attention flash plans the fused kernels "
-            "that most software has"
+            f"attention: softmax, {scores}; --attention flash plans the fused kernels that most "
+            "software has"
         )
+
+
+def _describe_state_bytes(request: PlanRequest) -> str:
+    """Return a sentence about the bytes of a parameter, which depend on the software."""
+    from schedir.planner.transformer.memory_estimate import get_state_bytes
+
+    states = request.software["state_bytes"] or get_state_bytes(request.cluster)
+    text = (
+        f"bytes per parameter: {states.params:g} weight, {states.grads:g} gradient, "
+        f"{states.optimizer:g} optimizer state"
+    )
+    return text + "; other trainers may use more (--stack)" * (not request.stack)
 
 
 def _format_cell(value: int | str) -> str:
@@ -365,7 +381,8 @@ def _name_fields(explanation: str, plan: PlanEstimate) -> str:
 def _format_memory(plan: PlanEstimate, limit: float) -> list[str]:
     """Return the memory of the fullest GPU, and a line for each of its parts, the largest first."""
     rows = _format_parts(plan.memory._asdict(), _MEMORY_PART_NAMES, _BYTE_UNITS)
-    return [f"memory {format_bytes(plan.memory.total)} of {format_bytes(limit)}", *rows]
+    total, limit_text = format_bytes(plan.memory.total), format_bytes(limit)
+    return [f"memory of the fullest GPU {total} of {limit_text}", *rows]
 
 
 def _describe_activations(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
@@ -388,7 +405,10 @@ def _describe_activations(request: PlanRequest, plan: PlanEstimate) -> Iterator[
     scale, unit = _choose_unit(max(rank.activations for rank in ranks), _BYTE_UNITS)
     sizes = [f"{rank.activations / scale:.3g}" for rank in ranks]
     if plan.pp > 1:
-        yield f"activations of each pipeline rank, by formula: {_format_repeats(sizes)} {unit}"
+        yield (
+            f"activations of pipeline ranks 0 to {plan.pp - 1}, by formula: "
+            f"{_format_repeats(sizes)} {unit}"
+        )
     yield f"logits and loss: {format_bytes(loss_bytes)} of the activations of the last stage"
 
 
