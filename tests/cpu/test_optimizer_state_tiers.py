@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -125,6 +125,10 @@ def test_placed_states_equal_states_on_device(
     stage are complete last, so all other stages could step before them.
     """
     first_stage = options.get("frozen_stages", 0)
+    # The hook below is on the first rank, but the second rank has the Parameters of stage 1.
+    assume(not (first_stage and shape == "mirrored"))
+    # A MainOptimizer needs a trained weight, and here the first rank has none.
+    assume(not (first_stage and shape == "1F1B" and make == "bfloat16"))
     shared: dict[str, Any] = {"clip_grad_norm": clip, **options}
     shared["tied_weights"] = tied and shape != "mirrored" and not first_stage
     with TemporaryDirectory() as folder:
