@@ -1,6 +1,6 @@
 """Measure by how much measured steps differ from predictions, and what the terms contribute.
 
-    python benchmarks/planner_errors.py intervals      # the errors in step_errors.py
+    python benchmarks/planner_errors.py intervals      # the errors in step_time_errors.py
     python benchmarks/planner_errors.py fp4            # steps in FP4, in 16 bits and in FP8
     python benchmarks/planner_errors.py terms          # the terms of steps of nanotron on H100
     python benchmarks/planner_errors.py terms -o FILE  # the same as a picture
@@ -29,7 +29,7 @@ from benchmarks.harness import parse, print_header, print_row
 from schedir import Cluster, planner
 from schedir.planner import SoftwareConstants, Stack, StepBreakdown
 from schedir.planner.hardware.cluster_size import resize_cluster
-from schedir.planner.hardware.step_errors import INTERVAL_SHARE
+from schedir.planner.hardware.step_time_errors import INTERVAL_SHARE
 from tests import published_runs as published
 from tests.published_runs import GridRun
 
@@ -102,7 +102,7 @@ def compare_megatron_on_a100() -> list[ComparedRun]:
 
 
 def compare_megatron_elsewhere() -> list[ComparedRun]:
-    """Predict steps on H100 and B200 whose speeds are those of data sheets."""
+    """Predict steps on H100 and B200 with the speeds of data sheets."""
     b200 = planner.cluster_preset("b200")
     compared = []
     for model, choice, _, seconds in published.read_b200_runs():
@@ -118,7 +118,7 @@ def compare_megatron_elsewhere() -> list[ComparedRun]:
 
 
 def compare_training_on_cpus() -> list[ComparedRun]:
-    """Return the steps of `planner.py here`, whose cluster is measured without any step."""
+    """Return the steps of `planner.py here`. The cluster was measured without any step."""
     path = Path(__file__).parents[1] / "docs/results/planner-cpu.csv"
     with path.open(newline="") as file:
         return [

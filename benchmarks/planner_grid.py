@@ -69,8 +69,9 @@ class Prediction(NamedTuple):
     """Predicted seconds and bytes of each run. Seconds are infinite if a plan is impossible.
 
     `memory` is that of the GPU that uses the most, and decides whether a run fits. `logged_memory`
-    is that of the first pipeline rank, whose memory nanotron logs: `log_throughput` of its
-    helpers.py writes the line of global rank 0.
+    is that of the first pipeline rank: `log_throughput` of nanotron's helpers.py writes the line
+    of global rank 0.
+
     `breakdowns` has a row of seconds for each field of `StepBreakdown`.
     """
 

@@ -15,7 +15,7 @@ from schedir.planner import (
     stack_presets,
 )
 from schedir.planner.calibration import CONSTANTS
-from schedir.planner.hardware.step_errors import MEASURED_ERRORS
+from schedir.planner.hardware.step_time_errors import MEASURED_ERRORS
 from schedir.planner.plan_simplicity import measure_complexity
 from schedir.planner.transformer.model_presets import MODEL_PRESETS
 

@@ -315,7 +315,7 @@ def outcome(tree: Path, mutant: Mutant, source: str) -> tuple[str, str]:
 def chosen(
     tree: Path, folder: str, count: int, wanted: Sequence[Mutant]
 ) -> tuple[list[Made], list[Mutant]]:
-    """Return the mutants of a folder to try, and the `wanted` ones whose code is gone."""
+    """Return the mutants of a folder to try, and those of `wanted` without code."""
     mutants = all_mutants(tree, folder)
     sources = dict(mutants)
     sources |= filter(None, (replacement_of(tree, m) for m in wanted if m.operator == "replace"))
@@ -334,7 +334,7 @@ def main() -> None:
     rows = json.loads(args.read.read_text()) if args.read else []
     before = {Mutant(*row[:5]): row[5] for row in rows}
     results: dict[Mutant, tuple[str, str]] = {}
-    gone: list[Mutant] = []
+    without_code: list[Mutant] = []
     print_header("folder", "mutants", *OUTCOMES, "replaced")
     with TemporaryDirectory() as scratch:
         tree = Path(scratch, "tree")
@@ -348,10 +348,10 @@ def main() -> None:
             counted = Counter(how for how, _ in found.values())
             print_row(folder, len(found), *(counted[how] for how in OUTCOMES), len(replaced))
             results |= found
-            gone += replaced
+            without_code += replaced
     for mutant, (how, test) in results.items():
         print(f"{how}: {mutant.symbol}: {mutant.operator}: {mutant.old} -> {mutant.new} {test}")
-    for mutant in gone:
+    for mutant in without_code:
         print(f"replaced: {mutant.symbol}: {mutant.operator}: {mutant.old} -> {mutant.new}")
     if args.write:
         rows = [[*mutant, *result] for mutant, result in results.items()]

@@ -5,7 +5,7 @@ from schedir.planner.estimate.simulated_estimate import simulate_plan, simulated
 from schedir.planner.hardware.cluster_presets import cluster_preset, cluster_presets
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.hardware.software_stacks import Stack, stack_preset, stack_presets
-from schedir.planner.hardware.step_errors import StepErrors, find_step_errors
+from schedir.planner.hardware.step_time_errors import StepErrors, find_step_errors
 from schedir.planner.launch_options import launcher_options
 from schedir.planner.parallel_plan import (
     GpuMemory,

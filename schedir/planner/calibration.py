@@ -24,7 +24,7 @@ from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.units import get_physical_bounds
 from schedir.planner.hardware.cluster_size import resize_cluster
 from schedir.planner.hardware.software_stacks import Stack
-from schedir.planner.hardware.step_errors import INTERVAL_QUANTILE, INTERVAL_SHARE
+from schedir.planner.hardware.step_time_errors import INTERVAL_QUANTILE, INTERVAL_SHARE
 from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate
 from schedir.planner.plan_search import all_plans, estimate_step
 from schedir.planner.transformer.transformer_spec import TransformerSpec
@@ -39,9 +39,9 @@ MAX_STEP_RATIO: Final = 100.0
 _REPEAT_NOISE: Final = 0.04
 _PLAN_ERROR: Final = 0.03
 _RUN_NOISE: Final = (_REPEAT_NOISE**2 + _PLAN_ERROR**2) ** 0.5  # 0.05, for a single run.
-# The fit does not reproduce a run whose logarithm is more than 3 standard deviations off.
+# A run is reported if the logarithms of its measured and its predicted step differ by more.
 _MISFIT_BOUND: Final = 3 * _RUN_NOISE
-_MISFIT: Final = 2.0  # The scale of the Cauchy weights, in standard deviations of the noise.
+_CAUCHY_SCALE: Final = 2.0  # The scale of the Cauchy weights, in standard deviations of the noise.
 _ITERATIONS: Final = 8
 _STEP: Final = 0.05  # Derivatives use this change of the logarithm of a constant.
 
@@ -192,7 +192,7 @@ class Calibration:
         return float(seconds[0] * np.exp(-spread)), float(seconds[0] * np.exp(spread))
 
     def list_misfits(self) -> list[str]:
-        """Return a sentence for each run whose step time the fitted constants do not reproduce.
+        """Return a sentence for each run that the fitted constants do not reproduce.
 
         The error of such a run is more than three standard deviations of the noise, about 15 %.
 
@@ -387,7 +387,7 @@ def _build_prior_precision() -> Floats:
 
 
 def _widen_covariance(covariance: Floats, residual: float) -> Floats:
-    """Return the covariance for runs whose noise is as large as their residual.
+    """Return the covariance if the noise of the runs is as large as their residual.
 
     A residual within the 90 % interval of the noise of a run changes nothing. The prior keeps its
     weight, so the intervals of the constants become at most as wide as those of the prior.
@@ -437,7 +437,7 @@ def fit_constants(
 
     The function takes Gauss-Newton steps (iteratively reweighted least squares: Holland and Welsch
     1977). A run has the weight 1 / (1 + (error / (c s))^2), where s is the noise of the run and
-    c is `_MISFIT`.
+    c is `_CAUCHY_SCALE`.
 
     Args:
         cluster: The cluster before the fit, with all constants.
@@ -450,7 +450,7 @@ def fit_constants(
     seconds, slopes = _differentiate(cluster, estimate)
     for _ in range(_ITERATIONS):
         error = measured - np.log(seconds)
-        weights = 1 / (1 + (error / (_MISFIT * noise)) ** 2) / noise**2
+        weights = 1 / (1 + (error / (_CAUCHY_SCALE * noise)) ** 2) / noise**2
         information = slopes.T @ (slopes * weights[:, None]) + precision
         gradient = slopes.T @ (weights * error) - precision @ (current - prior)
         step = np.clip(np.linalg.solve(information, gradient), -0.5, 0.5)

@@ -62,7 +62,7 @@ EXTENSIONS = {
           "metadata=program_attributes.CLIP_GRAD_NORM)\n",
           """\
     echo: int = field(default=0, metadata=program_attributes.make_field_metadata(
-        program_attributes.make_integer_type(0, 3), "what is said twice (0)"
+        program_attributes.make_integer_type(0, 3), "an option of the test (0)"
     ))
 """)],
         """
@@ -77,7 +77,7 @@ assert (error.line, error.column) == (5, 6) and "from 0 to 3" in error.fact
 assert get_error(replace, plain, echo=-1).fields == ("echo",)
 
 (setting,) = [each for each in list_settings()["pipeline"][1] if each.name == "echo"]
-assert setting.meaning == "what is said twice (0)"
+assert setting.meaning == "an option of the test (0)"
 Path("x.sched").write_text(text)
 Path("run.toml").write_text("[pipeline]\\nranks = 2\\necho = 1\\n")
 assert read_config("run.toml").request.program.echo == 1
@@ -110,12 +110,12 @@ PASSES = (
     Pass("mark", "draft", mark,
          should_run=lambda program, options: "mark_by" in options.extra_options,
          option_names=("mark_by", "doubtful"), option_types={"mark_by": make_integer_type(0, 9)},
-         description="a number behind the name"),
+         description="a number after the name"),
 )
 """)],
         """
 options = run_command("options")
-assert all(text in options for text in ("-O mark_by=N", "a number behind", "-O doubtful "))
+assert all(text in options for text in ("-O mark_by=N", "a number after", "-O doubtful "))
 assert "program gpipe0\\n" in run_command("print gpipe -O mark_by=0")
 assert "program gpipe\\n" in run_command("print gpipe -O doubtful")
 assert "from 0 to 9" in run_command("print gpipe -O mark_by=10", code=2)

@@ -17,7 +17,7 @@ from schedir.__main__ import main
 from schedir.errors import ConfigError, SchedirError, UsageError
 from schedir.planner import MeasuredRun, ParallelPlan, TransformerSpec
 from schedir.planner.calibration import predict
-from schedir.planner.hardware.step_errors import INTERVAL_QUANTILE
+from schedir.planner.hardware.step_time_errors import INTERVAL_QUANTILE
 
 MODEL = TransformerSpec(16, 2048, 32, vocab=131072, sequence=4096, ffn=8192, gated=True)
 STACK = planner.stack_preset("nanotron")

@@ -14,7 +14,7 @@ from schedir import Cluster, planner
 from schedir.planner import ParallelPlan, PlanEstimate, StepErrors, TransformerSpec
 from schedir.planner.calibration import CONSTANTS
 from schedir.planner.hardware.cluster_size import resize_cluster
-from schedir.planner.hardware.step_errors import MEASURED_ERRORS
+from schedir.planner.hardware.step_time_errors import MEASURED_ERRORS
 from schedir.planner.plan_simplicity import measure_complexity
 from tests.cases import cases
 from tests.commands import run_command, run_refused_command

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from schedir.errors import format_bytes
 from schedir.io.terminal_output import format_json, format_table, join_words
 from schedir.planner.estimate.schedule_formulas import DEFAULT_SCHEDULES, SCHEDULE_FORMULAS
-from schedir.planner.hardware.step_errors import INTERVAL_SHARE, StepErrors, find_step_errors
+from schedir.planner.hardware.step_time_errors import INTERVAL_SHARE, StepErrors, find_step_errors
 from schedir.planner.parallel_plan import GpuMemory, StepBreakdown
 from schedir.planner.plan_simplicity import PREFERENCE_TOLERANCE
 

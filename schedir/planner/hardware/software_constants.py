@@ -206,7 +206,7 @@ class SoftwareConstants:
     gate_bytes: float = _constant_field(
         0.0, "bytes of additional saved tensors of a gated network, for each token and unit of its "
         "width", 0.0, 8.0,
-        "0 in Megatron-LM, whose fused kernel of gate and product saves only its input "
+        "0 in Megatron-LM: its fused kernel of gate and product saves only the input "
         "(fused_bias_swiglu.py)",
     )  # fmt: skip
     logit_bytes: float = _constant_field(

@@ -13,8 +13,7 @@ from schedir.io.files import read_text
 MAX_JSON_BYTES: Final = 1_000_000
 
 # For each supported `model_type`: True if its feed-forward network has a gate and its positions are
-# rotary. The planner does not support types whose attention or feed-forward network has a different
-# structure.
+# rotary. The planner supports no type with another structure of attention or feed-forward network.
 _GATED_BY_TYPE: Final = {
     "gpt2": False,
     "llama": True,

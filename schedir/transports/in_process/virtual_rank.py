@@ -1,4 +1,4 @@
-"""What the transports of virtual ranks on a CPU and on a GPU have in common."""
+"""The common base classes of the transports of virtual ranks on a CPU and on a GPU."""
 
 from __future__ import annotations
 

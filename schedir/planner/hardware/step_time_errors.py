@@ -97,14 +97,14 @@ MEASURED_ERRORS: Final = {
         _MEGATRON, "",
         StepErrors(
             -0.077, 0.669, 0.110,
-            "18 published steps of Megatron-LM on H100 and B200, whose speeds are not fitted",
+            "18 published steps of Megatron-LM on H100 and B200, with the speeds of data sheets",
         ),
     ),
     "others": _MeasuredErrors(
         (), "",
         StepErrors(
             -0.181, 1.712, 0.835,
-            "302 published steps on H100 of software whose constants were not known",
+            "302 published steps of nanotron on H100, with the constants of Megatron-LM",
         ),
     ),
 }  # fmt: skip
@@ -114,7 +114,7 @@ def find_step_errors(cluster: Cluster, stack: str = "") -> StepErrors:
     """Return the errors to expect of step times that are predicted for a cluster.
 
     For a calibrated cluster, these are the errors of its calibration. For other clusters, they are
-    the errors of published runs which no constant of the prediction is fitted to. They are smallest
+    the errors of published runs to which no constant of the prediction is fitted. They are smallest
     if the planner has measured constants of the software and of the machine.
 
     Args:
