@@ -24,8 +24,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 EXAMPLE_SHARE, MIN_EXAMPLES = 0.1, 12
 FILES_WITH_OWN_NUMBERS = {"test_numeric_law"}
 
-# A normal run draws the same examples each time, so its result depends only on the source. A campaign
-# draws new ones. A slow machine must not fail a correct test, so there is no deadline.
+# A normal run draws the same examples each time, so its result depends only on the source. A
+# campaign draws new ones. A slow machine must not fail a correct test, so there is no deadline.
 settings.register_profile(
     "schedir",
     parent=settings(),

@@ -501,7 +501,7 @@ def _create_optimizer(
     parameters: Sequence[Any],
     made_optimizers: list[Any],
 ) -> Any:
-    """Create the optimizer of a rank. Return None without a factory or without parameters.
+    """Create the optimizer of a rank. Return None without a factory or a trained parameter.
 
     Args:
         make_optimizer: A function that creates an optimizer from parameters, or None.
@@ -511,7 +511,7 @@ def _create_optimizer(
     Raises:
         ModelError: The factory returned None, or the optimizer of a previous rank.
     """
-    if make_optimizer is None or not parameters:
+    if make_optimizer is None or not any(p.requires_grad for p in parameters):
         return None
     if (optimizer := make_optimizer(parameters)) is None:
         raise ModelError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -19,6 +20,7 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.parameters.mixed_precision import MainOptimizer
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import dualpipe, forward_only, gpipe, one_f_one_b, zb_h1
 from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
@@ -119,6 +121,23 @@ def test_frozen_parameters_without_frozen_stages_train_correctly() -> None:
     total = ranks.step(*make_batch(4))
     assert torch.equal(total, run_sequential(plain, *make_batch(4), loss=squared_error))
     assert have_same_bits(copy_gradients(stages), copy_gradients(plain))
+
+
+def test_rank_with_only_frozen_stages_has_no_optimizer() -> None:
+    made_optimizers = []
+
+    def make_optimizer(parameters: list[nn.Parameter]) -> MainOptimizer:
+        made_optimizers.append(MainOptimizer(parameters, partial(torch.optim.SGD, lr=0.1)))
+        return made_optimizers[-1]
+
+    program = compile(one_f_one_b, PipelineShape(3, 4), frozen_stages=2)
+    stages = make_stages(3, 2)
+    InProcessExecutor(
+        program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=make_optimizer
+    ).step(*make_batch(4))
+    assert [optimizer.parameters for optimizer in made_optimizers] == [[*stages[2].parameters()]]
+    with pytest.raises(ModelError, match="no parameter that requires a gradient"):
+        make_optimizer([*stages[0].parameters()])
 
 
 def test_frozen_stage_may_send_integers() -> None:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from schedir.errors import ModelError
+
 
 def use_float32_gradients(module: nn.Module) -> None:
     """Accumulate the gradients of all parameters in float32.
@@ -45,6 +47,9 @@ class MainOptimizer:
     Attributes:
         main_parameters: The float32 copies. Save them in checkpoints.
         inner: The optimizer of the main parameters.
+
+    Raises:
+        ModelError: All parameters are frozen.
     """
 
     def __init__(
@@ -54,6 +59,11 @@ class MainOptimizer:
     ) -> None:
         # A weight that several stages share may be in `parameters` several times.
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+        if not self.parameters:
+            raise ModelError(
+                "MainOptimizer got no parameter that requires a gradient",
+                hint="give the executor of a rank with only frozen stages optimizer=None",
+            )
         self.main_parameters = [
             nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self.parameters
         ]
