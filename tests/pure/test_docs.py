@@ -42,6 +42,14 @@ def test_generated_page_is_current(name: str) -> None:
     assert (DOCS / name).read_text() == PAGES[name](), "run: python docs/generate.py"
 
 
+def test_each_picture_is_drawn_by_a_page() -> None:
+    """The other pictures are those of the logo, of benchmarks, and of a measured run."""
+    pictures = {str(path.relative_to(DOCS)) for path in DOCS.glob("images/**/*.svg")}
+    others = {f"images/{name}.svg" for name in ("logo", "models", "planner-h100", "real-run")}
+    assert pictures - PAGES.keys() == others
+    assert PAGES.keys() >= SLOW_PAGES
+
+
 ROOT = DOCS.parent
 README = (ROOT / "README.md").read_text()
 README_BLOCKS = [b.split("\n", 1) for b in README.split("```")[1::2]]
