@@ -289,8 +289,7 @@ class _Parser(argparse.ArgumentParser):
         }
         matches = [
             options.get(find_present_name(name[2:].replace("-", "_"), options), ""),
-            *(option for option in option_actions if option == f"{name}s"),
-            *(option for option in option_actions if option.startswith(f"{name}-")),
+            *sorted((option for option in option_actions if option.startswith(name)), key=len),
             *get_close_matches(name, option_actions, 1, cutoff=0.75),
         ]
         return next((f"did you mean {option}?" for option in matches if option), "")
