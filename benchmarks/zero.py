@@ -66,6 +66,7 @@ from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float3
 from schedir.runtime.program_state import Call
 from schedir.runtime.services.loss_gradients import LossGradients
 from schedir.runtime.services.message_buffers import MessageBuffers
+from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.runtime.services.pending_sends import PendingSends
 from schedir.runtime.services.update_checks import UpdateChecks
 from schedir.schedules.schedule_algebra import get_placement_mark, has_free_v
@@ -395,6 +396,11 @@ class MemoryCheck:
             *checks.checked_updates.values(),
             state.service(LossGradients).grad_scale,
             state.service(LossGradients).initial_gradient,
+            *(
+                service.grad_check.finite
+                for service in state.list_services()
+                if isinstance(service, OptimizerPlacement)
+            ),
         ]
         host_tensors = [t for service in state.list_services() for t in service.list_host_tensors()]
         live_bytes = self.live_tensors.bytes(
