@@ -40,10 +40,8 @@ def test_commands_of_page_print_shown_output(
     monkeypatch.delitem(sys.modules, "own")
     commands = [step for step in PAGE if step.kind == "command" and "own.py" in step.text]
     shown = {command.text: replace_numbers(command.prints) for command in commands}
-    one_process, four_processes, resumed, memory = shown
+    one_process, four_processes, resumed = shown
     printed = {one_process: run(tmp_path, *one_process.split())}
-    module.measure_memory()
-    printed[memory] = capsys.readouterr().out
     printed |= {argv: run(tmp_path, *argv.split()) for argv in (four_processes, resumed)}
     assert {argv: replace_numbers(out) for argv, out in printed.items()} == shown
 

@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 # A normal run omits the pages whose commands take long, and pictures that resemble others.
 SLOW_PICTURES = (
-    "plan-scaling", "plan-memory", "frontier", "which-schedule", "gathers", "experts-filled",
+    "plan-memory", "frontier", "which-schedule", "gathers", "experts-filled",
     "compared", "seq1f1b", "tradeoff", "parts-filled", "parts-whole", "offload", "bitpipe",
     "memory", "first",
 )  # fmt: skip
