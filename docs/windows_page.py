@@ -41,7 +41,6 @@ def build_blocks() -> dict[str, object]:
         "of": example_tiles.visited_by(10),
         "sliding": f"{sliding.worst_tile_speedup:.1f} x",
         "strided": f"{strided.worst_tile_speedup:.1f} x",
-        "pairs": f"{strided.pair_speedup:.1f} x",
         **TILE_SIZE,
     }
 
