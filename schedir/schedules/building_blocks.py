@@ -86,8 +86,8 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
     If all messages of a rank share a queue, give `compile` the costs of your model. The costs
     determine the order of the messages.
 
-    - Idle time of each rank, if F = I = W and m >= P: (3P-7) F for an even P >= 4, and (3P-4) F for
-      an odd P >= 3. 1F1B has 6(P-1) F for the same model, because its stages take twice as long.
+    - Idle time of each rank, if F = I = W and m >= P: (3P-7) F for an even P >= 4. For an odd
+      P >= 3: (3P-4) F. 1F1B has 6(P-1) F for the same model, because its stages take twice as long.
     - At other costs, each microbatch adds the idle time max(0, 2F-W-2I, 2I-W-2F).
     - In flight: at most 2(P//2 + 1) stage activations on each rank.
 

@@ -179,9 +179,9 @@ class MemoryConfig:
 
     - `memory_limit`: the bytes of a device that a rank may use. If the prediction for a rank is
       more, schedir refuses the run before its first step. By default, there is no limit.
-    - `recompute`: the forwards that save only their inputs and run again before their backwards:
-      "all", "half" (every other microbatch), stages such as "0,1", pairs of a stage and a
-      microbatch such as "0.3,0.4", or "fit" (as few as `memory_limit` requires). By default, no
+    - `recompute`: the forwards that save only their inputs and run again before their backwards.
+      Values are "all", "half" (every other microbatch), stages such as "0,1", pairs of a stage and
+      a microbatch such as "0.3,0.4", or "fit" (as few as `memory_limit` requires). By default, no
       forward runs again.
     - `offload`: the saved activations that move to the host's memory until they are used. `offload`
       takes the same values as `recompute`. By default, none move.
