@@ -123,13 +123,15 @@ def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared)
         for value in [a.metavar or a.dest.upper()]
     ]
     usage = f" Usage: `schedir {' '.join([name, *positionals])} [OPTION ...]`."
-    lines = inspect.cleandoc("\n" + MORE.sub("", examples)).strip()
-    example = f" Example: `{lines}`." * ("\n" not in lines and " " in lines.partition(" ")[2])
+    text = inspect.cleandoc("\n" + MORE.sub("", examples)).strip()
+    first = text.partition("\n")[0]
+    has_notes = "   " in text
+    example = f" Example: `{first}`." * (not has_notes and first not in ("", f"schedir {name}"))
     links = f"{more}{settings}"
     options = list_shared_options(parser, shared)
-    yield (f"### schedir {name}\n\n{about[0].upper()}{about[1:]}{usage}{example}{options}{links}")
-    if "\n" in lines:
-        yield f"```text\n{lines}\n```"
+    yield f"### schedir {name}\n\n{about[0].upper()}{about[1:]}{usage}{example}{options}{links}"
+    if has_notes:
+        yield f"```text\n{text}\n```"
     common = {*shared.everywhere, *shared.program, *shared.other}
     rows: list[list[str]] = []
     for title, options in list_groups(parser):
