@@ -127,9 +127,9 @@ def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared)
     first = text.partition("\n")[0]
     has_notes = "   " in text
     example = f" Example: `{first}`." * (not has_notes and first not in ("", f"schedir {name}"))
-    links = f"{more}{settings}"
-    options = list_shared_options(parser, shared)
-    yield f"### schedir {name}\n\n{about[0].upper()}{about[1:]}{usage}{example}{options}{links}"
+    shared_options = list_shared_options(parser, shared)
+    details = f"{usage}{example}{shared_options}{more}{settings}"
+    yield f"### schedir {name}\n\n{about[0].upper()}{about[1:]}{details}"
     if has_notes:
         yield f"```text\n{text}\n```"
     common = {*shared.everywhere, *shared.program, *shared.other}
