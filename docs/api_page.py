@@ -34,11 +34,10 @@ MODULES = (
 # Each public name is in one group.  Constants of one module are one entry.
 GROUPS = {
     "Write schedules": (
-        "A schedule is a function of (rank, ranks, microbatches). It returns a RankSchedule, the "
+        "A schedule is a function of (rank, ranks, microbatches) that returns a RankSchedule, the "
         "work of one rank. A *draft* has the work of all ranks, before `compile` adds "
         "communication. "
-        "[The tutorial](../tutorials/first-schedule.md) shows how to write a schedule. "
-        "[Schedules](schedules.md) has pictures of the built-in schedules.",
+        "[The tutorial](../tutorials/first-schedule.md) shows how to write a schedule.",
         ["PipelineShape", "F, B, I, W, R, EMPTY", "RankSchedule", "weave", "overlapped_pair",
          "concat",
          "schedule_algebra.with_placement", "schedule_algebra.with_weight_delay", "greedy_schedule",
@@ -55,17 +54,16 @@ GROUPS = {
          "torch_csv.to_csv", "torch_csv.from_csv"],
     ),
     "Predict and measure": (
-        "Predicted and measured runs are both a `Timeline`. [File formats](file-formats.md) "
-        "describes its file, and [the glossary](glossary.md#causes-of-idle-time) lists the causes "
-        "of idle time.",
+        "Predicted and measured runs are both a `Timeline`. "
+        "[File formats](file-formats.md#timelines-timeline) describes its file.",
         ["Costs", "Sizes", "split_costs", "Cluster", "load_cluster", "save_cluster",
          "zero_model_states",
          "activation_bytes_per_layer", "simulate", "Timeline",
          "save_timeline", "load_timeline", "traces.read_run", "traces.ImportedRun"],
     ),
     "Search": (
-        "The page [Search for a schedule](../how-to/search-for-a-schedule.md) shows how to use "
-        "these functions. A lower bound is a proven time: no schedule takes less.",
+        "[Search for a schedule](../how-to/search-for-a-schedule.md) shows how to use these "
+        "functions. A lower bound is a proven time: no schedule takes less.",
         ["search_schedule", "lower_bound", "memory_frontier"],
     ),
     "Plan": (
@@ -224,8 +222,8 @@ def build_blocks(
 
 
 SUMMARY_NOTE = """\
-- The tables have the first sentence of each docstring, and link to the source. The source has
-  signatures, arguments and examples. The site that `make docs` builds has them, too."""
+- The tables link to the source, which has signatures, arguments and examples. The site that
+  `make docs` builds also has them."""
 PAGES = pages.define_page("reference/api", partial(build_blocks, SUMMARY_NOTE, format_summary))
 SITE = pages.define_page(
     "reference/api", partial(build_blocks, "- Every example is a test.", format_directives)

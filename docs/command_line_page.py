@@ -6,7 +6,7 @@ import argparse
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,10 +123,15 @@ def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared)
         for value in [a.metavar or a.dest.upper()]
     ]
     usage = f" Usage: `schedir {' '.join([name, *positionals])} [OPTION ...]`."
-    yield f"### schedir {name}\n\n{about[0].upper()}{about[1:]}{usage}{more}{settings}"
-    lines = inspect.cleandoc("\n" + MORE.sub("", examples)).strip()
-    if lines:
-        yield f"```text\n{lines}\n```"
+    text = inspect.cleandoc("\n" + MORE.sub("", examples)).strip()
+    first = text.partition("\n")[0]
+    has_notes = "   " in text
+    example = f" Example: `{first}`." * (not has_notes and first not in ("", f"schedir {name}"))
+    shared_options = list_shared_options(parser, shared)
+    details = f"{usage}{example}{shared_options}{more}{settings}"
+    yield f"### schedir {name}\n\n{about[0].upper()}{about[1:]}{details}"
+    if has_notes:
+        yield f"```text\n{text}\n```"
     common = {*shared.everywhere, *shared.program, *shared.other}
     rows: list[list[str]] = []
     for title, options in list_groups(parser):
@@ -136,15 +141,17 @@ def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared)
         rows += new_options
     if rows:
         yield format_table(["option", "meaning"], rows)
+
+
+def list_shared_options(parser: argparse.ArgumentParser, shared: Shared) -> str:
+    """Return a sentence with the shared options of a command, or "" if it has none."""
     all_options = list_options(parser)
     shared_options = [option.flags for option in all_options if option in shared.other]
     programs = [option.flags for option in all_options if option in shared.program]
-    shared_options += ["all [program options](#program-options)"] * (
-        len(programs) == len(shared.program)
-    )
-    shared_options += programs * (len(programs) < len(shared.program))
-    if shared_options:
-        yield f"Shared options: {', '.join(shared_options)}."
+    if len(programs) == len(shared.program):
+        programs = ["all [program options](#program-options)"]
+    flags = ", ".join([*shared_options, *programs])
+    return f" Shared options: {flags}." if flags else ""
 
 
 def make_link(path: str) -> str:
@@ -165,7 +172,6 @@ def build_blocks() -> dict[str, str]:
     """Return the tables of commands, shared options, options of `compile` and exit codes."""
     parsers = build_command_parsers()
     shared = find_shared(parsers)
-    takes_all = [n for n, p in parsers.items() if {*shared.program} <= {*list_options(p)}]
     option_facts = json.loads(run_command("schedir options --json"))
     options = [
         [f"`{format_cell(row['option'])}`",
@@ -187,27 +193,21 @@ def build_blocks() -> dict[str, str]:
     codes = re.findall(r"^- (\d+): (.*)$", str(schedir.__main__.__doc__), re.MULTILINE)
     return {
         "commands": format_table(["command", "description"], commands),
-        "everywhere": format_table(
-            ["option", "meaning"],
-            [list(row_option) for row_option in shared.everywhere if "--help" not in row_option[0]],
-        ),
         "program": format_table(
             ["option", "meaning"], [list(row_option) for row_option in shared.program]
         ),
-        "takes_all": join_commands(takes_all),
-        "other": format_table(
-            ["option", "meaning", "commands"],
-            [[*option, join_commands(names)] for option, names in shared.other.items()],
+        "shared": format_table(
+            ["option", "meaning"],
+            [
+                list(option)
+                for option in (*shared.everywhere, *shared.other)
+                if "--help" not in option.flags
+            ],
         ),
         "options": format_table(["option", "configuration", "meaning"], options),
         "sections": "\n\n".join(sections),
         "codes": format_table(["exit code", "meaning"], [list(row) for row in codes]),
     }
-
-
-def join_commands(names: Iterable[str]) -> str:
-    """Return the names of commands as text."""
-    return ", ".join(f"`{name}`" for name in names)
 
 
 PAGES = define_page("reference/command-line", build_blocks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from docs.pages import ROOT, define_page, format_cell_text, format_table
+from docs.pages import define_page, format_cell_text, format_table
 from schedir.training.config.settings_table import (
     Setting,
     format_heading,
@@ -82,7 +82,6 @@ def build_blocks() -> dict[str, str]:
         for row in TRANSPORTS.values()
     ]
     return {
-        "demo": (ROOT / "examples" / "demo.toml").read_text().strip(),
         "sections": "\n\n".join(sections),
         "transports": format_table(
             ["device", "transport", "how messages move", "progress model"], transports

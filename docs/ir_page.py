@@ -52,13 +52,6 @@ def format_gather_table() -> str:
     return format_table(["schedule", "stages per rank", "compute lane", "own lane"], rows)
 
 
-HOSTS = {
-    "runs": "runs the instruction",
-    "waits": "waits for the inputs, then starts the instruction",
-    "starts": "starts the instruction",
-}
-
-
 def build_blocks() -> dict[str, object]:
     """Return the tables of instructions, values, lanes and progress models."""
 
@@ -83,14 +76,16 @@ def build_blocks() -> dict[str, object]:
         for value in VALUES
         if value.size
     ]
-    lanes = [[lane.lane.name.lower(), lane.doc, HOSTS[lane.host_action]] for lane in LANES]
+    lanes = [[lane.lane.name.lower(), lane.doc] for lane in LANES]
+    waiting = [f"`{lane.lane.name.lower()}`" for lane in LANES if lane.host_action == "waits"]
     models = [[f"`{model.name}`", model.description, model.transports] for model in MODEL_ROWS]
     return {
         "table": format_table(
             ["name", "text", "lane", "once per", "cost", "meaning"], instructions
         ),
         "values": format_table(["value", "meaning", "one per", "size"], values),
-        "lanes": format_table(["lane", "contents", "action of a blocking host"], lanes),
+        "lanes": format_table(["lane", "contents"], lanes),
+        "waiting_lanes": " and ".join(waiting),
         "models": format_table(["model", "transfers", "used by"], models),
     }
 

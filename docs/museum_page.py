@@ -77,20 +77,30 @@ def format_case(case: Case) -> str:
         (f"- **Seen** in {links}: ", case.seen),
         (f"- **Analysis**{format_program_links(case)}: ", case.follows),
         ("- **Not confirmed**: ", case.unconfirmed),
+        ("- **Error**: ", format_result(case) if case.is_said else ""),
     ]
     lines = [
-        fill(f"{label}{text.strip()}", 118, subsequent_indent="  ", break_on_hyphens=False)
+        fill(
+            f"{label}{text.strip()}",
+            118,
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
         for label, text in entries
         if text
     ]
     parts = [f"### {case.title}", "\n".join(lines)]
     if is_drawn(case):
         parts.append(f"![{case.title}](../images/museum/{case.name}.svg)")
-    if case.is_said:
-        refusal = find_refusal(case)
-        first_line = f"{format_first_line(refusal[1])}\n" if refusal else ""
-        parts.append(f"```\n$ {format_command(case)}\n{first_line}```")
     return "\n\n".join(parts)
+
+
+def format_result(case: Case) -> str:
+    """Return the command that checks a case, and the first line of its error."""
+    refusal = find_refusal(case)
+    error = f"`{format_first_line(refusal[1])}`" if refusal else "no error."
+    return f"`{format_command(case)}` prints {error}"
 
 
 def format_program_links(case: Case) -> str:

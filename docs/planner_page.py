@@ -60,7 +60,7 @@ def build_blocks() -> dict[str, str]:
     clusters = [
         [f"`{f.name}`", *(format_number(getattr(preset, f.name)) for preset in presets.values())]
         for f in fields(Cluster)
-        if any(getattr(preset, f.name) is not None for preset in presets.values())
+        if any(getattr(preset, f.name) != f.default for preset in presets.values())
     ]
     links = [f"[`{name}`](../../schedir/planner/hardware/clusters/{name}.toml)" for name in presets]
     return {

@@ -36,16 +36,16 @@ WHEN = {
     "looped_dfs": "As a baseline for `interleaved`.",
     "wave": "With m = P, if the first and the last stage must be on one rank. Otherwise "
     "`interleaved` has a smaller bubble.",
-    "zb_h1": "Instead of 1F1B, if backwards can be split. At F = I = W, its idle time is a third "
-    "of that of 1F1B. Each rank needs the memory of the first rank of 1F1B.",
+    "zb_h1": "Instead of 1F1B, if backwards can be split. At F = I = W, 1F1B has three times as "
+    "much idle time. Each rank needs the memory of the first rank of 1F1B.",
     "zb_h2": "If there is much memory and ranks need not end together.",
     "interleaved_zb": "Instead of `interleaved`, if backwards can be split.",
     "zb_v": "For the smallest bubble in the memory of 1F1B, if F, I and W are similar.",
     "v_half": "If there is only half of the memory that 1F1B needs.",
     "v_min": "If there is only a third of the memory that 1F1B needs, and F, I and W are similar.",
     "dualpipe_v": "If messages take long, as with expert parallelism. Pairs hide the messages.",
-    "pipedream_2bw": "If gradients may be one update late. All updates of a run together have the "
-    "bubble of one update.",
+    "pipedream_2bw": "If gradients may be one update late. The pipeline drains only once, after "
+    "the last update.",
     "dualpipe": "Instead of `dualpipe_v`, if parameters are small compared with activations. It "
     "needs half as many messages, twice the parameters, and one more reduction.",
     "bitpipe": "Instead of `chimera`, if the layers can be divided into twice as many stages. It "
@@ -135,10 +135,11 @@ def build_blocks() -> dict[str, str]:
         for n in [*by_memory, "forward_only"]
     ]
     costs = ((1, 1, 1), (1, 1.2, 0.8), (1, 1.4, 0.6), (0.8, 1, 1.2), (1.2, 1, 0.8))
-    unequal = [
-        [f"`{name}`", *(f"{simulate_schedule(name, 8, 32, c).bubble:.1%}" for c in costs)]
+    bubbles = {
+        name: [f"{simulate_schedule(name, 8, 32, c).bubble:.1%}" for c in costs]
         for name in by_memory
-    ]
+    }
+    unequal = [[f"`{name}`", *row] for name, row in bubbles.items() if len({*row}) > 1]
     sections = "\n\n".join(
         f"### {name}\n\n"
         f"{format_description(getattr(schedules, name), when)}\n\n"

@@ -104,10 +104,9 @@ class CycleWait:
         needed_rank: Rank of `needed_instr`.
         needed_index: Index of `needed_instr` in the Stream of its rank.
         current_index: Index of the next instruction in the queue that contains `needed_instr`.
-        replica: The data-parallel replica of the instruction that waits. None if replicas were not
-            checked against each other.
-        needed_replica: The replica of `needed_instr`. None if replicas were not checked against
-            each other.
+        replica: The data-parallel replica of the instruction that waits. Only `check_replicas` sets
+            this field.
+        needed_replica: The replica of `needed_instr`. Only `check_replicas` sets this field.
     """
 
     rank: int
@@ -350,10 +349,9 @@ class CostsError(SchedirError):
 
 
 class ScheduleError(SchedirError):
-    """A schedule function that raises or that returns a wrong rank schedule.
+    """A schedule function that raises an error or returns a wrong rank schedule.
 
-    For example, the function returns no rank schedule, or a rank schedule with a stage that the
-    rank does not have.
+    For example, the rank schedule has a stage that the rank does not have.
     """
 
 
@@ -515,8 +513,8 @@ class DeadlockError(SchedirError):
 
     Attributes:
         eager_limit: The smallest limit in bytes with which the program finishes, if messages of at
-            most this size do not wait for their receive.  `check` sets this limit if `sizes` are
-            given and such a limit exists.  Otherwise it is None.
+            most this size do not wait for their receive. None if there is no such limit, or if
+            `check` has no `sizes`.
     """
 
     def __init__(
@@ -562,9 +560,8 @@ class DeadlockError(SchedirError):
 class ChannelMismatchError(SchedirError):
     """A message that its receive cannot match.
 
-    Under the progress model "torch_lazy" the send and the receive can be on different
-    communicators. With eager messages, two messages of one channel can arrive in a different order
-    than their receives.
+    Under the progress model "torch_lazy", its send and its receive use different communicators. Or
+    eager messages of one channel arrive in a different order than their receives.
     """
 
 
@@ -633,8 +630,7 @@ class NonFiniteError(ExecutionError):
         program: Name of the program.
         sites: The first instruction that produced an infinite or NaN value; empty if it was not
             found. For a loss, it is a forward of the first stage with such a value. For a gradient,
-            it is a backward or a reduction of the last stage with such a value, because backwards
-            begin at the last stage.
+            it is a backward or a reduction of the last stage with such a value.
         hint: A suggestion for correcting the input.
         step: Number of the training step, from 1.
         process: The process that runs this instruction; 0 if no such instruction was found.

@@ -49,12 +49,13 @@ class ModelRow(NamedTuple):
 MODEL_ROWS: Final[tuple[ModelRow, ...]] = (
     ModelRow(
         "per_edge", True, True, True, True, False,
-        "one queue per directed edge for activations, and one for gradients",
+        "for each directed edge (a sender and a receiver), one queue for activations and one for "
+        "gradients",
         "one 2-rank group per directed edge; Gloo with a tag per lane; shared memory",
     ),
     ModelRow(
         "per_pair", True, True, False, False, False,
-        "one queue per unordered pair of ranks",
+        "one queue per pair of ranks, for both directions",
         "torch's lazily created point-to-point communicators, for transfers that are issued alone",
     ),
     ModelRow(
@@ -70,9 +71,9 @@ MODEL_ROWS: Final[tuple[ModelRow, ...]] = (
     ),
     ModelRow(
         "torch_lazy", True, True, False, False, True,
-        "one queue per unordered pair of ranks for transfers that are issued alone, and one queue "
-        "per rank for groups with both sends and receives; a message hangs if only one of its "
-        "ends is in such a group",
+        "one queue per pair of ranks for transfers that are issued alone, and one queue per rank "
+        "for groups with both sends and receives; a message hangs if only its send or only its "
+        "receive is in such a group",
         "torch.distributed.pipelining 2.13 over NCCL that is initialised lazily (no `device_id`)",
     ),
     ModelRow(

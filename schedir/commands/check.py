@@ -37,7 +37,6 @@ _PROGRESS_ERRORS = (DeadlockError, GroupError, ChannelMismatchError)
 EXAMPLES = """\
   schedir check interleaved --ranks 4 --microbatches 8
   schedir check mine.py:my_schedule -O tp=2 -O overlap --progress-model per_edge
-  schedir check refused.sched -o deadlock.svg
 
 The page docs/explanation/progress-models.md has more.
 """

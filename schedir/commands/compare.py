@@ -55,12 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     parser.description = (
-        "Compare schedules of one model. Give --costs per rank and microbatch, or as lists with a "
-        "number for each equal part of the model. The command splits them evenly over the stages "
-        "of each schedule. If a SCHEDULE is a run, its shape, mean times and progress model are "
-        'the defaults. Then --costs are in the time unit of the run. The column "to gain" shows '
-        "how much shorter, at most, another order of the same stages in the same memory can be. "
-        'It has "none" if no order is shorter, and "-" if this is unknown. '
+        "Compare schedules of one model. --costs are per rank and microbatch, and the command "
+        "splits them evenly over the stages of a rank. A list of costs has a number for each "
+        "equal part of the model. If a SCHEDULE is a run, its shape, mean times and progress model "
+        "are the defaults, and --costs are in its time unit. "
+        'The column "to gain" is an upper limit: another order of the same stages in the same '
+        'memory can shorten the step by at most this share. The column has "none" if no order is '
+        'shorter, and "-" if this is unknown. '
         "Only schedules with a parameter v, such as interleaved, use --stages-per-rank."
     )
     add_source(parser, allows_several=True)

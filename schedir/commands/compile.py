@@ -8,7 +8,6 @@ from schedir.commands.common.schedule_options import add_compile_options, add_so
 from schedir.commands.print import write_program
 
 EXAMPLES = """\
-  schedir compile interleaved --ranks 4 --microbatches 8 -o interleaved.sched
   schedir compile zb_v -O zero=1 -O dp=2 -O overlap -o zb_v.sched
   schedir compile mine.py:my_schedule --config examples/demo.toml -o mine.sched
 

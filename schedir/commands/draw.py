@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from schedir.io.program_request import Request
 
 EXAMPLES = """\
-  schedir draw interleaved zb_v --ranks 4 --microbatches 8
   schedir draw run.timeline -o run.html
   schedir draw zb_h1 --show arrows,memory --sizes saved=1GB -o zb_h1.svg
 

@@ -15,7 +15,6 @@ from schedir.planner.hardware.cluster_presets import cluster_presets, get_preset
 
 EXAMPLES = """\
   schedir examples
-  schedir train examples/demo.toml
 
 The page docs/tutorials/train-a-model.md has more.
 """

@@ -17,9 +17,7 @@ from schedir.io.option_spelling import FIELDS_WITH_FLAGS, option_words
 from schedir.io.terminal_output import format_json
 
 EXAMPLES = """\
-  schedir options             all options
-  schedir options recompute   one of them
-  schedir compile zb_v -O recompute=fit --memory-limit 8GB --sizes saved=1GB -o zb_v.sched
+  schedir options recompute
 
 The page docs/reference/command-line.md has more.
 """

@@ -288,8 +288,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     group.add_argument(
         "--sequence-parallel", action=argparse.BooleanOptionalAction,
-        help="divide the tokens in norms and dropout among tensor-parallel ranks, or not (default: "
-        "consider both)",
+        help="consider only plans that divide the tokens in norms and dropout among "
+        "tensor-parallel ranks, or only plans that do not (default: both)",
     )  # fmt: skip
     group.add_argument("--attention", metavar="HOW",
                        help="softmax (default), which saves the scores of all pairs of tokens, or "
@@ -332,8 +332,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
                        help="the feed-forward network has a third matrix, a gate")  # fmt: skip
     group.add_argument(
         "--rotary", action=argparse.BooleanOptionalAction, default=None,
-        help="positions are rotary (RoPE) and have no parameters, or each position has a learned "
-        "embedding (default: rotary with --gated)",
+        help="positions are rotary (RoPE) and have no parameters; with --no-rotary, each position "
+        "has a learned embedding (default: rotary with --gated)",
     )  # fmt: skip
     group.add_argument("--untied", dest="tied", action="store_false", default=None,
                        help="the head and the embedding do not share a matrix")  # fmt: skip
@@ -348,14 +348,13 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--stack", metavar="NAME",
         help="the training software: megatron, megatron-fp8, megatron-fp4, megatron-2021, "
-        "nanotron, torchtitan or schedir. The planner uses the constants of the kernels and "
-        "libraries of this software, its bytes of model states, its attention and its order of "
-        "ranks",
+        "nanotron, torchtitan or schedir. The planner uses its kernel constants, bytes of model "
+        "states, attention and order of ranks",
     )  # fmt: skip
     group.add_argument(
         "--calibrate", metavar="RUNS.csv",
-        help="fit the constants of the cluster to the measured runs in this file (1 to 20, with "
-        "the software --stack), and write the cluster to -o",
+        help="fit the constants of the cluster to the 1 to 20 measured runs in this file, which "
+        "used the software --stack, and write the cluster to -o",
     )  # fmt: skip
     group.add_argument(
         "--memory-limit", type=parse_byte_option, metavar="BYTES",

@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-activations", type=parse_positive_number, metavar="N",
-        help="the memory limit of a rank, as the number of microbatches whose activations the rank "
-        "can keep in all its stages; 1F1B needs as many as there are ranks",
+        help="the most microbatches whose activations a rank can keep, in all its stages together; "
+        "1F1B needs as many as there are ranks",
     )  # fmt: skip
     parser.add_argument(
         "--no-split-backward", action="store_true",

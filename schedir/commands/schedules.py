@@ -16,8 +16,6 @@ from schedir.schedules.schedule_algebra import (
 
 EXAMPLES = """\
   schedir schedules
-  schedir draw zb_v --ranks 4 --microbatches 8
-  schedir recommend --costs F=1,B=2 --sizes saved=1GB
 
 The page docs/reference/schedules.md has their bubbles and formulas.
 """

@@ -66,7 +66,7 @@ class GradientOptions:
 @explain_wrong_calls("ExecutionOptions(spill_dir='/nvme')")
 @dataclass(frozen=True, kw_only=True)
 class ExecutionOptions:
-    """Options for the recording and the checks of steps, and for the folder of values on the disk.
+    """Options of an executor for recordings, for checks, and for the folder of offloaded values.
 
     None of these options changes a result.
 

@@ -19,11 +19,11 @@ from schedir.schedules.v_shape import dualpipe_v
 def dualpipe(r: int, P: int, m: int) -> RankSchedule:
     """Run DualPipe: forwards of one direction together with backwards of the other direction.
 
-    The order is that of github.com/deepseek-ai/DualPipe. Ranks r and P-1-r have the same order. In
-    a pair, a forward and a backward run together. FB is the cost of a pair.
+    The order is that of github.com/deepseek-ai/DualPipe. The forward and the backward of a pair run
+    together, and the pair takes the time FB.
 
-    - Idle time of the rank with the most, if F = I >= W: (P/2-1)(FB + B - 3W). If W <= F < I, it is
-      at most the same.
+    - Largest idle time of a rank, if F = I >= W: (P/2-1)(FB + B - 3W). If W <= F < I, it is at most
+      this time.
     - In flight: P+1 stage activations on each rank.
     - Parameters: twice those of a rank of 1F1B.
 
@@ -63,11 +63,10 @@ def dualpipe(r: int, P: int, m: int) -> RankSchedule:
 def chimera(r: int, P: int, m: int) -> RankSchedule:
     """Run Chimera: two 1F1B pipelines in opposite directions, which fill each other's bubbles.
 
-    More than P microbatches run in units of P, one unit after the other. The order is derived from
-    the paper, not from its code. The paper's forward doubling is not implemented.
+    More than P microbatches run in units of P, one unit after the other. The paper's forward
+    doubling is not implemented.
 
-    - Idle time of each rank, if P divides m: (P-2)(min(F,B) + (m/P)|B-F|). At F = B, this is (P-2)
-      F.
+    - Idle time of each rank, if P divides m: (P-2)(min(F,B) + (m/P)|B-F|).
     - In flight, if m >= P: P/2 + 1 + min(r, P-1-r) activations on rank r.
     - Parameters: twice those of a rank of 1F1B.
 
@@ -99,12 +98,9 @@ def chimera(r: int, P: int, m: int) -> RankSchedule:
 def bitpipe(r: int, P: int, m: int) -> RankSchedule:
     """Run BitPipe: two interleaved 1F1B pipelines, one vee in each direction.
 
-    The order follows the rule of Chimera with twice as many stages, each half as long. More than P
-    microbatches run in units of P, one unit after the other. No message is sent where a vee
-    reverses its direction.
-
-    The authors' code has a drawing of this order for P = m = 4. Their drawing for m = 2P = 8 is
-    shorter: 53 F instead of 54 F.
+    The order follows the rule of Chimera, with twice as many stages. More than P microbatches run
+    in units of P, one unit after the other. For P = 4 and m = 8, the drawing in the authors' code
+    is shorter: 53 F instead of 54 F.
 
     - Idle time of each rank, if P divides m: (P-2)(min(F,B) + (m/P)|B-F|).
     - In flight, if m >= P: 3P/2 + 1 + min(r, P-1-r) stage activations on rank r.

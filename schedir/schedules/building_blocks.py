@@ -25,9 +25,9 @@ _LETTERS = (F[0], F[1], I[1], I[0], W[1], W[0])  # The W of the I at index k is 
 def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run Hanayo's waves: each microbatch passes down the ranks and back v / 2 times.
 
-    P microbatches form a wave. Later microbatches run when a rank would be idle during a wave. If B
-    differs from F, each wave adds idle time. So the schedule is best with m = P. The order is
-    derived from the idea of the paper, not from its code.
+    P microbatches form a wave. If a rank would be idle during a wave, it runs later microbatches.
+    If B differs from F, each wave adds idle time. So the schedule is best with m = P. The order is
+    derived from the paper, not from its code.
 
     - Idle time of each rank, if P divides m: (P-1)(2 min(F,B) + 2(m/P)|B-F|).
     - In flight, if m >= P: (v-1)P + r+1 stage activations on rank r.
@@ -83,13 +83,12 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
     """Run V-Half, which needs about half of the memory of 1F1B on many ranks.
 
     For m = P up to 8, a constraint solver found that no order with this memory has less idle time.
-    A late message delays the step. If all messages of a rank share a queue, give `compile` the
-    costs of your model. The costs determine the order of the messages.
+    If all messages of a rank share a queue, give `compile` the costs of your model. The costs
+    determine the order of the messages.
 
-    - Idle time of each rank, for an even P >= 4: (3P-7) F. For an odd P >= 3: (3P-4) F. Both are
-      for F = I = W and m >= P. For the same model, 1F1B has 6(P-1) F, because its stages take twice
-      as long.
-    - At other costs, each microbatch adds max(0, 2F-W-2I, 2I-W-2F).
+    - Idle time of each rank, if F = I = W and m >= P: (3P-7) F for an even P >= 4. For an odd
+      P >= 3: (3P-4) F. 1F1B has 6(P-1) F for the same model, because its stages take twice as long.
+    - At other costs, each microbatch adds the idle time max(0, 2F-W-2I, 2I-W-2F).
     - In flight: at most 2(P//2 + 1) stage activations on each rank.
 
     Args:
@@ -120,9 +119,10 @@ def v_min(r: int, P: int, m: int) -> RankSchedule:
 
     The schedule is efficient only if F, I and W are similar.
 
-    - Idle time of each rank: (4P-7) F. If P = 1 modulo 3: (4P-5) F. Both are for F = I = W and
-      m >= P >= 2. For the same model, 1F1B has 6(P-1) F, because its stages take twice as long.
-    - At other costs, each microbatch adds 6 max(F, I) - 2(F+I+W), if P >= 3 and W <= max(F, I).
+    - Idle time of each rank, if F = I = W and m >= P >= 2: (4P-7) F, or (4P-5) F if P = 1 modulo 3.
+      1F1B has 6(P-1) F for the same model, because its stages take twice as long.
+    - At other costs, each microbatch adds the idle time 6 max(F, I) - 2(F+I+W), if P >= 3 and
+      W <= max(F, I).
     - In flight: at most 2((P+1)//3 + 1) stage activations on each rank.
 
     Args:

@@ -23,8 +23,7 @@ def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run breadth first: all microbatches through one local stage, then through the next.
 
     All forwards of a stage follow each other, and so do all its backwards. So ZeRO 3 gathers the
-    weights of a stage at most twice. The backwards of torch's LoopedBFS run in descending order of
-    microbatches, which takes the same time.
+    weights of a stage at most twice.
 
     - Idle time of each rank: (P-1)(F+B). If m < P, it is (v-1)(P-m)(F+B) longer.
     - In flight: m v stage activations on each rank.
@@ -55,8 +54,8 @@ def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
 def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run depth first: P microbatches through all local stages, then the next P.
 
-    All forwards come before all backwards. The forwards have the order of `interleaved`, and so do
-    the backwards. (arXiv 2211.05953 uses the name "depth-first" for `interleaved`.)
+    All forwards come before all backwards. Both have the order of `interleaved`. arXiv 2211.05953
+    uses the name "depth-first" for `interleaved`.
 
     - Idle time of each rank, if P divides m: (P-1)(F+B).
     - In flight: m v stage activations on each rank.
@@ -131,10 +130,9 @@ def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> Ran
 def interleaved_zb(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run interleaved 1F1B with split backwards: ZB-H1 on v stages per rank.
 
-    The order is that of torch's InterleavedZeroBubble, for all shapes that torch can run. The
-    microbatches are divided into groups as in `interleaved`.
+    The order is that of torch's InterleavedZeroBubble.
 
-    - Idle time of each rank, if P divides m: 1/v of that of `zb_h1` for the same model.
+    - Idle time of each rank, if P divides m: 1/v of the idle time of `zb_h1` for the same model.
     - In flight: v P stage activations on each rank.
 
     Args:

@@ -11,8 +11,8 @@ def pipedream_2bw(r: int, P: int, m: int) -> RankSchedule:
     """Run PipeDream-2BW: 1F1B without a flush, with two versions of the weights.
 
     With `PipelineShape(optimizer_steps=..., weight_delay=1)`, the weights after u+1 updates are
-    w(u+1) = w(u) - lr grad(w(u-1)). This is the rule of the paper. The first update uses the
-    gradient at w(0). Each update needs at least P-1 microbatches (in the paper, P).
+    w(u+1) = w(u) - lr grad(w(u-1)), as in the paper. The first update uses the gradient at w(0).
+    Each update needs at least P-1 microbatches.
 
     PipeDream itself (arXiv 1806.03377) is `one_f_one_b` with an update per microbatch and a weight
     delay of P-1-s for stage s. Rank r then keeps P-r versions of the weights.

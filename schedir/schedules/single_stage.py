@@ -67,7 +67,7 @@ def eager_1f1b(r: int, P: int, m: int) -> RankSchedule:
     """Run 1F1B with twice the warmup, so that messages overlap with compute.
 
     If a message takes the time t, 1F1B takes 2(P-1)t longer for every P microbatches. This schedule
-    avoids this loss for t up to (F+B)/2.
+    has no such loss if t is at most (F+B)/2.
 
     - Idle time of each rank, if messages take no time: (P-1)(F+B).
     - In flight: min(2(P-1-r) + 1, m) activations on rank r.

@@ -18,9 +18,8 @@ from schedir.schedules.schedule_algebra import (
 def zb_v(r: int, P: int, m: int) -> RankSchedule:
     """Run ZB-V: a zero-bubble schedule with the memory of the first rank of 1F1B.
 
-    The first and the last stage are on the same rank. No message is needed where the vee reverses
-    its direction. The idle times require that the program is compiled with the costs, because the
-    costs determine the order of the transfers.
+    The first and the last stage are on the same rank. To get the idle times below, give `compile`
+    the costs of your model, which determine the order of the messages.
 
     - Idle time of each rank, if F = I >= W: (P-1) max(F, 2(F-W)).
     - Idle time of rank r in its active span, if F = I >= W: 2(P-1-r)(F-W).
@@ -66,12 +65,12 @@ def zb_v(r: int, P: int, m: int) -> RankSchedule:
 def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
     """Run DualPipeV: pairs of a forward on one local stage and a backward on the other.
 
-    DualPipeV is one half of DeepSeek's DualPipe, in the order of github.com/deepseek-ai/DualPipe.
-    The forward and the backward of a pair run together, and both end at the same time. The messages
-    of one overlap with the compute of the other. FB is the cost of a pair.
+    The order is that of DualPipeV in github.com/deepseek-ai/DualPipe. The forward and the backward
+    of a pair run together, and the pair takes the time FB. The messages of one overlap with the
+    compute of the other.
 
-    - Idle time of the rank with the most, if F = I >= W: (P-1)(FB + B - 3W). If W <= F < I, it is
-      at most the same.
+    - Largest idle time of a rank, if F = I >= W: (P-1)(FB + B - 3W). If W <= F < I, it is at most
+      this time.
     - In flight: 2P+1 stage activations on each rank.
 
     Args:

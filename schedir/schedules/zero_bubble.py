@@ -8,7 +8,7 @@ from schedir.schedules.schedule_algebra import F, I, RankSchedule, W, weave
 def zb_h1(r: int, P: int, m: int) -> RankSchedule:
     """Run ZB-H1: 1F1B with split backwards. Rank r defers W by r rounds.
 
-    A round is a forward and a backward. The formulas are for m >= P, with x = I + max(F-W, 0).
+    A round has a forward and a backward. The formulas are for m >= P, with x = I + max(F-W, 0).
 
     - Idle time of each rank: (P-1) max(F, x). If W <= F and W <= I, this is (P-1)(F+I-W), as in the
       paper.
@@ -40,11 +40,9 @@ def zb_h1(r: int, P: int, m: int) -> RankSchedule:
 def zb_h2(r: int, P: int, m: int) -> RankSchedule:
     """Run ZB-H2: ZB-H1 with twice the warmup and twice the deferral of W.
 
-    Ranks end one after the other, in the order in which they began. So use this schedule only if
-    ranks need not end together. With gradient clipping, they must end together, unless the norm is
-    checked after the step (`norm_check`).
-
-    The formulas are for m >= 2P-1, with x = max(0, F+I-2W, I-F, I-W). If F = I = W, x is 0.
+    Ranks end one after the other, in the order in which they began. With gradient clipping, they
+    end together, unless the norm is checked after the step (`norm_check`). The formulas are for
+    m >= 2P-1, with x = max(0, F+I-2W, I-F, I-W). If F = I = W, x is 0.
 
     - Idle time of each rank: (P-1) max(F, x).
     - Idle time of rank r in its active span: (P-1-r)x.

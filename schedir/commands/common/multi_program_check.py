@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--replicas", action="store_true",
-        help="read the SCHEDULEs as programs of data-parallel replicas, one each. Check that the "
-        "replicas run their collectives in one order, and that no ranks wait in a cycle. If the "
-        "host waits at each all-to-all of experts, as with torch, add --blocking-hosts",
+        help="each SCHEDULE is the program of one data-parallel replica. Check that all replicas "
+        "run their collectives in one order, and that no ranks wait in a cycle. If hosts wait at "
+        "each all-to-all of experts, as with torch, add --blocking-hosts",
     )  # fmt: skip
 
 

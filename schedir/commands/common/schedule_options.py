@@ -41,7 +41,8 @@ _MIN_PLAUSIBLE_SHARE: Final = 1e-6
 _COSTS_HELP = (
     "times of instructions: F=1,B=2,send=0.1; ':' separates stages (F=1:1:2), '/' separates "
     "microbatches (F=10/20 for all stages, F=10/20:30/40 for two stages); @FILE reads them from a "
-    "file. Defaults: F=1; I and W are half of B if B is given, else F; B=I+W; all others are 0"
+    "file. F is 1 by default. I and W are half of B if B is given, and F otherwise. B is I+W. All "
+    "other costs are 0"
 )
 
 
@@ -137,15 +138,16 @@ def _fill_lowering_group(group: argparse._ArgumentGroup, *, has_shape_options: b
     models = [f"{model} (default)" if model == "per_device" else model for model in MODELS]
     group.add_argument(
         "--progress-model", metavar="MODEL",
-        help="the progress model, which decides which transfers wait for each other in a queue: "
+        help="the progress model: the rule that decides which transfers wait for each other in a "
+        "queue. "
         f"{', '.join(models[:-1])} or {models[-1]}",
     )  # fmt: skip
     _add_costs_option(group, _COSTS_HELP)
     group.add_argument(
         "--cluster", metavar="FILE.toml",
-        help="compute the costs of messages, reductions and optimizer steps that --costs does not "
-        "give, from --sizes and the speeds of this cluster. Give --costs in seconds. `schedir "
-        "examples` writes files to edit, such as examples/clusters/a100.toml",
+        help="the speeds of a cluster. From them and --sizes, schedir computes the costs of "
+        "messages, reductions and optimizer steps that --costs does not give. Give --costs in "
+        "seconds. `schedir examples` writes files to edit, such as examples/clusters/a100.toml",
     )  # fmt: skip
     _add_memory_options(group)
 

@@ -32,9 +32,7 @@ DEFAULTS: Final = {
 MAX_INSTRUCTIONS: Final = 300_000  # With a larger program, each change takes seconds.
 
 EXAMPLES = """\
-  schedir studio
   schedir studio zb_h1 --ranks 8 --microbatches 16
-  schedir studio mine.py:my_schedule
   schedir studio run.timeline --no-browser --port 8080
   schedir studio --ranks 8 --microbatches 16 --export site
 

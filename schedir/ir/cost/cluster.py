@@ -98,12 +98,12 @@ class Cluster:
         calibrated_gpus: Number of GPUs of the largest run that a calibration measured.
         peak: Floating-point operations per second of a GPU in its data sheet. The model FLOPs
             utilization (MFU) is a share of this number. The default is `flops`.
-        fp8_peak: Floating-point operations per second of a GPU in FP8, in its data sheet. None for
-            a GPU that cannot train in FP8.
-        fp4_peak: Floating-point operations per second of a GPU in FP4, in its data sheet. None for
-            a GPU that cannot train in FP4.
+        fp8_peak: Floating-point operations per second of a GPU in FP8, in its data sheet. Leave
+            this out if the GPU cannot train in FP8.
+        fp4_peak: Floating-point operations per second of a GPU in FP4, in its data sheet. Leave
+            this out if the GPU cannot train in FP4.
         num_sms: Number of multiprocessors of a GPU. A matrix product distributes its tiles over
-            them. If None, the work of a product is assumed to be divisible without limit.
+            them. By default, the work of a product is divisible without limit.
         itemsize: Bytes of a number in the data type of the training.
         processors: Number of processors of a node without GPUs.
         host_memory: Bytes of the host's memory that the process of one GPU may use.

@@ -74,7 +74,7 @@ STATIC_SIZES: Final = ("params", "grads", "optimizer", "buffers")
 @add_fields([name for name in _TABLE_SIZES if name not in _FALLBACK_SIZES])
 @add_fields(_FALLBACK_SIZES, None)
 class Sizes:
-    """Bytes of values on one device: of one microbatch, or of the model states of a stage.
+    """Bytes of the values of a stage on one device, such as activations and model states.
 
     Each size is a number, one number per stage, or an array of shape (stages, microbatches). An
     array with one row applies to all stages. A static buffer has the size of the rank's largest

@@ -446,8 +446,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.STATE, _V.GRAD, _V.NORM, _V.SHARDED_PARAMS),
         gives=(_V.STATE,),
         doc=(
-            "Updates the parameters of a stage, when all gradients of the rank exist and are "
-            "known to be finite."
+            "Updates the parameters of a stage, after all gradients of the rank exist and were "
+            "found to be finite."
         ),
         cost="stage_step", needs_all_stages=True,
         traffic=_make_state_traffic("hbm", *OPTIMIZER_STEP_SIZES, placements="host disk"),
@@ -479,8 +479,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         gives=(_V.GRAD_IN,),
         doc=(
             "Sums the gradient of a segment's input over the tensor-parallel group, before the "
-            "segment that gave the input uses it (the function f of Megatron-LM). With sequence "
-            "parallelism, each rank keeps its part of the sum."
+            "previous segment uses it (the function f of Megatron-LM). With sequence parallelism, "
+            "each rank keeps its part of the sum."
         ),
         cost="tp_reduce", ring=CollectiveRing("tp", rounds=2), between_segments="always",
     ),
@@ -489,8 +489,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.GRAD,),
         gives=(_V.GRAD,),
         doc=(
-            "Sums gradients over the tensor-parallel group: those of normalization layers, and of "
-            "biases that are added after a reduction. Each rank applies these parameters to its "
+            "Sums the gradients of normalization layers, and of biases that are added after a "
+            "reduction, over the tensor-parallel group. Each rank applies these parameters to its "
             "own tokens."
         ),
         cost="reduce_sequence_parallel_grads", idle_cause="reduction", is_implicit_in_torch=True,

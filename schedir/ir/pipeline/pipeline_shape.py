@@ -73,8 +73,8 @@ _STAGES_PER_RANK = make_field_metadata(
 )
 _PLACEMENT = make_field_metadata(
     PLACEMENT_TYPE,
-    f"{', '.join(NAMED_PLACEMENTS)}, or the rank of each stage like 0,1,1,0; with stage "
-    "replicas, one such list per replica, with / between them: 0,1/1,0",
+    f"the rank of each stage: {', '.join(NAMED_PLACEMENTS)}, or a list such as 0,1,1,0. With "
+    "stage replicas, give one list per replica, with / between them: 0,1/1,0",
     is_always_shown=True,
     digest=lambda _, shape: (shape.replica_ranks.tolist(),),
 )

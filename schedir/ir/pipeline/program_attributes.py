@@ -334,13 +334,13 @@ CLIP_GRAD_NORM: Final = make_field_metadata(
 )
 FROZEN_STAGES: Final = make_field_metadata(
     _FROZEN_STAGES_TYPE,
-    "number of stages, from the first, that are not trained (0). In compare and recommend, N "
-    "counts equal parts of the model, one part per rank",
+    "number of stages, from the first, that are not trained (0). compare and recommend divide the "
+    "model into one equal part per rank, and freeze N of these parts",
 )
 NORM_CHECK: Final = make_field_metadata(
     _make_choice_type("before_step", "after_step"),
-    "when the gradient norm is checked: before_step (default), or after_step, which repeats "
-    "steps if gradients had to be clipped",
+    "when the gradient norm is checked: before_step (default), or after_step, which repeats a "
+    "step if its gradients had to be clipped",
     in_config=False,  # A training run needs the gradient norm of each step before the next step.
 )
 ZERO: Final = make_field_metadata(
@@ -375,14 +375,14 @@ SKIPS: Final = make_field_metadata(
 )
 SEGMENT_BOUNDARIES: Final = make_field_metadata(
     MEETS_KIND,
-    "a letter for each boundary between two segments: f and g (begin and end of a "
-    "tensor-parallel part), d and c (dispatch and combine of experts) or . (no collective); and - "
-    "between two stages: fgfg-fgfg. Use -O stage_segments, which also sets this option",
+    "set by -O stage_segments; use that option instead. A letter for the collective between two "
+    "segments: f or g (begin or end of a tensor-parallel part), d or c (dispatch or combine of "
+    "experts), . (none); and - between two stages: fgfg-fgfg",
     in_config=False,  # A configuration has stage_segments instead.
 )
 CHUNKS_PER_MICROBATCH: Final = make_field_metadata(
     _CHUNKS_TYPE,
-    "number of chunks into which each microbatch was split; the program counts each chunk as a "
-    "microbatch. Use -O microbatch_chunks, which also sets this option",
+    "set by -O microbatch_chunks; use that option instead. Number of chunks of each microbatch; "
+    "the program counts each chunk as a microbatch",
     in_config=False,  # A configuration has microbatch_chunks instead.
 )

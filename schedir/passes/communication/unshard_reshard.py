@@ -201,9 +201,9 @@ PASSES = (
             "unsharded_stages": "with zero 3: the largest number of stages of a rank that have all "
             "their weights at the same time (2: the stage that computes and the next one; 3 if two "
             "stages compute together)",
-            "unshard_prefetch": "with zero 3: begin to gather weights this number of stage "
-            "computations before their use (1), as far as unsharded_stages allows; with 0, ranks "
-            "gather least often, but wait for each gather",
+            "unshard_prefetch": "with zero 3: number of stage computations between the gather of "
+            "weights and their use (1). unsharded_stages can make this number smaller. With 0, "
+            "ranks gather least often, but wait for each gather",
         },
         order=20,  # in phase "ends", because a program with ZeRO is incomplete without unshards
     ),

@@ -87,30 +87,29 @@ class PipelineConfig:
 
     - `schedule`: the name of a built-in schedule, a function as `file.py:function`, or a program as
       `FILE.sched`. A name or a function takes options in brackets, as in `"interleaved(group=4)"`.
-      `file.py` is executed; `--no-code` refuses it. A `FILE.sched` also contains settings of its
-      program. A setting here that contradicts the file is an error.
+      schedir executes `file.py`, unless `--no-code` is given. A setting that contradicts the
+      settings in a `FILE.sched` is an error.
     - `ranks`: the number of pipeline ranks.
     - `microbatches`: the number of microbatches of each replica in a step.
     - `stages_per_rank`: the number of stages of each rank. The default is that of the schedule,
       such as 1 for `gpipe`, 2 for `interleaved` and 4 for `bitpipe`.
     - `placement`: the rank of each stage: "loop", "vee", "mirror", "mirror-vee", or a list of
-      ranks. A list of lists has one list for each stage replica. If the schedule needs a placement,
-      this placement is the default.
-    - `optimizer_steps`: the number of optimizer steps in one program. The pipeline does not drain
-      between these steps.
+      ranks. A list of lists has one list for each stage replica. A schedule that needs a placement
+      sets it.
+    - `optimizer_steps`: the number of optimizer steps in one program. Between these steps, the
+      pipeline does not drain.
     - `weight_delay`: the age of the weights that a microbatch uses, in optimizer steps: one number,
       or one per stage. The schedule `pipedream_2bw` sets `weight_delay`.
     - `tp`: the number of ranks in a tensor-parallel group.
     - `dp`: the number of data-parallel replicas.
     - `ep`: the number of replicas that share the experts of a model of kind "moe". It must divide
       `dp`.
-    - `overlap`: if true, opposite transfers of two ranks are grouped, and receives and unshards
-      begin early.
+    - `overlap`: if true, ranks issue opposite transfers as a group, and begin receives and
+      unshards (gathers of weights) early.
     - `buffer_sharing`: how values share static buffers.
       - "none" gives each value its own buffer.
       - "minimal" uses as few buffers as possible.
-      - "latency_preserving" uses as few buffers as possible without a longer step. This value
-        assumes that a message takes half the time of a forward.
+      - "latency_preserving" searches for few buffers that do not make the predicted step longer.
       - "auto" is "latency_preserving" on GPUs and "none" on CPUs. If a `FILE.sched` shares buffers
         already, "auto" does not change them.
     - `layers_per_stage`: the number of layers of each stage. By default, the layers are divided
@@ -123,18 +122,17 @@ class PipelineConfig:
       "each_backward" needs `zero` 2 or 3.
     - `sequence_parallel`: if true, outside of the linear layers each tensor-parallel rank has 1/tp
       of the tokens, and saves and sends 1/tp of the activations.
-    - `stage_segments`: splits each stage of a GPT into segments. "layers" splits at each
-      tensor-parallel collective, so n layers become 4 n + 1 segments. A model of kind "moe" is
-      split at its all-to-alls, into 2 n + 1 segments. A number is the number of segments of each
-      stage. A list has one number per stage. If stages are split, the stage numbers in [memory]
-      count segments: in `recompute = "0.3"`, 0 is a segment. By default, stages are not split.
-    - `microbatch_chunks`: splits each microbatch into this number of chunks, each with
-      `data.microbatch_size` / chunks samples. If microbatches are split, the microbatch numbers in
-      [memory] count chunks: in `recompute = "0.3"`, 3 is a chunk. By default, microbatches are not
+    - `stage_segments`: splits each stage of a GPT into segments: "layers", a number of segments, or
+      a list with one number per stage. "layers" splits a stage at each tensor-parallel collective,
+      or at each all-to-all of a model of kind "moe". With this setting, the stage numbers in
+      [memory] count segments: in `recompute = "0.3"`, 0 is a segment. By default, stages are not
       split.
-    - `fill_collective_waits`: not available here, because it needs costs. `schedir compile ... -O
-      stage_segments=fgfg -O fill_collective_waits=W --costs ... -o x.sched` writes a program for
-      `schedule = "x.sched"`.
+    - `microbatch_chunks`: splits each microbatch into this number of chunks. With this setting, the
+      microbatch numbers in [memory] count chunks: in `recompute = "0.3"`, 3 is a chunk. By default,
+      microbatches are not split.
+    - `fill_collective_waits`: not available here, because it needs costs. Compile a program with
+      `schedir compile ... -O stage_segments=fgfg -O fill_collective_waits=W --costs ... -o x.sched`
+      and train it with `schedule = "x.sched"`.
     """
 
     schedule: str = "one_f_one_b"
@@ -179,19 +177,19 @@ class MemoryConfig:
 
     A number of bytes is a string such as "1.5GB".
 
-    - `memory_limit`: the bytes of a device that a rank may use. If a rank is predicted to use more,
-      the run is refused before its first step. By default, there is no limit.
+    - `memory_limit`: the bytes of a device that a rank may use. If the prediction for a rank is
+      more, schedir refuses the run before its first step. By default, there is no limit.
     - `recompute`: the forwards that save only their inputs and run again before their backwards.
-      Its values are "all", "half" (every other microbatch), stages such as "0,1", pairs of a stage
-      and a microbatch such as "0.3,0.4", or "fit" (as few as `memory_limit` requires). By default,
-      no forward is recomputed.
+      Values are "all", "half" (every other microbatch), stages such as "0,1", pairs of a stage and
+      a microbatch such as "0.3,0.4", or "fit" (as few as `memory_limit` requires). By default, no
+      forward runs again.
     - `offload`: the saved activations that move to the host's memory until they are used. `offload`
       takes the same values as `recompute`. By default, none move.
-    - `offload_to_disk`: the offloaded activations that move on to the disk, into an unnamed file in
-      `spill_dir`. `offload_to_disk` takes the same values as `recompute`; "fit" is as few as
-      `host_memory_limit` requires. By default, none move.
-    - `spill_dir`: a directory for the files of `offload_to_disk` and of `optimizer_placement =
-      "disk"`, such as "/nvme". Both settings require it.
+    - `offload_to_disk`: the offloaded activations that move on to the disk. `offload_to_disk` takes
+      the same values as `recompute`; "fit" is as few as `host_memory_limit` requires. By default,
+      none move.
+    - `spill_dir`: a directory on a disk, such as "/nvme". `offload_to_disk` and
+      `optimizer_placement = "disk"` require this setting.
     - `optimizer_placement`: the place of the optimizer state between steps.
       - "device" keeps it on the device.
       - "host" keeps it in the memory of the host, and the device updates the weights.
@@ -288,12 +286,12 @@ class DataConfig:
       Python source of the standard library.
     - `tokenizer`: "bytes", or the path of a tokenizer.json.
     - `end_of_document`: the token of the tokenizer.json after each document. The default is the
-      first of the usual names, such as `</s>`, that is in the vocabulary. The tokenizer "bytes" has
-      its own token for the end of a document.
+      first usual name, such as `</s>`, that is in the vocabulary. The tokenizer "bytes" has its own
+      token.
     - `packing`: "concatenate" joins all documents into one stream of tokens. "best_fit" packs
       complete documents into windows.
     - `validation`: the data for evaluation, on which the run never trains: another source, or a
-      share of `source`, such as 0.01, which is taken from its end. By default, there is none.
+      share of `source`, such as 0.01, at its end. By default, there is none.
     - `microbatch_size`: the number of samples in a microbatch.
     - `seed`: the seed of the order of the windows, and of dropout.
     """
@@ -320,15 +318,15 @@ class DataConfig:
 class OutputConfig:
     """The files that a run writes, and the measurements that they contain.
 
-    - `dir`: the directory for results, which is created. If the directory has results of an earlier
-      run, `overwrite` must be true.
-    - `overwrite`: if true, results of an earlier run are removed when the first step begins.
+    - `dir`: the directory for results. If the directory has results of an earlier run, `overwrite`
+      must be true.
+    - `overwrite`: if true, the first step removes the results of an earlier run.
     - `trace`: a directory for the timeline of the last step. `trace` requires `record = true`. By
       default, no timeline is written.
-    - `record`: if true, the begin and the end of each instruction are recorded in the steps that
-      are reported. If false, no bubble is reported.
-    - `memory`: if true, the bytes that are in use during the second step are counted. Counting
-      makes the second step slower.
+    - `record`: if true, the run records the start and the end of each instruction, in the steps
+      that it reports. If false, the run reports no bubble.
+    - `memory`: if true, the run measures the memory that its second step uses. This makes the
+      second step slower.
     """
 
     dir: str = "schedir-output"

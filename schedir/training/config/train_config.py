@@ -53,33 +53,32 @@ class TrainConfig:
     - `clip_grad_norm`: the largest global gradient norm. 0 disables clipping.
     - `log_every`: the number of steps between two reports of the loss.
     - `timeout`: the time limit of an instruction, including its wait for other ranks, in seconds.
-      At the start of the run, the processes also wait at most this time for each other.
+      It is also the limit of waits for other processes at the start of the run.
     - `threads`: the number of torch threads of a process.
     - `device`: "cpu", or "cuda" for one GPU per process.
     - `transport`: the transport of messages. "auto" is the first row of the table
       "Transports" that fits the device and the program.
     - `precision`: the type of the weights: "float32", "bfloat16" or "float16". Gradients and the
-      optimizer state are float32. With "float16" the loss is scaled. The scale depends on the
-      gradient norm, so `clip_grad_norm` must not be 0.
+      optimizer state are float32. With "float16", the run scales the loss. This needs the gradient
+      norm, so `clip_grad_norm` must not be 0.
     - `on_nonfinite`: the reaction to a loss or a gradient that is infinite or NaN. "stop" ends the
       run and reports the first instruction that computed such a value. "skip" skips the update.
-      Because "skip" needs the gradient norm, `clip_grad_norm` must not be 0. Updates that overflow
-      because of the scale of float16 are always skipped.
-    - `checkpoint_dir`: a directory for checkpoints. By default, none are written.
-    - `checkpoint_every`: the number of steps between two checkpoints. A checkpoint is written while
-      the next steps run, or between steps if a `FILE.sched` was compiled without
+      This needs the gradient norm, so `clip_grad_norm` must not be 0. If the scale of float16
+      causes an overflow, the run always skips the update.
+    - `checkpoint_dir`: a directory for checkpoints. By default, the run writes none.
+    - `checkpoint_every`: the number of steps between two checkpoints. The run writes a checkpoint
+      while the next steps run, or between steps if a `FILE.sched` was compiled without
       `checkpoint_snapshots`. The last step has a checkpoint, too.
-    - `checkpoint_keep`: the number of newest checkpoints that are kept.
+    - `checkpoint_keep`: the number of newest checkpoints that the run keeps.
     - `resume`: "auto" resumes from the newest complete checkpoint, if there is one. "must" refuses
-      to start without a checkpoint. "no" begins a new run. If there are checkpoints, "no" refuses
-      to start. If `output.overwrite` is true, "no" removes these checkpoints at the first step
-      instead.
+      to start without a checkpoint. "no" begins a new run: if there are checkpoints, it removes
+      them if `output.overwrite` is true, and otherwise refuses to start.
     - `shutdown_grace`: the time in which all processes finish and save the same step after SIGTERM,
       in seconds.
     - `evaluate_every`: the number of steps between two evaluations on `data.validation`, without
       dropout. The last step is evaluated, too. 0 disables evaluation.
     - `evaluate_batches`: the number of batches of an evaluation. A batch has as many windows as a
-      training step reads. Each evaluation reads the same windows.
+      training step. Each evaluation reads the same windows.
     """
 
     steps: PositiveInteger = 100
