@@ -14,7 +14,7 @@ stage. The last stage returns the logits and this sum, and `loss` adds both.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -312,16 +312,17 @@ def split_stage(stage: MoEStage) -> list[nn.Module]:
 
 
 def _make_segments(stage: MoEStage) -> list[nn.Module]:
-    segments = [[SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _embed)]]
-    for number in stage.layers:
-        layer_segments = _MoELayerSegments(number)
+    embedding_names = ["embedding", "positions"] * (stage.embedding is not None)
+    segments = [[SegmentStep("", embedding_names, _embed)]]
+    for key, layer in stage.layers.items():
+        assert isinstance(layer, MoELayer)
         names = ["attention_norm", "qkv", "proj", "mlp_norm", "router"]
-        names += ["shared_experts"] * layer_segments.get_layer(stage).has_shared_experts
-        names += ["routing_bias"] * (layer_segments.get_layer(stage).routing_bias is not None)
-        segments[-1].append(layer_segments.make_step(layer_segments.route, *names))
-        segments.append([layer_segments.make_step(layer_segments.run_experts, "experts")])
-        segments.append([layer_segments.make_step(layer_segments.combine, "output")])
-    segments[-1].append(SegmentStep(["norm", "head"] * (stage.head is not None), _apply_head))
+        names += ["shared_experts"] * layer.has_shared_experts
+        names += ["routing_bias"] * (layer.routing_bias is not None)
+        segments[-1].append(SegmentStep(key, names, MoELayer.route))
+        segments.append([SegmentStep(key, ["experts"], _run_experts)])
+        segments.append([SegmentStep(key, ["output"], _combine)])
+    segments[-1].append(SegmentStep("", ["norm", "head"] * (stage.head is not None), _apply_head))
     return [StageSegment(stage, steps) for steps in segments]
 
 
@@ -393,29 +394,11 @@ def _apply_head(stage: gpt.Stage, x: Tensor, aux: Tensor) -> Tensors:
     return stage.apply_head(x), aux
 
 
-class _MoELayerSegments:
-    """The functions that segments run for one layer."""
+def _run_experts(layer: MoELayer, rows: Tensor, counts: Tensor, *local_values: Tensor) -> Tensors:
+    return layer.run_experts(rows, counts), *local_values
 
-    def __init__(self, layer_key: str) -> None:
-        self.layer_key = layer_key
 
-    def make_step(self, run: Callable[..., Tensors], *names: str) -> SegmentStep:
-        return SegmentStep([f"layers.{self.layer_key}.{name}" for name in names], run)
-
-    def get_layer(self, stage: gpt.Stage) -> MoELayer:
-        layer = stage.layers[self.layer_key]
-        assert isinstance(layer, MoELayer)
-        return layer
-
-    def route(self, stage: gpt.Stage, x: Tensor, aux: Tensor) -> Tensors:
-        return self.get_layer(stage).route(x, aux)
-
-    def run_experts(
-        self, stage: gpt.Stage, rows: Tensor, counts: Tensor, *local_values: Tensor
-    ) -> Tensors:
-        return self.get_layer(stage).run_experts(rows, counts), *local_values
-
-    def combine(
-        self, stage: gpt.Stage, rows: Tensor, gates: Tensor, order: Tensor, x: Tensor, aux: Tensor
-    ) -> Tensors:
-        return self.get_layer(stage).combine(rows, gates, order, x), aux
+def _combine(
+    layer: MoELayer, rows: Tensor, gates: Tensor, order: Tensor, x: Tensor, aux: Tensor
+) -> Tensors:
+    return layer.combine(rows, gates, order, x), aux
