@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from schedir.tensor_parallel.sliced_init import SlicedInit
 from schedir.tensor_parallel.vocab_parallel import (
     VocabParallelEmbedding,
     VocabParallelHead,
-    shard_vocab,
     vocab_parallel_cross_entropy,
 )
 
@@ -75,65 +74,6 @@ def make_normal_init(
         std: The standard deviation.
     """
     return SlicedInit(f"{seed} {name}", torch.Size((k, n)), dim, std, **placement)
-
-
-class EmbeddingAndHead(NamedTuple):
-    """The embedding of the first stage, and the head of the last stage.
-
-    Attributes:
-        embedding: The embedding, or None if the stage is not the first.
-        head: The head, or None if the stage is not the last.
-    """
-
-    embedding: VocabParallelEmbedding | None
-    head: VocabParallelHead | None
-
-    @classmethod
-    def for_stage(
-        cls,
-        config: TokenModelConfig,
-        is_first: bool,
-        is_last: bool,
-        tp: ProcessGroup | None,
-        placement: ParameterPlacement,
-        *,
-        sequence_parallel: bool = False,
-    ) -> EmbeddingAndHead:
-        """Build the embedding and the head that a stage has, with the shards of this rank.
-
-        If the weight is tied and one stage has embedding and head, both use one Parameter. If the
-        embedding and the head are in two stages, each of these stages has a copy of the weight.
-
-        Args:
-            config: The configuration of the model.
-            is_first: True if the stage is the first.
-            is_last: True if the stage is the last.
-            tp: The tensor-parallel group. None means one rank, without communication.
-            placement: The device and the type of the parameters.
-            sequence_parallel: True if tensor-parallel ranks also divide the tokens.
-        """
-
-        def make_weight(name: str) -> nn.Parameter:
-            return shard_vocab(
-                make_normal_init(config.seed, name, config.vocab, config.hidden, placement), tp
-            )
-
-        embedding_weight = (
-            make_weight("embedding.weight") if is_first or (is_last and config.tied) else None
-        )
-        head_weight = (
-            embedding_weight if config.tied else make_weight("head.weight") if is_last else None
-        )
-        embedding = head = None
-        if is_first and embedding_weight is not None:
-            embedding = VocabParallelEmbedding(
-                embedding_weight, tp, sequence_parallel=sequence_parallel
-            )
-        if is_last and head_weight is not None:
-            head = VocabParallelHead(
-                head_weight, config.vocab, tp, sequence_parallel=sequence_parallel
-            )
-        return cls(embedding, head)
 
 
 def find_tied_weight(

@@ -26,7 +26,6 @@ from schedir.errors import ModelError, UsageError
 from schedir.kernels.gelu import bias_gelu
 from schedir.models import gpt
 from schedir.models.gpt_segments import SegmentStep, StageSegment, require_splittable
-from schedir.models.language_model import ParameterPlacement
 from schedir.models.language_model import count_tokens as count_tokens
 from schedir.models.moe_config import MoEConfig as MoEConfig
 from schedir.models.parameter_init import LayerParameters
@@ -86,14 +85,9 @@ def build_stage(
     if not 0 <= ep_rank < ep:
         raise UsageError(f"ep_rank is {ep_rank}; it must be from 0 to {ep - 1}", fields=["ep_rank"])
     local_experts = config.experts // ep
-    return MoEStage(
-        config,
-        layers,
-        stage == 0,
-        stage == stages - 1,
-        range(ep_rank * local_experts, (ep_rank + 1) * local_experts),
-        {"device": device, "dtype": dtype},
-    )
+    experts = range(ep_rank * local_experts, (ep_rank + 1) * local_experts)
+    weights = LayerParameters.from_config(config, 0, None, {"device": device, "dtype": dtype})
+    return MoEStage(config, layers, stage == 0, stage == stages - 1, experts, weights)
 
 
 class MoEStage(gpt.Stage):
@@ -110,7 +104,7 @@ class MoEStage(gpt.Stage):
         is_first: True if the stage has the embedding.
         is_last: True if the stage has the head.
         experts: The indices of the experts of this rank.
-        placement: The device and the type of the parameters.
+        weights: The factory of the parameters of all layers.
     """
 
     def __init__(
@@ -120,12 +114,12 @@ class MoEStage(gpt.Stage):
         is_first: bool,
         is_last: bool,
         experts: range,
-        placement: ParameterPlacement,
+        weights: LayerParameters,
     ) -> None:
         def make_layer(_: object, index: int, weights: LayerParameters) -> MoELayer:
             return MoELayer(config, index, weights, experts)
 
-        super().__init__(config, layers, is_first, is_last, None, placement, make_layer=make_layer)
+        super().__init__(config, layers, is_first, is_last, weights, make_layer)
         self.has_all_experts = not layers or len(experts) == config.experts
 
     def forward(self, *inputs: Tensor) -> Any:
