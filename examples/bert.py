@@ -198,7 +198,9 @@ class Stage(nn.Module):
             PARAMETER_PLACEMENT,
             sequence_parallel,
         )
-        self.embedding, head = weights.make_embedding_and_head(config, is_first, is_last)
+        self.embedding, head = weights.make_embedding_and_head(
+            config.vocab, is_first, is_last, is_tied=config.tied
+        )
         self.positions = self.sentences = self.norm = self.heads = None
         if is_first:
             self.positions = weights.mark_replicated(
@@ -218,7 +220,7 @@ class Stage(nn.Module):
     @property
     def tied_weight(self) -> nn.Parameter | None:
         """This stage's copy of the embedding, if another stage has a copy (`find_tied_weight`)."""
-        return find_tied_weight(self.config, self.embedding, self.head)
+        return find_tied_weight(self.embedding, self.head, is_tied=self.config.tied)
 
     def forward(
         self, x: Tensor, *, sentences: Tensor | None = None, mask: Tensor | None = None

@@ -83,7 +83,6 @@ def build_stage(
     layers = find_stage_layers(config.layers, stage, stages, layers_per_stage)
     split_heads(config.heads, tp_size(tp))
     placement: ParameterPlacement = {"device": device, "dtype": dtype}
-    sequence_parallel = sequence_parallel and tp_size(tp) > 1
     weights = LayerParameters.from_config(
         config, 0, tp, placement, sequence_parallel=sequence_parallel
     )
@@ -121,7 +120,9 @@ class Stage(nn.Module):
         self.config = config
         self.tp = weights.tp
         self.sequence_parallel = weights.sequence_parallel
-        self.embedding, head = weights.make_embedding_and_head(config, is_first, is_last)
+        self.embedding, head = weights.make_embedding_and_head(
+            config.vocab, is_first, is_last, is_tied=config.tied
+        )
         self.positions: nn.Parameter | None = None
         self.norm: nn.LayerNorm | None = None
         if is_first:
@@ -139,7 +140,7 @@ class Stage(nn.Module):
     @property
     def tied_weight(self) -> nn.Parameter | None:
         """This stage's copy of a weight that is tied across stages. See `find_tied_weight`."""
-        return find_tied_weight(self.config, self.embedding, self.head)
+        return find_tied_weight(self.embedding, self.head, is_tied=self.config.tied)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the stage.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -31,26 +31,6 @@ class ParameterPlacement(TypedDict):
     dtype: torch.dtype
 
 
-class TokenModelConfig(Protocol):
-    """The part of a configuration that the embedding and the head need."""
-
-    @property
-    def vocab(self) -> int:
-        """Size of the vocabulary."""
-
-    @property
-    def hidden(self) -> int:
-        """Hidden size."""
-
-    @property
-    def tied(self) -> bool:
-        """Return whether the head uses the weight of the embedding."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of the initial parameters."""
-
-
 def make_normal_init(
     seed: int,
     name: str,
@@ -77,9 +57,7 @@ def make_normal_init(
 
 
 def find_tied_weight(
-    config: TokenModelConfig,
-    embedding: VocabParallelEmbedding | None,
-    head: VocabParallelHead | None,
+    embedding: VocabParallelEmbedding | None, head: VocabParallelHead | None, *, is_tied: bool
 ) -> nn.Parameter | None:
     """Return a stage's copy of a tied weight if another stage has a copy too.
 
@@ -88,12 +66,12 @@ def find_tied_weight(
     head of such a stage uses the parameter of the embedding.
 
     Args:
-        config: The configuration of the model.
         embedding: The embedding of the stage, or None.
         head: The head of the stage, or None.
+        is_tied: True if the head of the model uses the weight of the embedding.
     """
     ends = [end for end in (embedding, head) if end is not None]
-    return ends[0].weight if config.tied and len(ends) == 1 else None
+    return ends[0].weight if is_tied and len(ends) == 1 else None
 
 
 def loss(logits: Tensor, targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:

@@ -71,7 +71,6 @@ def build_stage(
     layers = find_stage_layers(config.layers, stage, stages, layers_per_stage)
     split_heads(config.kv_groups, tp_size(tp), "heads of keys and values", "kv_heads")
     placement: ParameterPlacement = {"device": device, "dtype": dtype}
-    sequence_parallel = sequence_parallel and tp_size(tp) > 1
     weights = LayerParameters.from_config(
         config, 0, tp, placement, sequence_parallel=sequence_parallel
     )
@@ -105,7 +104,9 @@ class Stage(nn.Module):
         super().__init__()
         self.config = config
         self.sequence_shards = tp_size(weights.tp) if weights.sequence_parallel else 1
-        self.embedding, head = weights.make_embedding_and_head(config, is_first, is_last)
+        self.embedding, head = weights.make_embedding_and_head(
+            config.vocab, is_first, is_last, is_tied=config.tied
+        )
         self.layers = nn.ModuleDict(
             {str(i): Layer(config, i, weights._replace(name=f"layers.{i}")) for i in layers}
         )
@@ -117,7 +118,7 @@ class Stage(nn.Module):
     @property
     def tied_weight(self) -> nn.Parameter | None:
         """This stage's copy of a weight that is tied across stages. See `find_tied_weight`."""
-        return find_tied_weight(self.config, self.embedding, self.head)
+        return find_tied_weight(self.embedding, self.head, is_tied=self.config.tied)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the stage.

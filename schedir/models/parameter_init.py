@@ -13,12 +13,11 @@ from schedir.models.gpt_config import GPTConfig
 from schedir.models.language_model import (
     INIT_STD,
     ParameterPlacement,
-    TokenModelConfig,
     make_normal_init,
 )
 from schedir.models.llama_config import LlamaConfig
 from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from schedir.tensor_parallel.mappings import mark_sequence_parallel
+from schedir.tensor_parallel.mappings import mark_sequence_parallel, tp_size
 from schedir.tensor_parallel.vocab_parallel import (
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -77,7 +76,7 @@ class LayerParameters(NamedTuple):
             2 * config.layers,
             tp,
             placement,
-            sequence_parallel,
+            sequence_parallel and tp_size(tp) > 1,
         )
 
     def make_column_linear(self, name: str, k: int, *, bias: bool = True) -> ColumnParallelLinear:
@@ -124,7 +123,7 @@ class LayerParameters(NamedTuple):
         return mark_sequence_parallel(replicated, self.tp, sequence_parallel=self.sequence_parallel)
 
     def make_embedding_and_head(
-        self, config: TokenModelConfig, is_first: bool, is_last: bool
+        self, vocab: int, is_first: bool, is_last: bool, *, is_tied: bool
     ) -> tuple[VocabParallelEmbedding | None, VocabParallelHead | None]:
         """Return the embedding and the head that a stage has, with the shards of this rank.
 
@@ -132,26 +131,27 @@ class LayerParameters(NamedTuple):
         embedding and the head are in two stages, each of these stages has a copy of the weight.
 
         Args:
-            config: The configuration of the model.
+            vocab: The size of the vocabulary.
             is_first: True if the stage is the first. Only the first stage has the embedding.
             is_last: True if the stage is the last. Only the last stage has the head.
+            is_tied: True if the head uses the weight of the embedding.
         """
 
         def make_weight(name: str) -> nn.Parameter:
-            full = make_normal_init(self.seed, name, config.vocab, self.hidden, self.placement)
+            full = make_normal_init(self.seed, name, vocab, self.hidden, self.placement)
             return shard_vocab(full, self.tp)
 
         embedding = head = embedding_weight = None
-        if is_first or (is_last and config.tied):
+        if is_first or (is_last and is_tied):
             embedding_weight = make_weight("embedding.weight")
         if is_first and embedding_weight is not None:
             embedding = VocabParallelEmbedding(
                 embedding_weight, self.tp, sequence_parallel=self.sequence_parallel
             )
         if is_last:
-            weight = embedding_weight if config.tied else make_weight("head.weight")
+            weight = embedding_weight if is_tied else make_weight("head.weight")
             assert weight is not None
             head = VocabParallelHead(
-                weight, config.vocab, self.tp, sequence_parallel=self.sequence_parallel
+                weight, vocab, self.tp, sequence_parallel=self.sequence_parallel
             )
         return embedding, head
