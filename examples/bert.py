@@ -39,7 +39,6 @@ from examples.training_loop import train
 from examples.transformer_blocks import PARAMETER_PLACEMENT, FeedForward, SelfAttention
 from schedir.models.language_model import (
     IGNORE_INDEX,
-    EmbeddingAndHead,
     find_tied_weight,
     make_normal_init,
 )
@@ -189,30 +188,39 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.tp, self.sequence_parallel = config, tp, sequence_parallel
-        self.embedding, head = EmbeddingAndHead.for_stage(
-            config, is_first, is_last, tp, PARAMETER_PLACEMENT, sequence_parallel=sequence_parallel
+        residual_adds = 2 * config.layers
+        weights = LayerParameters(
+            config.seed,
+            "",
+            config.hidden,
+            residual_adds,
+            tp,
+            PARAMETER_PLACEMENT,
+            sequence_parallel,
+        )
+        self.embedding, head = weights.make_embedding_and_head(
+            config.vocab, is_first, is_last, is_tied=config.tied
         )
         self.positions = self.sentences = self.norm = self.heads = None
-        mark_parameters = partial(
-            mark_sequence_parallel, group=tp, sequence_parallel=sequence_parallel
-        )
         if is_first:
-            self.positions = mark_parameters(
+            self.positions = weights.mark_replicated(
                 _make_embedding_table(config, "positions", config.context)
             )
-            self.sentences = mark_parameters(_make_embedding_table(config, "sentences", SENTENCES))
+            self.sentences = weights.mark_replicated(
+                _make_embedding_table(config, "sentences", SENTENCES)
+            )
         self.layers = nn.ModuleDict(
-            {str(i): Layer(config, i, tp, sequence_parallel=sequence_parallel) for i in layers}
+            {str(i): Layer(config, weights._replace(name=f"layers.{i}")) for i in layers}
         )
         if is_last:
-            self.norm = mark_parameters(nn.LayerNorm(config.hidden, **PARAMETER_PLACEMENT))
-            self.heads = Heads(config, tp, sequence_parallel=sequence_parallel)
+            self.norm = weights.make_norm()
+            self.heads = Heads(config, weights._replace(name="heads", residual_adds=1))
         self.head = head
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
         """This stage's copy of the embedding, if another stage has a copy (`find_tied_weight`)."""
-        return find_tied_weight(self.config, self.embedding, self.head)
+        return find_tied_weight(self.embedding, self.head, is_tied=self.config.tied)
 
     def forward(
         self, x: Tensor, *, sentences: Tensor | None = None, mask: Tensor | None = None
@@ -240,25 +248,8 @@ class Stage(nn.Module):
 class Layer(nn.Module):
     """One layer, (b, T, hidden). Tensor-parallel ranks shard its heads and feed-forward width."""
 
-    def __init__(
-        self,
-        config: BertConfig,
-        index: int,
-        tp: ProcessGroup | None,
-        *,
-        sequence_parallel: bool = False,
-    ) -> None:
+    def __init__(self, config: BertConfig, weights: LayerParameters) -> None:
         super().__init__()
-        residual_adds = 2 * config.layers
-        weights = LayerParameters(
-            config.seed,
-            f"layers.{index}",
-            config.hidden,
-            residual_adds,
-            tp,
-            PARAMETER_PLACEMENT,
-            sequence_parallel,
-        )
         self.attention = SelfAttention(weights, config.heads, causal=False)
         self.feed_forward = FeedForward(weights)
 
@@ -274,21 +265,13 @@ class Heads(nn.Module):
     only the `bias` of the token logits is sharded.
     """
 
-    def __init__(
-        self,
-        config: BertConfig,
-        tp: ProcessGroup | None,
-        *,
-        sequence_parallel: bool = False,
-    ) -> None:
+    def __init__(self, config: BertConfig, weights: LayerParameters) -> None:
         super().__init__()
-        self.tp, self.sequence_parallel = tp, sequence_parallel
-        weights = LayerParameters(
-            config.seed, "heads", config.hidden, 1, tp, PARAMETER_PLACEMENT, sequence_parallel
-        )
+        self.tp, self.sequence_parallel = weights.tp, weights.sequence_parallel
         self.token = _make_replicated_linear(weights, "token", config.hidden)
         self.norm = weights.make_norm()
-        self.bias = shard(torch.zeros(config.vocab, **PARAMETER_PLACEMENT), 0, tp, padded=True)
+        zeros = torch.zeros(config.vocab, **PARAMETER_PLACEMENT)
+        self.bias = shard(zeros, 0, weights.tp, padded=True)
         self.pool = _make_replicated_linear(weights, "pool", config.hidden, has_local_tokens=False)
         self.follows = _make_replicated_linear(
             weights, "follows", SENTENCES, has_local_tokens=False

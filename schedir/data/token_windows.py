@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,36 +15,9 @@ from schedir.errors import UsageError
 Tokens = NDArray[np.integer[Any]]  # uint8 if each byte is a token
 
 
-class WindowBatch(NamedTuple):
-    """The positions and the targets of some windows.
-
-    Attributes:
-        positions: The position of each token in the stream. Shape (n, context + 1), int64.
-        is_target: True where a token is a target of the token before it, for each token except the
-            first. Shape (n, context), bool.
-    """
-
-    positions: NDArray[np.int64]
-    is_target: NDArray[np.bool_]
-
-
-class TokenWindows(Protocol):
-    """The numbered windows of a token stream."""
-
-    @property
-    def description(self) -> str:
-        """A description of the windows, in words."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def locate(self, indices: NDArray[np.int64]) -> WindowBatch:
-        """Return the positions and the targets of windows.
-
-        Args:
-            indices: The indices of the windows. Shape (n,).
-        """
-        ...
+# The position of each token of some windows in the stream (n, context + 1), and whether each token
+# except the first is a target of the token before it (n, context).
+WindowBatch = tuple[NDArray[np.int64], NDArray[np.bool_]]
 
 
 class ConcatenatedWindows:
@@ -62,7 +35,7 @@ class ConcatenatedWindows:
         UsageError: The stream is shorter than a window.
 
     Example:
-        >>> ConcatenatedWindows(10, 4).locate(np.array([1])).positions.tolist()
+        >>> ConcatenatedWindows(10, 4).locate(np.array([1]))[0].tolist()
         [[4, 5, 6, 7, 8]]
     """
 
@@ -77,16 +50,20 @@ class ConcatenatedWindows:
 
     @property
     def description(self) -> str:
-        """See `TokenWindows.description`."""
+        """A description of the windows, in words."""
         return f"in windows of {self.context}"
 
     def __len__(self) -> int:
         return self.window_count
 
     def locate(self, indices: NDArray[np.int64]) -> WindowBatch:
-        """See `TokenWindows.locate`."""
+        """Return the positions and the targets of windows.
+
+        Args:
+            indices: The indices of the windows. Shape (n,).
+        """
         positions = indices[:, None] * self.context + np.arange(self.context + 1)
-        return WindowBatch(positions, np.ones((len(indices), self.context), bool))
+        return positions, np.ones((len(indices), self.context), bool)
 
 
 class PackedWindows:
@@ -127,7 +104,7 @@ class PackedWindows:
 
     @cached_property
     def description(self) -> str:
-        """See `TokenWindows.description`. The text contains a digest of the ends of documents."""
+        """A description of the windows, in words, with a digest of the ends of documents."""
         digest = blake2b(self.ends.astype("<i8").tobytes(), digest_size=8).hexdigest()
         return (
             f"{len(self.ends)} documents ({digest}) packed into {len(self)} windows of "
@@ -143,7 +120,11 @@ class PackedWindows:
         return len(self.first_segments) - 1
 
     def locate(self, indices: NDArray[np.int64]) -> WindowBatch:
-        """See `TokenWindows.locate`."""
+        """Return the positions and the targets of windows.
+
+        Args:
+            indices: The indices of the windows. Shape (n,).
+        """
         positions = np.empty((len(indices), self.context + 1), np.int64)
         is_target = np.zeros((len(indices), self.context), bool)
         for row, number in enumerate(indices):
@@ -154,7 +135,10 @@ class PackedWindows:
                 is_target[row, offset : offset + length - 1] = True
                 offset += length
             positions[row, offset:] = positions[row, offset - 1]
-        return WindowBatch(positions, is_target)
+        return positions, is_target
+
+
+TokenWindows = ConcatenatedWindows | PackedWindows
 
 
 def _split_documents(

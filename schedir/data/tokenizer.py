@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,30 +38,13 @@ _CUT_PATTERN: Final = re.compile(rb"[!-~]\n(?=[!-~])")
 TokenIds = NDArray[np.int64]
 
 
-class Tokenizer(Protocol):
-    """An encoder of bytes as token ids.
+class Bytes:
+    """A tokenizer in which each byte is a token.
 
     Attributes:
         vocab_size: The largest token id plus 1.
         end_token: The id of the token that ends a document. `encode` never returns it.
         digest: An identifier of the tokenizer and its settings.
-    """
-
-    vocab_size: int
-    end_token: int
-    digest: str
-
-    def encode(self, text: bytes) -> TokenIds:
-        """Return the token ids of a text.
-
-        Args:
-            text: The text. It need not be UTF-8.
-        """
-        ...
-
-
-class Bytes:
-    """A tokenizer in which each byte is a token.
 
     Example:
         >>> Bytes().encode(b"ab").tolist()
@@ -71,7 +54,11 @@ class Bytes:
     vocab_size, end_token, digest = 257, 256, "bytes"
 
     def encode(self, text: bytes) -> TokenIds:
-        """See `Tokenizer.encode`."""
+        """Return the token ids of a text.
+
+        Args:
+            text: The text. It need not be UTF-8.
+        """
         return np.frombuffer(text, "u1").astype(np.int64)
 
 
@@ -122,7 +109,11 @@ class BPE:
         self.digest = blake2b(settings.encode(), digest_size=8).hexdigest()
 
     def encode(self, text: bytes) -> TokenIds:
-        """See `Tokenizer.encode`."""
+        """Return the token ids of a text.
+
+        Args:
+            text: The text. It need not be UTF-8.
+        """
         parts = list(_split_utf8(text))
         strings = [part for part in parts if isinstance(part, str)]
         encodings = iter(self._library.encode_batch_fast(strings, add_special_tokens=False))
@@ -134,6 +125,9 @@ class BPE:
                 for part in parts
             ]
         )
+
+
+Tokenizer = Bytes | BPE
 
 
 def require_library() -> Any:

@@ -35,12 +35,11 @@ _OPCODE_EFFECTS: Final = {
 }
 
 
-def loads(data: bytes, path: str = "") -> Any:
+def loads(data: bytes) -> Any:
     r"""Return the value of a pickle that contains plain values only.
 
     Args:
         data: The pickle.
-        path: The name of the file with the pickle, for errors.
 
     Raises:
         TraceError: The pickle is damaged, cut off or too large, or contains other values.
@@ -59,34 +58,26 @@ def loads(data: bytes, path: str = "") -> Any:
         _check_opcodes(file)
     except ValueError:  # `pickletools` cannot read a number, a text or an opcode.
         fact = f"the pickle is cut off or damaged at byte {file.tell()} of {len(data)}"
-        raise TraceError(fact, program=path) from None
-    except _RefusedPickle as refused:
-        raise TraceError(str(refused), program=path) from None
+        raise TraceError(fact) from None
     try:
         return _SafeUnpickler(io.BytesIO(data)).load()
-    except _RefusedPickle as refused:
-        raise TraceError(str(refused), program=path) from None
     except (pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError):
         fact = f"the pickle of {len(data)} bytes is damaged"
-        raise TraceError(fact, program=path) from None
-
-
-class _RefusedPickle(Exception):
-    """A pickle is refused. The message has the reason."""
+        raise TraceError(fact) from None
 
 
 def _check_opcodes(file: io.BytesIO) -> None:
     for count, (opcode, _, position) in enumerate(pickletools.genops(file)):
         if count >= MAX_OPCODES:
-            raise _RefusedPickle(
+            raise TraceError(
                 f"the pickle has more than {MAX_OPCODES} opcodes, the limit for a dump"
             )
         if opcode.name in _OPCODE_EFFECTS:
             effect = f"{_OPCODE_EFFECTS[opcode.name]}, and schedir runs no code from a dump"
-            raise _RefusedPickle(f"byte {position} of the pickle {effect}")
+            raise TraceError(f"byte {position} of the pickle {effect}")
         if opcode.name not in _ALLOWED_OPCODES:
             code = ord(opcode.code)
-            raise _RefusedPickle(
+            raise TraceError(
                 f"byte {position} of the pickle has the opcode {code:#04x}, which a dump does "
                 "not need"
             )
@@ -103,7 +94,7 @@ class _SafeUnpickler(pickle._Unpickler):
     pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str, /) -> Any:
-        raise _RefusedPickle(f"the pickle imports {name} of {module}")
+        raise TraceError(f"the pickle imports {name} of {module}")
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -118,7 +109,7 @@ class _SafeUnpickler(pickle._Unpickler):
         Keys must be text: Python crashes when it hashes a deeply nested tuple.
         """
         if any(type(key) is not str for key in items[::2]):
-            raise _RefusedPickle("a dict of the pickle has a key that is not text")
+            raise TraceError("a dict of the pickle has a key that is not text")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -17,16 +17,6 @@ from schedir.transports.process_groups import get_backend_name, get_nccl_progres
 # The tag of shapes in a Gloo group. Tensors have the number of their lane as the tag.
 _SHAPE_TAG: Final = len(Lane)
 _DIMENSIONS: Final = 3  # of the tensors between Megatron's stages
-
-
-class Message(Protocol):
-    """A send or a receive in progress, such as a Work of torch.distributed."""
-
-    def wait(self) -> object:
-        """Wait for the message."""
-
-    def is_completed(self) -> bool:
-        """Return whether the message has been transferred."""
 
 
 class PipelineGroupTransport:
@@ -84,7 +74,7 @@ class PipelineGroupTransport:
         own_pipeline = tuple(dist.get_process_group_ranks(self.group))
         self.shape_group = groups[[*map(tuple, pipelines)].index(own_pipeline)]
 
-    def send_shape(self, shape: Sequence[int], peer: int) -> tuple[Message, Tensor]:
+    def send_shape(self, shape: Sequence[int], peer: int) -> tuple[dist.Work, Tensor]:
         """Start a send of a shape, and return it with the tensor that must exist until its end.
 
         Args:
@@ -92,7 +82,7 @@ class PipelineGroupTransport:
             peer: The pipeline rank that receives it.
         """
         message = torch.tensor([*shape])
-        return cast(Message, self.shape_group.send([message], peer, _SHAPE_TAG)), message
+        return cast(dist.Work, self.shape_group.send([message], peer, _SHAPE_TAG)), message
 
     def receive_shape(self, peer: int) -> tuple[int, ...]:
         """Wait for a shape, and return it.
@@ -104,7 +94,7 @@ class PipelineGroupTransport:
         self.shape_group.recv([message], peer, _SHAPE_TAG).wait()
         return tuple(message.tolist())
 
-    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Message:
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> dist.Work:
         """Start a send to a pipeline rank.
 
         Args:
@@ -113,10 +103,10 @@ class PipelineGroupTransport:
             lane: The lane of the instruction.
         """
         if self.uses_tags:
-            return cast(Message, self.group.send([tensor], peer, int(lane)))
-        return cast(Message, dist.isend(tensor, group=self.group, group_dst=peer))
+            return cast(dist.Work, self.group.send([tensor], peer, int(lane)))
+        return cast(dist.Work, dist.isend(tensor, group=self.group, group_dst=peer))
 
-    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Message:
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> dist.Work:
         """Start a receive from a pipeline rank.
 
         Args:
@@ -125,5 +115,5 @@ class PipelineGroupTransport:
             lane: The lane of the instruction.
         """
         if self.uses_tags:
-            return cast(Message, self.group.recv([tensor], peer, int(lane)))
-        return cast(Message, dist.irecv(tensor, group=self.group, group_src=peer))
+            return cast(dist.Work, self.group.recv([tensor], peer, int(lane)))
+        return cast(dist.Work, dist.irecv(tensor, group=self.group, group_src=peer))

@@ -18,10 +18,6 @@ def _is_more_than_one(value: object) -> bool:
     return isinstance(value, int) and value > 1
 
 
-def _is_set(value: object) -> bool:
-    return bool(value)
-
-
 def _uses_cuda_graphs(value: object) -> bool:
     return value not in (None, False, "none")
 
@@ -29,17 +25,17 @@ def _uses_cuda_graphs(value: object) -> bool:
 # Setting of Megatron's TransformerConfig -> the test for an unsupported value, and the reason.
 _UNSUPPORTED_SETTINGS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "context_parallel_size": (_is_more_than_one, "context parallelism was not verified"),
-    "hybrid_context_parallel": (_is_set, "context parallelism was not verified"),
+    "hybrid_context_parallel": (bool, "context parallelism was not verified"),
     "expert_model_parallel_size": (_is_more_than_one, "expert parallelism was not verified"),
-    "overlap_moe_expert_parallel_comm": (_is_set, "Megatron runs it in its own schedule only"),
-    "mtp_num_layers": (_is_set, "multi-token prediction was not verified"),
-    "enable_autocast": (_is_set, "split backwards under autocast were not verified"),
+    "overlap_moe_expert_parallel_comm": (bool, "Megatron runs it in its own schedule only"),
+    "mtp_num_layers": (bool, "multi-token prediction was not verified"),
+    "enable_autocast": (bool, "split backwards under autocast were not verified"),
     "num_microbatches_with_partial_activation_checkpoints": (
-        _is_set, "it depends on the warm-up of Megatron's own schedule",
+        bool, "it depends on the warm-up of Megatron's own schedule",
     ),
-    "fine_grained_activation_offloading": (_is_set, "Megatron runs it in its own schedule only"),
-    "enable_cuda_graph": (_is_set, "CUDA graphs record Megatron's own schedule"),
-    "external_cuda_graph": (_is_set, "CUDA graphs record Megatron's own schedule"),
+    "fine_grained_activation_offloading": (bool, "Megatron runs it in its own schedule only"),
+    "enable_cuda_graph": (bool, "CUDA graphs record Megatron's own schedule"),
+    "external_cuda_graph": (bool, "CUDA graphs record Megatron's own schedule"),
     "cuda_graph_impl": (_uses_cuda_graphs, "CUDA graphs record Megatron's own schedule"),
 }  # fmt: skip
 

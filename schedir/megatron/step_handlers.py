@@ -15,13 +15,14 @@ from typing import Any, Final
 import torch
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
+from torch.distributed import Work
 from torch.profiler import record_function
 
 from schedir.io.profiler_range_names import format_range_name
 from schedir.ir.isa.instructions import INSTRUCTIONS, Instr, Lane, Opcode
 from schedir.ir.program import Program
 from schedir.megatron.delayed_weight_gradients import DelayedModules
-from schedir.megatron.pipeline_transport import Message, PipelineGroupTransport
+from schedir.megatron.pipeline_transport import PipelineGroupTransport
 from schedir.megatron.weight_gradients import WeightGradients, defer_weight_gradients
 
 StageMicrobatch = tuple[int, int]
@@ -61,7 +62,7 @@ class MegatronCall:
 class _PendingReceive:
     """A receive that was started, and its buffer."""
 
-    work: Message
+    work: Work
     buffer: Tensor
 
     def wait(self) -> Tensor:
@@ -104,7 +105,7 @@ class MegatronStep:
     # The shapes of the outputs that are sent, with `variable_seq_lengths`.
     output_shapes: dict[StageMicrobatch, tuple[int, ...]] = field(default_factory=dict)
     receives: dict[tuple[Lane, int, int], _PendingReceive] = field(default_factory=dict)
-    sends: deque[tuple[Message, Tensor]] = field(default_factory=deque)
+    sends: deque[tuple[Work, Tensor]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.device = self.transport.device

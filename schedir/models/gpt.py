@@ -30,7 +30,6 @@ from schedir.models.attention import attention
 from schedir.models.gpt_config import GPTConfig as GPTConfig
 from schedir.models.language_model import IGNORE_INDEX as IGNORE_INDEX
 from schedir.models.language_model import (
-    EmbeddingAndHead,
     ParameterPlacement,
     find_tied_weight,
     make_normal_init,
@@ -42,7 +41,6 @@ from schedir.models.partitioning import find_stage_layers, split_heads
 from schedir.models.window_config import get_windows
 from schedir.runtime.autograd.random_streams import fork_layer_rng
 from schedir.tensor_parallel.mappings import (
-    mark_sequence_parallel,
     select_local_tokens,
     shard,
     tp_rank,
@@ -85,16 +83,10 @@ def build_stage(
     layers = find_stage_layers(config.layers, stage, stages, layers_per_stage)
     split_heads(config.heads, tp_size(tp))
     placement: ParameterPlacement = {"device": device, "dtype": dtype}
-    sequence_parallel = sequence_parallel and tp_size(tp) > 1
-    return Stage(
-        config,
-        layers,
-        stage == 0,
-        stage == stages - 1,
-        tp,
-        placement,
-        sequence_parallel=sequence_parallel,
+    weights = LayerParameters.from_config(
+        config, 0, tp, placement, sequence_parallel=sequence_parallel
     )
+    return Stage(config, layers, stage == 0, stage == stages - 1, weights)
 
 
 class Stage(nn.Module):
@@ -110,9 +102,7 @@ class Stage(nn.Module):
         layers: The indices of the stage's layers in the full model, from 0.
         is_first: True if the stage has the embedding.
         is_last: True if the stage has the head.
-        tp: The tensor-parallel group. None means one rank, without communication.
-        placement: The device and the type of the parameters.
-        sequence_parallel: True if tensor-parallel ranks also divide the tokens.
+        weights: The factory of the parameters of all layers.
         make_layer: Builds a layer from the arguments of `Layer`. The default is `Layer`.
     """
 
@@ -122,50 +112,35 @@ class Stage(nn.Module):
         layers: range,
         is_first: bool,
         is_last: bool,
-        tp: ProcessGroup | None,
-        placement: ParameterPlacement,
-        *,
-        sequence_parallel: bool = False,
+        weights: LayerParameters,
         make_layer: Callable[[GPTConfig, int, LayerParameters], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         make_layer = make_layer or Layer
         self.config = config
-        self.tp = tp
-        self.sequence_parallel = sequence_parallel
-        self.embedding, head = EmbeddingAndHead.for_stage(
-            config, is_first, is_last, tp, placement, sequence_parallel=sequence_parallel
+        self.tp = weights.tp
+        self.sequence_parallel = weights.sequence_parallel
+        self.embedding, head = weights.make_embedding_and_head(
+            config.vocab, is_first, is_last, is_tied=config.tied
         )
         self.positions: nn.Parameter | None = None
         self.norm: nn.LayerNorm | None = None
         if is_first:
             positions = make_normal_init(
-                config.seed, "positions", config.context, config.hidden, placement
+                config.seed, "positions", config.context, config.hidden, weights.placement
             )
-            self.positions = mark_sequence_parallel(
-                shard(positions, 0, None), tp, sequence_parallel=sequence_parallel
-            )
+            self.positions = weights.mark_replicated(shard(positions, 0, None))
         self.layers = nn.ModuleDict(
-            {
-                str(i): make_layer(
-                    config,
-                    i,
-                    LayerParameters.from_config(
-                        config, i, tp, placement, sequence_parallel=sequence_parallel
-                    ),
-                )
-                for i in layers
-            }
+            {str(i): make_layer(config, i, weights._replace(name=f"layers.{i}")) for i in layers}
         )
         if is_last:
-            norm = nn.LayerNorm(config.hidden, **placement)
-            self.norm = mark_sequence_parallel(norm, tp, sequence_parallel=sequence_parallel)
+            self.norm = weights.make_norm()
         self.head = head
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
         """This stage's copy of a weight that is tied across stages. See `find_tied_weight`."""
-        return find_tied_weight(self.config, self.embedding, self.head)
+        return find_tied_weight(self.embedding, self.head, is_tied=self.config.tied)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the stage.

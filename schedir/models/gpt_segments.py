@@ -37,10 +37,13 @@ class SegmentStep(NamedTuple):
     """A function that a segment runs, and the names of the parameters that it uses.
 
     Attributes:
-        parameter_names: The dotted names of parameters and submodules of the stage.
-        run: The function. It takes the stage and the input tensors, and returns a tuple of tensors.
+        layer: The key of a layer of the stage, or "" for a step outside of the layers.
+        parameter_names: The dotted names of parameters and submodules of the layer or the stage.
+        run: The function. It takes the layer or the stage, and the input tensors. It returns a
+            tuple of tensors.
     """
 
+    layer: str
     parameter_names: list[str]
     run: Callable[..., Tensors]
 
@@ -54,17 +57,18 @@ class StageSegment(Stage):
     """
 
     def __init__(self, stage: Stage, steps: list[SegmentStep]) -> None:
-        vars(self).update(
-            vars(
-                select_submodules(stage, [name for step in steps for name in step.parameter_names])
-            )
-        )
+        names = [
+            f"layers.{layer}.{name}" if layer else name
+            for layer, parameter_names, _ in steps
+            for name in parameter_names
+        ]
+        vars(self).update(vars(select_submodules(stage, names)))
         self.steps = steps
 
     def forward(self, *inputs: Tensor) -> Any:
         """Return one tensor, or the tensor for the collective and the residual stream."""
         for step in self.steps:
-            inputs = step.run(self, *inputs)
+            inputs = step.run(self.layers[step.layer] if step.layer else self, *inputs)
         return inputs if len(inputs) > 1 else inputs[0]
 
 
@@ -92,19 +96,15 @@ def split_stage(stage: Stage) -> list[nn.Module]:
         (18, 18)
     """
     require_splittable(stage)
-    segments = [[SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _embed)]]
-    for number in stage.layers:
-        layer_segments = _LayerSegments(number)
-        segments[-1].append(layer_segments.make_step(layer_segments.normalize, "attention_norm"))
-        segments.append([layer_segments.make_step(layer_segments.attend, "qkv", "proj.weight")])
-        segments.append(
-            [layer_segments.make_step(layer_segments.add_attention, "proj.bias", "mlp_norm")]
-        )
-        segments.append(
-            [layer_segments.make_step(layer_segments.feed_forward, "up", "down.weight")]
-        )
-        segments.append([layer_segments.make_step(layer_segments.add_feed_forward, "down.bias")])
-    segments[-1].append(SegmentStep(["norm", "head"] * (stage.head is not None), _apply_head))
+    embedding_names = ["embedding", "positions"] * (stage.embedding is not None)
+    segments = [[SegmentStep("", embedding_names, _embed)]]
+    for layer in stage.layers:
+        segments[-1].append(SegmentStep(layer, ["attention_norm"], _normalize))
+        segments.append([SegmentStep(layer, ["qkv", "proj.weight"], _attend)])
+        segments.append([SegmentStep(layer, ["proj.bias", "mlp_norm"], _add_attention)])
+        segments.append([SegmentStep(layer, ["up", "down.weight"], _feed_forward)])
+        segments.append([SegmentStep(layer, ["down.bias"], _add_feed_forward)])
+    segments[-1].append(SegmentStep("", ["norm", "head"] * (stage.head is not None), _apply_head))
     return [StageSegment(stage, steps) for steps in segments]
 
 
@@ -206,40 +206,26 @@ def _apply_head(stage: Stage, x: Tensor) -> Tensors:
     return (stage.apply_head(x),)
 
 
-class _LayerSegments:
-    """The functions that segments run for one layer."""
+def _normalize(layer: Layer, x: Tensor) -> Tensors:
+    return layer.attention_norm(x), x
 
-    def __init__(self, layer_key: str) -> None:
-        self.layer_key = layer_key
 
-    def make_step(self, run: Callable[..., Tensors], *names: str) -> SegmentStep:
-        return SegmentStep([f"layers.{self.layer_key}.{name}" for name in names], run)
+def _attend(layer: Layer, normed: Tensor, x: Tensor) -> Tensors:
+    return layer.proj.project_partial(layer.attend(layer.qkv.forward_local(normed))), x
 
-    def get_layer(self, stage: Stage) -> Layer:
-        layer = stage.layers[self.layer_key]
-        assert isinstance(layer, Layer)
-        return layer
 
-    def normalize(self, stage: Stage, x: Tensor) -> Tensors:
-        return self.get_layer(stage).attention_norm(x), x
+def _add_attention(layer: Layer, part: Tensor, x: Tensor) -> Tensors:
+    with layer.use_dropout_stream():
+        x, normed = layer.add_attention(layer.proj.add_bias(part), x)
+    return normed, x
 
-    def attend(self, stage: Stage, normed: Tensor, x: Tensor) -> Tensors:
-        layer = self.get_layer(stage)
-        return layer.proj.project_partial(layer.attend(layer.qkv.forward_local(normed))), x
 
-    def add_attention(self, stage: Stage, part: Tensor, x: Tensor) -> Tensors:
-        layer = self.get_layer(stage)
-        with layer.use_dropout_stream():
-            x, normed = layer.add_attention(layer.proj.add_bias(part), x)
-        return normed, x
+def _feed_forward(layer: Layer, normed: Tensor, x: Tensor) -> Tensors:
+    return layer.down.project_partial(layer.activate(layer.up.project_local(normed))), x
 
-    def feed_forward(self, stage: Stage, normed: Tensor, x: Tensor) -> Tensors:
-        layer = self.get_layer(stage)
-        return layer.down.project_partial(layer.activate(layer.up.project_local(normed))), x
 
-    def add_feed_forward(self, stage: Stage, part: Tensor, x: Tensor) -> Tensors:
-        layer = self.get_layer(stage)
-        with layer.use_dropout_stream():
-            if layer.dropout_rate:  # Advance the random stream past the mask of `add_attention`.
-                F.dropout(x.detach(), layer.dropout_rate)
-            return (layer.add_feed_forward(layer.down.add_bias(part), x),)
+def _add_feed_forward(layer: Layer, part: Tensor, x: Tensor) -> Tensors:
+    with layer.use_dropout_stream():
+        if layer.dropout_rate:  # Advance the random stream past the mask of `_add_attention`.
+            F.dropout(x.detach(), layer.dropout_rate)
+        return (layer.add_feed_forward(layer.down.add_bias(part), x),)

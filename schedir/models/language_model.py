@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from schedir.tensor_parallel.sliced_init import SlicedInit
 from schedir.tensor_parallel.vocab_parallel import (
     VocabParallelEmbedding,
     VocabParallelHead,
-    shard_vocab,
     vocab_parallel_cross_entropy,
 )
 
@@ -30,26 +29,6 @@ class ParameterPlacement(TypedDict):
 
     device: torch.device | str
     dtype: torch.dtype
-
-
-class TokenModelConfig(Protocol):
-    """The part of a configuration that the embedding and the head need."""
-
-    @property
-    def vocab(self) -> int:
-        """Size of the vocabulary."""
-
-    @property
-    def hidden(self) -> int:
-        """Hidden size."""
-
-    @property
-    def tied(self) -> bool:
-        """Return whether the head uses the weight of the embedding."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of the initial parameters."""
 
 
 def make_normal_init(
@@ -77,69 +56,8 @@ def make_normal_init(
     return SlicedInit(f"{seed} {name}", torch.Size((k, n)), dim, std, **placement)
 
 
-class EmbeddingAndHead(NamedTuple):
-    """The embedding of the first stage, and the head of the last stage.
-
-    Attributes:
-        embedding: The embedding, or None if the stage is not the first.
-        head: The head, or None if the stage is not the last.
-    """
-
-    embedding: VocabParallelEmbedding | None
-    head: VocabParallelHead | None
-
-    @classmethod
-    def for_stage(
-        cls,
-        config: TokenModelConfig,
-        is_first: bool,
-        is_last: bool,
-        tp: ProcessGroup | None,
-        placement: ParameterPlacement,
-        *,
-        sequence_parallel: bool = False,
-    ) -> EmbeddingAndHead:
-        """Build the embedding and the head that a stage has, with the shards of this rank.
-
-        If the weight is tied and one stage has embedding and head, both use one Parameter. If the
-        embedding and the head are in two stages, each of these stages has a copy of the weight.
-
-        Args:
-            config: The configuration of the model.
-            is_first: True if the stage is the first.
-            is_last: True if the stage is the last.
-            tp: The tensor-parallel group. None means one rank, without communication.
-            placement: The device and the type of the parameters.
-            sequence_parallel: True if tensor-parallel ranks also divide the tokens.
-        """
-
-        def make_weight(name: str) -> nn.Parameter:
-            return shard_vocab(
-                make_normal_init(config.seed, name, config.vocab, config.hidden, placement), tp
-            )
-
-        embedding_weight = (
-            make_weight("embedding.weight") if is_first or (is_last and config.tied) else None
-        )
-        head_weight = (
-            embedding_weight if config.tied else make_weight("head.weight") if is_last else None
-        )
-        embedding = head = None
-        if is_first and embedding_weight is not None:
-            embedding = VocabParallelEmbedding(
-                embedding_weight, tp, sequence_parallel=sequence_parallel
-            )
-        if is_last and head_weight is not None:
-            head = VocabParallelHead(
-                head_weight, config.vocab, tp, sequence_parallel=sequence_parallel
-            )
-        return cls(embedding, head)
-
-
 def find_tied_weight(
-    config: TokenModelConfig,
-    embedding: VocabParallelEmbedding | None,
-    head: VocabParallelHead | None,
+    embedding: VocabParallelEmbedding | None, head: VocabParallelHead | None, *, is_tied: bool
 ) -> nn.Parameter | None:
     """Return a stage's copy of a tied weight if another stage has a copy too.
 
@@ -148,12 +66,12 @@ def find_tied_weight(
     head of such a stage uses the parameter of the embedding.
 
     Args:
-        config: The configuration of the model.
         embedding: The embedding of the stage, or None.
         head: The head of the stage, or None.
+        is_tied: True if the head of the model uses the weight of the embedding.
     """
     ends = [end for end in (embedding, head) if end is not None]
-    return ends[0].weight if config.tied and len(ends) == 1 else None
+    return ends[0].weight if is_tied and len(ends) == 1 else None
 
 
 def loss(logits: Tensor, targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:

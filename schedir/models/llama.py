@@ -26,14 +26,14 @@ from torch.distributed import ProcessGroup
 from schedir.errors import UsageError
 from schedir.models.attention import attention
 from schedir.models.language_model import IGNORE_INDEX as IGNORE_INDEX
-from schedir.models.language_model import EmbeddingAndHead, ParameterPlacement, find_tied_weight
+from schedir.models.language_model import ParameterPlacement, find_tied_weight
 from schedir.models.language_model import count_tokens as count_tokens
 from schedir.models.language_model import loss as loss
 from schedir.models.llama_config import LlamaConfig as LlamaConfig
 from schedir.models.parameter_init import LayerParameters
 from schedir.models.partitioning import find_stage_layers, split_heads
 from schedir.models.window_config import get_windows
-from schedir.tensor_parallel.mappings import mark_sequence_parallel, tp_size
+from schedir.tensor_parallel.mappings import tp_size
 
 
 def build_stage(
@@ -71,16 +71,10 @@ def build_stage(
     layers = find_stage_layers(config.layers, stage, stages, layers_per_stage)
     split_heads(config.kv_groups, tp_size(tp), "heads of keys and values", "kv_heads")
     placement: ParameterPlacement = {"device": device, "dtype": dtype}
-    sequence_parallel = sequence_parallel and tp_size(tp) > 1
-    return Stage(
-        config,
-        layers,
-        stage == 0,
-        stage == stages - 1,
-        tp,
-        placement,
-        sequence_parallel=sequence_parallel,
+    weights = LayerParameters.from_config(
+        config, 0, tp, placement, sequence_parallel=sequence_parallel
     )
+    return Stage(config, layers, stage == 0, stage == stages - 1, weights)
 
 
 class Stage(nn.Module):
@@ -96,9 +90,7 @@ class Stage(nn.Module):
         layers: The indices of the stage's layers in the full model, from 0.
         is_first: True if the stage has the embedding.
         is_last: True if the stage has the head.
-        tp: The tensor-parallel group. None means one rank, without communication.
-        placement: The device and the type of the parameters.
-        sequence_parallel: True if tensor-parallel ranks also divide the tokens.
+        weights: The factory of the parameters of all layers.
     """
 
     def __init__(
@@ -107,39 +99,26 @@ class Stage(nn.Module):
         layers: range,
         is_first: bool,
         is_last: bool,
-        tp: ProcessGroup | None,
-        placement: ParameterPlacement,
-        *,
-        sequence_parallel: bool = False,
+        weights: LayerParameters,
     ) -> None:
         super().__init__()
         self.config = config
-        self.sequence_shards = tp_size(tp) if sequence_parallel else 1
-        self.embedding, head = EmbeddingAndHead.for_stage(
-            config, is_first, is_last, tp, placement, sequence_parallel=sequence_parallel
+        self.sequence_shards = tp_size(weights.tp) if weights.sequence_parallel else 1
+        self.embedding, head = weights.make_embedding_and_head(
+            config.vocab, is_first, is_last, is_tied=config.tied
         )
         self.layers = nn.ModuleDict(
-            {
-                str(i): Layer(
-                    config,
-                    i,
-                    LayerParameters.from_config(
-                        config, i, tp, placement, sequence_parallel=sequence_parallel
-                    ),
-                )
-                for i in layers
-            }
+            {str(i): Layer(config, i, weights._replace(name=f"layers.{i}")) for i in layers}
         )
         self.norm: nn.RMSNorm | None = None
         if is_last:
-            norm = nn.RMSNorm(config.hidden, config.eps, **placement)
-            self.norm = mark_sequence_parallel(norm, tp, sequence_parallel=sequence_parallel)
+            self.norm = _make_norm(config, weights)
         self.head = head
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
         """This stage's copy of a weight that is tied across stages. See `find_tied_weight`."""
-        return find_tied_weight(self.config, self.embedding, self.head)
+        return find_tied_weight(self.embedding, self.head, is_tied=self.config.tied)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the stage.
@@ -181,14 +160,7 @@ class Layer(nn.Module):
         self.queries_per_group = config.heads // config.kv_groups
         self.window = get_windows(config)[index]
 
-        def make_norm() -> nn.RMSNorm:
-            return mark_sequence_parallel(
-                nn.RMSNorm(hidden, config.eps, **weights.placement),
-                weights.tp,
-                sequence_parallel=weights.sequence_parallel,
-            )
-
-        self.attention_norm = make_norm()
+        self.attention_norm = _make_norm(config, weights)
         # The rows of `qkv` are ordered by group. A group has the rows of its query heads, its key
         # head and its value head, in this order. So the slice of a tensor-parallel rank has
         # complete groups.
@@ -196,7 +168,7 @@ class Layer(nn.Module):
             "qkv", config.kv_groups * (self.queries_per_group + 2) * self.head_width, bias=False
         )
         self.proj = weights.make_row_linear("proj", hidden, bias=False)
-        self.mlp_norm = make_norm()
+        self.mlp_norm = _make_norm(config, weights)
         # The rows of `gate_up` are ordered by hidden unit. A unit has a gate row and an up row. So
         # the slice of a tensor-parallel rank has complete units.
         self.gate_up = weights.make_column_linear("gate_up", 2 * width, bias=False)
@@ -231,6 +203,11 @@ class Layer(nn.Module):
         k = apply_rotations(k, rotary)
         heads = attention(q, k, v, self.window)
         return heads.transpose(1, 2).reshape(b, length, -1)
+
+
+def _make_norm(config: LlamaConfig, weights: LayerParameters) -> nn.RMSNorm:
+    norm = nn.RMSNorm(config.hidden, config.eps, **weights.placement)
+    return weights.mark_replicated(norm)
 
 
 def compute_rotations(length: int, width: int, theta: float, like: Tensor) -> Tensor:

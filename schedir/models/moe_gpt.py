@@ -14,7 +14,7 @@ stage. The last stage returns the logits and this sum, and `loss` adds both.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from schedir.errors import ModelError, UsageError
 from schedir.kernels.gelu import bias_gelu
 from schedir.models import gpt
 from schedir.models.gpt_segments import SegmentStep, StageSegment, require_splittable
-from schedir.models.language_model import ParameterPlacement
 from schedir.models.language_model import count_tokens as count_tokens
 from schedir.models.moe_config import MoEConfig as MoEConfig
 from schedir.models.parameter_init import LayerParameters
@@ -86,14 +85,9 @@ def build_stage(
     if not 0 <= ep_rank < ep:
         raise UsageError(f"ep_rank is {ep_rank}; it must be from 0 to {ep - 1}", fields=["ep_rank"])
     local_experts = config.experts // ep
-    return MoEStage(
-        config,
-        layers,
-        stage == 0,
-        stage == stages - 1,
-        range(ep_rank * local_experts, (ep_rank + 1) * local_experts),
-        {"device": device, "dtype": dtype},
-    )
+    experts = range(ep_rank * local_experts, (ep_rank + 1) * local_experts)
+    weights = LayerParameters.from_config(config, 0, None, {"device": device, "dtype": dtype})
+    return MoEStage(config, layers, stage == 0, stage == stages - 1, experts, weights)
 
 
 class MoEStage(gpt.Stage):
@@ -110,7 +104,7 @@ class MoEStage(gpt.Stage):
         is_first: True if the stage has the embedding.
         is_last: True if the stage has the head.
         experts: The indices of the experts of this rank.
-        placement: The device and the type of the parameters.
+        weights: The factory of the parameters of all layers.
     """
 
     def __init__(
@@ -120,12 +114,12 @@ class MoEStage(gpt.Stage):
         is_first: bool,
         is_last: bool,
         experts: range,
-        placement: ParameterPlacement,
+        weights: LayerParameters,
     ) -> None:
         def make_layer(_: object, index: int, weights: LayerParameters) -> MoELayer:
             return MoELayer(config, index, weights, experts)
 
-        super().__init__(config, layers, is_first, is_last, None, placement, make_layer=make_layer)
+        super().__init__(config, layers, is_first, is_last, weights, make_layer)
         self.has_all_experts = not layers or len(experts) == config.experts
 
     def forward(self, *inputs: Tensor) -> Any:
@@ -312,16 +306,17 @@ def split_stage(stage: MoEStage) -> list[nn.Module]:
 
 
 def _make_segments(stage: MoEStage) -> list[nn.Module]:
-    segments = [[SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _embed)]]
-    for number in stage.layers:
-        layer_segments = _MoELayerSegments(number)
+    embedding_names = ["embedding", "positions"] * (stage.embedding is not None)
+    segments = [[SegmentStep("", embedding_names, _embed)]]
+    for key, layer in stage.layers.items():
+        assert isinstance(layer, MoELayer)
         names = ["attention_norm", "qkv", "proj", "mlp_norm", "router"]
-        names += ["shared_experts"] * layer_segments.get_layer(stage).has_shared_experts
-        names += ["routing_bias"] * (layer_segments.get_layer(stage).routing_bias is not None)
-        segments[-1].append(layer_segments.make_step(layer_segments.route, *names))
-        segments.append([layer_segments.make_step(layer_segments.run_experts, "experts")])
-        segments.append([layer_segments.make_step(layer_segments.combine, "output")])
-    segments[-1].append(SegmentStep(["norm", "head"] * (stage.head is not None), _apply_head))
+        names += ["shared_experts"] * layer.has_shared_experts
+        names += ["routing_bias"] * (layer.routing_bias is not None)
+        segments[-1].append(SegmentStep(key, names, MoELayer.route))
+        segments.append([SegmentStep(key, ["experts"], _run_experts)])
+        segments.append([SegmentStep(key, ["output"], _combine)])
+    segments[-1].append(SegmentStep("", ["norm", "head"] * (stage.head is not None), _apply_head))
     return [StageSegment(stage, steps) for steps in segments]
 
 
@@ -393,29 +388,11 @@ def _apply_head(stage: gpt.Stage, x: Tensor, aux: Tensor) -> Tensors:
     return stage.apply_head(x), aux
 
 
-class _MoELayerSegments:
-    """The functions that segments run for one layer."""
+def _run_experts(layer: MoELayer, rows: Tensor, counts: Tensor, *local_values: Tensor) -> Tensors:
+    return layer.run_experts(rows, counts), *local_values
 
-    def __init__(self, layer_key: str) -> None:
-        self.layer_key = layer_key
 
-    def make_step(self, run: Callable[..., Tensors], *names: str) -> SegmentStep:
-        return SegmentStep([f"layers.{self.layer_key}.{name}" for name in names], run)
-
-    def get_layer(self, stage: gpt.Stage) -> MoELayer:
-        layer = stage.layers[self.layer_key]
-        assert isinstance(layer, MoELayer)
-        return layer
-
-    def route(self, stage: gpt.Stage, x: Tensor, aux: Tensor) -> Tensors:
-        return self.get_layer(stage).route(x, aux)
-
-    def run_experts(
-        self, stage: gpt.Stage, rows: Tensor, counts: Tensor, *local_values: Tensor
-    ) -> Tensors:
-        return self.get_layer(stage).run_experts(rows, counts), *local_values
-
-    def combine(
-        self, stage: gpt.Stage, rows: Tensor, gates: Tensor, order: Tensor, x: Tensor, aux: Tensor
-    ) -> Tensors:
-        return self.get_layer(stage).combine(rows, gates, order, x), aux
+def _combine(
+    layer: MoELayer, rows: Tensor, gates: Tensor, order: Tensor, x: Tensor, aux: Tensor
+) -> Tensors:
+    return layer.combine(rows, gates, order, x), aux

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from schedir.models.gpt_config import GPTConfig
-from schedir.models.language_model import INIT_STD, ParameterPlacement, make_normal_init
+from schedir.models.language_model import (
+    INIT_STD,
+    ParameterPlacement,
+    make_normal_init,
+)
 from schedir.models.llama_config import LlamaConfig
 from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from schedir.tensor_parallel.mappings import mark_sequence_parallel
+from schedir.tensor_parallel.mappings import mark_sequence_parallel, tp_size
+from schedir.tensor_parallel.vocab_parallel import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    shard_vocab,
+)
+
+_Replicated = TypeVar("_Replicated", bound=nn.Parameter | nn.Module)
 
 
 class LayerParameters(NamedTuple):
-    """A factory of the linear layers and norms of one transformer layer.
+    """A factory of the linear layers and norms of one transformer layer, or of a stage.
 
     As in GPT-2, weights whose output is added to the residual stream have a smaller initial
     standard deviation: `INIT_STD` / sqrt(`residual_adds`).
@@ -49,7 +60,7 @@ class LayerParameters(NamedTuple):
         *,
         sequence_parallel: bool = False,
     ) -> LayerParameters:
-        """Return the factory of a layer.
+        """Return the factory of a layer. For another layer, replace the `name` of the result.
 
         Args:
             config: The configuration of the model.
@@ -65,7 +76,7 @@ class LayerParameters(NamedTuple):
             2 * config.layers,
             tp,
             placement,
-            sequence_parallel,
+            sequence_parallel and tp_size(tp) > 1,
         )
 
     def make_column_linear(self, name: str, k: int, *, bias: bool = True) -> ColumnParallelLinear:
@@ -101,5 +112,46 @@ class LayerParameters(NamedTuple):
 
     def make_norm(self) -> nn.LayerNorm:
         """Return a LayerNorm."""
-        norm = nn.LayerNorm(self.hidden, **self.placement)
-        return mark_sequence_parallel(norm, self.tp, sequence_parallel=self.sequence_parallel)
+        return self.mark_replicated(nn.LayerNorm(self.hidden, **self.placement))
+
+    def mark_replicated(self, replicated: _Replicated) -> _Replicated:
+        """Mark parameters that each tensor-parallel rank applies to its own tokens.
+
+        Args:
+            replicated: A parameter or a module that all tensor-parallel ranks have.
+        """
+        return mark_sequence_parallel(replicated, self.tp, sequence_parallel=self.sequence_parallel)
+
+    def make_embedding_and_head(
+        self, vocab: int, is_first: bool, is_last: bool, *, is_tied: bool
+    ) -> tuple[VocabParallelEmbedding | None, VocabParallelHead | None]:
+        """Return the embedding and the head that a stage has, with the shards of this rank.
+
+        If the weight is tied and one stage has embedding and head, both use one Parameter. If the
+        embedding and the head are in two stages, each of these stages has a copy of the weight.
+
+        Args:
+            vocab: The size of the vocabulary.
+            is_first: True if the stage is the first. Only the first stage has the embedding.
+            is_last: True if the stage is the last. Only the last stage has the head.
+            is_tied: True if the head uses the weight of the embedding.
+        """
+
+        def make_weight(name: str) -> nn.Parameter:
+            full = make_normal_init(self.seed, name, vocab, self.hidden, self.placement)
+            return shard_vocab(full, self.tp)
+
+        embedding = head = embedding_weight = None
+        if is_first or (is_last and is_tied):
+            embedding_weight = make_weight("embedding.weight")
+        if is_first and embedding_weight is not None:
+            embedding = VocabParallelEmbedding(
+                embedding_weight, self.tp, sequence_parallel=self.sequence_parallel
+            )
+        if is_last:
+            weight = embedding_weight if is_tied else make_weight("head.weight")
+            assert weight is not None
+            head = VocabParallelHead(
+                weight, vocab, self.tp, sequence_parallel=self.sequence_parallel
+            )
+        return embedding, head

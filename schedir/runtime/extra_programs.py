@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any
 
 from schedir.errors import ExecutionError, ModelError, ProgramSequenceError, describe
 from schedir.ir.program import Program
@@ -30,14 +30,9 @@ _TRAINING_ATTRIBUTES = (
 )
 
 
-class _ScheduledRun(NamedTuple):
-    program: Program
-    boundaries: BoundaryTable
-
-
 def resolve_extra_programs(
     extra_programs: Sequence[ExtraProgram], program: Program, boundaries: BoundaryTable
-) -> list[_ScheduledRun]:
+) -> list[tuple[Program, BoundaryTable]]:
     """Return the extra programs of an executor, each with its boundaries.
 
     Args:
@@ -56,21 +51,17 @@ def resolve_extra_programs(
             f"extra_programs must be a list of programs, not {describe(extra_programs)}",
             program=program.name,
         )
-    runs: list[_ScheduledRun] = []
+    runs = [(program, boundaries)]
     for index, entry in enumerate(extra_programs):
-        pair = entry if _is_pair(entry) else (entry, None)
-        extra_program = require_program(pair[0], f"extra_programs[{index}]")
+        pair: Any = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, None)
+        extra_program, boundary = require_program(pair[0], f"extra_programs[{index}]"), pair[1]
         _require_compatible(program, extra_program)
-        if any(
-            extra_program.digest == run.program.digest
-            for run in (_ScheduledRun(program, boundaries), *runs)
-        ):
+        if any(extra_program.digest == known_program.digest for known_program, _ in runs):
             raise ModelError(
                 "this program is twice in extra_programs, or is the executor's first program",
                 program=extra_program.name,
                 hint="list each program once",
             )
-        boundary: Any = pair[1]
         if boundary is None:
             if len({*boundaries.rows}) > 1:
                 raise ModelError(
@@ -80,14 +71,8 @@ def resolve_extra_programs(
                     hint="extra_programs=[(program, boundary)]",
                 )
             boundary = BoundaryTable(boundaries.rows[:1])
-        runs.append(
-            _ScheduledRun(extra_program, BoundaryTable.from_boundary(boundary, extra_program))
-        )
-    return runs
-
-
-def _is_pair(entry: object) -> TypeGuard[tuple[Any, Any]]:
-    return isinstance(entry, tuple) and len(entry) == 2
+        runs.append((extra_program, BoundaryTable.from_boundary(boundary, extra_program)))
+    return runs[1:]
 
 
 def _require_compatible(program: Program, extra_program: Program) -> None:

@@ -11,7 +11,7 @@ reduce-scatter where the tokens are divided, and an all-gather where all ranks n
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from schedir.runtime.boundaries.sequence_shards import (
     require_even_split,
     split_by_rank,
 )
+from schedir.tensor_parallel.sliced_init import SlicedInit
 
 _Replicated = TypeVar("_Replicated", bound=nn.Parameter | nn.Module)
 
@@ -47,21 +48,7 @@ def tp_rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
-class ShardableWeight(Protocol):
-    """A full weight that can return slices: a Tensor or a `SlicedInit`."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the full weight."""
-
-    def narrow(self, dim: int, start: int, length: int, /) -> Tensor:
-        """Return a slice, as `Tensor.narrow` does.
-
-        Args:
-            dim: The dimension.
-            start: The first row or column.
-            length: The number of rows or columns.
-        """
+ShardableWeight = Tensor | SlicedInit  # a full weight that can return slices
 
 
 def shard(

@@ -6,17 +6,18 @@ the end. Otherwise a step would divide the gradients of earlier steps again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from schedir.runtime.model_checks.tensor_fingerprint import get_local_shard
 from schedir.runtime.parameters.tied_parameters import TiedWeight
 
-SavedGradients = Mapping[nn.Parameter, Tensor]
 BUCKET_BYTES = 25 << 20  # the largest size of an all-reduce of several gradients, as in DDP
 
 
@@ -156,7 +157,7 @@ def sum_tied_gradients(weights: Sequence[TiedWeight], rank_of: Sequence[int], gr
         rank_of: The rank of each stage.
         group: The process group of the pipeline.
     """
-    rank = dist.get_rank(group)
+    rank, make_message = dist.get_rank(group), partial(dist.P2POp, group=group)
     messages: list[dist.P2POp] = []
     rows: list[dict[int, Tensor]] = []
     for weight in weights:
@@ -170,9 +171,9 @@ def sum_tied_gradients(weights: Sequence[TiedWeight], rank_of: Sequence[int], gr
         peers = sorted({rank_of[s] for s in weight.stages} - {rank})
         for s, gradient in row.items():
             if s in local_grads:
-                messages += [_make_p2p_op(dist.isend, gradient, peer, group) for peer in peers]
+                messages += [make_message(dist.isend, gradient, group_peer=peer) for peer in peers]
             else:
-                messages.append(_make_p2p_op(dist.irecv, gradient, rank_of[s], group))
+                messages.append(make_message(dist.irecv, gradient, group_peer=rank_of[s]))
         rows.append(row)
     for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
@@ -184,11 +185,7 @@ def sum_tied_gradients(weights: Sequence[TiedWeight], rank_of: Sequence[int], gr
         for p in dict.fromkeys(weight.local_copies.values()):
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            _to_local(p.grad).copy_(total)
-
-
-def _make_p2p_op(op: Any, tensor: Tensor, peer: int, group: Any) -> dist.P2POp:
-    return dist.P2POp(op, tensor, group=group, group_peer=peer)
+            get_local_shard(p.grad).copy_(total)
 
 
 def _contiguous_gradient(p: nn.Parameter, visited: set[nn.Parameter]) -> Tensor:
@@ -199,11 +196,6 @@ def _contiguous_gradient(p: nn.Parameter, visited: set[nn.Parameter]) -> Tensor:
     """
     has_gradient = p.grad is not None and p not in visited
     visited.add(p)
-    return _to_local(
+    return get_local_shard(
         p.grad if has_gradient and p.grad is not None else torch.zeros_like(p)
     ).contiguous()
-
-
-def _to_local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a sharded tensor, and any other tensor unchanged."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -21,7 +21,7 @@ from schedir.ir.isa.instructions import OPTIMIZER_STEP_OPS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.stage_segments import has_collectives
 from schedir.ir.pipeline.tied_weights import TiedStages
-from schedir.ir.program import WORD_DTYPE, Program, is_op
+from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.transports.process_groups import get_backend_name, get_nccl_progress_model
 
@@ -122,16 +122,10 @@ def compile_for_stages(
         )
     if source.is_draft:
         return compile(source, tied_weights=source.tied_weights or tied_weights)
-    has_step = any(
-        is_op(stream.words.view(WORD_DTYPE)["op"], OPTIMIZER_STEP_OPS).any()
-        for stream in source.streams
-    )
     # A CSV file may have transfers, but has no optimizer step and no reductions of tied weights.
-    return (
-        source
-        if has_step
-        else finish_lowering(replace(source, tied_weights=source.tied_weights or tied_weights))
-    )
+    if not source.used_opcodes.isdisjoint(OPTIMIZER_STEP_OPS):
+        return source
+    return finish_lowering(replace(source, tied_weights=source.tied_weights or tied_weights))
 
 
 def _describe_shape(shape: PipelineShape) -> str:

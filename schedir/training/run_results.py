@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
+from schedir.checkpoints.durable_io import print_to_stderr
 from schedir.errors import UsageError
 from schedir.io.directory_lock import DirectoryLock, LockHeldError
 from schedir.io.files import atomic_write, describe_os_error, open_regular_file, require_path
@@ -316,10 +316,8 @@ def _lock_directory(directory: str, setting: str) -> Iterator[None]:
     lock = DirectoryLock(Path(directory, LOCK_FILE))
     try:
         if problem := lock.acquire():
-            print(
-                f"{directory} has no file locks ({problem}): another run could use it, too",
-                file=sys.stderr,
-                flush=True,
+            print_to_stderr(
+                f"{directory} has no file locks ({problem}): another run could use it, too"
             )
     except LockHeldError as other:
         raise UsageError(

@@ -5,10 +5,9 @@ To add a kind, add an entry to `COLLECTIVES` and its name to `CollectiveName`.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -147,9 +146,6 @@ class CollectiveMember:
     input_tensor: Tensor
 
 
-P = TypeVar("P", bound=CollectiveMember)
-
-
 def run_collective(members: Sequence[CollectiveMember]) -> None:
     """Run a collective for all of its members.
 
@@ -164,30 +160,3 @@ def run_collective(members: Sequence[CollectiveMember]) -> None:
     results = COLLECTIVES[kind].compute_outputs([member.input_tensor for member in members])
     for member, result in zip(members, results, strict=True):
         member.output_tensor.copy_(result)
-
-
-class PendingCollectives(Generic[P]):
-    """Collectives that some of their members, but not all, have called.
-
-    A member may call several collectives before another member calls the first of them.
-    """
-
-    def __init__(self) -> None:
-        self.arrived: dict[tuple[GroupKey, int], deque[P]] = defaultdict(deque)
-
-    def arrive(self, group: GroupKey, rank: int, member_ranks: list[int], arriving: P) -> list[P]:
-        """Add the call of one rank, and return all calls if the collective is now complete.
-
-        Args:
-            group: The group of the collective.
-            rank: The rank that calls.
-            member_ranks: All ranks of the group.
-            arriving: The call of this rank.
-
-        Returns:
-            The call of each member, in the order of `member_ranks`, if this rank was the last one
-            to call. Otherwise an empty list.
-        """
-        self.arrived[group, rank].append(arriving)
-        queues = [self.arrived[group, member] for member in member_ranks]
-        return [queue.popleft() for queue in queues] if all(queues) else []

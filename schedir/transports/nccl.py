@@ -252,27 +252,18 @@ class NCCLEdge(EdgeGroups):
             hardware queue, and a program would therefore hang. Also see `EdgeGroups`.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        timeout: float | None = None,
-        *,
-        device: torch.device | str,
-        max_message_bytes: int = 0,
-        extra_programs: Sequence[Program] = (),
-    ) -> None:
-        _require_cuda(device, program)
+    def require_supported_device(self) -> None:
+        """Refuse a device that is no GPU, and programs that need too many streams."""
+        program, *extra_programs = self.programs
+        _require_cuda(self.device, program)
         require_enough_queues(program, self.progress_model, extra_programs=extra_programs)
-        super().__init__(
-            program,
-            timeout,
-            device=device,
-            max_message_bytes=max_message_bytes,
-            extra_programs=extra_programs,
-        )
-        touch = make_cuda_probe(self, device)
-        for each_program in self.programs:
-            require_safe_queues(each_program, self, touch)
+
+    def open_channels(self) -> None:
+        """Connect all edges, and refuse programs that shared hardware queues would block."""
+        super().open_channels()
+        touch = make_cuda_probe(self, self.device)
+        for program in self.programs:
+            require_safe_queues(program, self, touch)
 
 
 class NCCLGrouped(GroupedMessages):
@@ -289,17 +280,9 @@ class NCCLGrouped(GroupedMessages):
         ModelError: The device is not a GPU. Also see `GroupedMessages`.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        timeout: float | None = None,
-        *,
-        device: torch.device | str,
-        max_message_bytes: int = 0,
-        extra_programs: Sequence[Program] = (),
-    ) -> None:
-        _require_cuda(device, program)
-        super().__init__(program, timeout, device=device, extra_programs=extra_programs)
+    def require_supported_device(self) -> None:
+        """Refuse a device that is no GPU."""
+        _require_cuda(self.device, self.programs[0])
 
 
 def _require_cuda(device: torch.device | str, program: Program) -> None:

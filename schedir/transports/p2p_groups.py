@@ -15,7 +15,7 @@ connection that is created while a kernel of the peer waits can hang (NVIDIA/ncc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -69,26 +69,34 @@ def _iterate_edges(program: Program) -> Iterator[DirectedEdge]:
                 yield DirectedEdge(INSTRUCTIONS[instr.op].lane, rank, program.peer_rank(instr))
 
 
-def _warm_up_edges(
-    transport: ProcessTransport, edges: list[DirectedEdge], device: torch.device | str
-) -> None:
-    """Send a number along every edge, one edge after the other, to create the connections."""
-    tensor = torch.zeros(1, device=device)
-    for edge in edges:
-        if transport.rank == edge.source:
-            transport.send(tensor, edge.target, edge.lane).wait()
-        elif transport.rank == edge.target:
-            transport.recv(tensor, edge.source, edge.lane).wait()
+class _EdgeTransport(ProcessTransport):
+    """A transport that creates the connection of each edge when it is created."""
+
+    def open_channels(self) -> None:
+        """Send a number along every edge, one edge after the other, to create the connections."""
+        self.edges: list[DirectedEdge] = directed_edges(*self.programs)
+        self.create_edge_groups()
+        tensor = torch.zeros(1, device=self.device)
+        for edge in self.edges:
+            if self.rank == edge.source:
+                self.send(tensor, edge.target, edge.lane).wait()
+            elif self.rank == edge.target:
+                self.recv(tensor, edge.source, edge.lane).wait()
+
+    def create_edge_groups(self) -> None:
+        """Create the groups of the edges. By default, all edges use the group of the pipeline."""
+
+    def describe_missing_channels(self, program: Program) -> str:
+        """See `ProcessTransport.describe_missing_channels`."""
+        if missing := super().describe_missing_channels(program):
+            return missing
+        for lane, source, target in directed_edges(program):
+            if (lane, source, target) not in self.edges:
+                return f"edge for {lane.name.lower()} from rank {source} to rank {target}"
+        return ""
 
 
-def _describe_missing_edge(edges: Sequence[DirectedEdge], program: Program) -> str:
-    for lane, source, target in directed_edges(program):
-        if (lane, source, target) not in edges:
-            return f"edge for {lane.name.lower()} from rank {source} to rank {target}"
-    return ""
-
-
-class EdgeGroups(ProcessTransport):
+class EdgeGroups(_EdgeTransport):
     """A transport with a process group for each directed edge. Its progress model is `per_edge`.
 
     Over NCCL a group uses only as many multiprocessors as its messages need.
@@ -106,36 +114,18 @@ class EdgeGroups(ProcessTransport):
 
     progress_model: ProgressModel = "per_edge"
 
-    def __init__(
-        self,
-        program: Program,
-        timeout: float | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        max_message_bytes: int = 0,
-        extra_programs: Sequence[Program] = (),
-    ) -> None:
-        super().__init__(program, timeout, device=device, extra_programs=extra_programs)
-        self.edges: list[DirectedEdge] = directed_edges(*self.programs)
-        self.device: torch.device | str = device
+    def create_edge_groups(self) -> None:
+        """Create a group of two ranks for each edge."""
         # The processes with the same replica and tensor-parallel rank as this process. The index is
         # the pipeline rank.
         self.peer_processes: list[int] = self.mesh[self.dp_rank, :, self.tp_rank].tolist()
         self.edge_groups: dict[DirectedEdge, Any] = {}
         for edges in partition_disjoint_edges(self.edges):
             rows = [row for edge in edges for row in self._list_edge_ends(edge)]
-            group = self.make_group(
-                rows, max_ctas=process_groups.choose_max_ctas(max_message_bytes)
-            )
+            max_ctas = process_groups.choose_max_ctas(self.max_message_bytes)
+            group = self.make_group(rows, max_ctas=max_ctas)
             local_edges = (edge for edge in edges if self.rank in (edge.source, edge.target))
             self.edge_groups |= dict.fromkeys(local_edges, group)
-        _warm_up_edges(self, self.edges, device)
-
-    def describe_missing_channels(self, program: Program) -> str:
-        """See `ProcessTransport.describe_missing_channels`."""
-        return super().describe_missing_channels(program) or _describe_missing_edge(
-            self.edges, program
-        )
 
     def _list_edge_ends(self, edge: DirectedEdge) -> list[list[int]]:
         """Return the two processes of an edge for each replica and tensor-parallel rank."""
@@ -182,7 +172,7 @@ class _GroupedTransfer:
         self.work.wait()
 
 
-class GroupedMessages(ProcessTransport):
+class GroupedMessages(_EdgeTransport):
     """A transport with one process group for all messages of a pipeline.
 
     Its progress model is `per_device`. The transport issues each group of transfers with one
@@ -203,26 +193,7 @@ class GroupedMessages(ProcessTransport):
     progress_model: ProgressModel = "per_device"
     is_grouped = True
     has_pipeline_group = True
-
-    def __init__(
-        self,
-        program: Program,
-        timeout: float | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        max_message_bytes: int = 0,
-        extra_programs: Sequence[Program] = (),
-    ) -> None:
-        super().__init__(program, timeout, device=device, extra_programs=extra_programs)
-        self.deferred_transfers: list[tuple[dist.P2POp, _GroupedTransfer]] | None = None
-        self.edges: list[DirectedEdge] = directed_edges(*self.programs)
-        _warm_up_edges(self, self.edges, device)
-
-    def describe_missing_channels(self, program: Program) -> str:
-        """See `ProcessTransport.describe_missing_channels`."""
-        return super().describe_missing_channels(program) or _describe_missing_edge(
-            self.edges, program
-        )
+    deferred_transfers: list[tuple[dist.P2POp, _GroupedTransfer]] | None = None
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """See `Transport.send`. Within a group the transfer is issued by `end_group`."""

@@ -102,6 +102,9 @@ class ProcessTransport:
             fact = f"timeout must be a positive number of seconds, not {describe(timeout)}"
             raise UsageError(fact, fields=["timeout"])
         self.programs: tuple[Program, ...] = (program, *extra_programs)
+        self.device: torch.device | str = device
+        self.max_message_bytes = max_message_bytes
+        self.require_supported_device()
         self.uses_static_buffers: bool = torch.device(device).type != "cpu"
         self.tp: int = program.tp
         self.dp: int = program.dp
@@ -163,6 +166,25 @@ class ProcessTransport:
         self.lane_streams: dict[Lane, torch.cuda.Stream] = {}
         if self.uses_static_buffers:
             self.use_streams(device)
+        self.open_channels()
+
+    def require_supported_device(self) -> None:
+        """Refuse a device or programs that the transport does not support.
+
+        The constructor calls this method before it creates groups. By default, it refuses nothing.
+
+        Raises:
+            ModelError: The transport does not support the device or a program.
+        """
+
+    def open_channels(self) -> None:
+        """Create the groups and the connections for messages.
+
+        The constructor calls this method at its end. By default, it does nothing.
+
+        Raises:
+            ModelError: The processes cannot exchange messages.
+        """
 
     def use_streams(self, device: torch.device | str) -> None:
         """Run collectives on CUDA streams of this transport, one for each lane with collectives.

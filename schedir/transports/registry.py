@@ -6,7 +6,6 @@ device also needs a row of `_DEVICES`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -133,13 +132,9 @@ def choose_transport(name: str, device: str, *programs: Program) -> type[Process
         *programs: The programs that will run.
     """
     *preferred_rows, last_row = list_transports(device, name)
-    classes: Iterator[type[ProcessTransport]] = (
-        load_object(row.class_path) for row in preferred_rows
-    )
-    supported_classes = (
-        transport_class
-        for transport_class in classes
-        if all([transport_class.supports(program) for program in programs])
-    )
-    first_supported: type[ProcessTransport] | None = next(supported_classes, None)
-    return first_supported or load_object(last_row.class_path)
+    for row in preferred_rows:
+        transport_class: type[ProcessTransport] = load_object(row.class_path)
+        if all([transport_class.supports(program) for program in programs]):
+            return transport_class
+    last_class: type[ProcessTransport] = load_object(last_row.class_path)
+    return last_class

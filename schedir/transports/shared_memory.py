@@ -503,25 +503,14 @@ class SharedMemoryTransport(ProcessTransport):
         """
         return not program.shares_slots and can_share_memory(group)
 
-    def __init__(
-        self,
-        program: Program,
-        timeout: float | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        max_message_bytes: int = 0,
-        group: dist.ProcessGroup | None = None,
-        extra_programs: Sequence[Program] = (),
-    ) -> None:
-        super().__init__(
-            program, timeout, device=device, group=group, extra_programs=extra_programs
-        )
+    def open_channels(self) -> None:
+        """Refuse programs and processes without shared memory. `allocate_buffers` connects them."""
         self.require_supported(self.programs)
-        if not can_share_memory(group):
+        if not can_share_memory(self.parent_group):
             raise ModelError(
                 "transport 'shared_memory' needs one machine for all processes, with Linux on "
                 "x86-64",
-                program=program.name,
+                program=self.name,
                 hint='transport = "gloo"',
             )
         self.wait_timeout: float = (

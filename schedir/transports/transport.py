@@ -348,8 +348,7 @@ class ChainedWork:
 class TransportWrapper:
     """Base class of a transport that wraps another transport.
 
-    The wrapper has the attributes of the wrapped transport, and forwards to it the calls that do
-    not move tensors. A subclass defines the other methods of `Transport`.
+    The wrapper has all attributes and methods of the wrapped transport that it does not replace.
 
     Args:
         inner: The transport that is wrapped.
@@ -357,31 +356,6 @@ class TransportWrapper:
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
-        self.progress_model: ProgressModel = inner.progress_model
-        self.blocking_hosts: bool = inner.blocking_hosts
-        self.is_grouped: bool = inner.is_grouped
-        self.uses_static_buffers: bool = inner.uses_static_buffers
-        self.tp: int = inner.tp
-        self.dp: int = inner.dp
-        self.tp_rank: int = inner.tp_rank
-        self.dp_rank: int = inner.dp_rank
 
-    def check_agreement(
-        self, facts: Mapping[str, str], payload: object = None, record_types: Sequence[type] = ()
-    ) -> list[Any]:
-        """See `Transport.check_agreement`."""
-        return self.inner.check_agreement(facts, payload, record_types)
-
-    def allocate_buffers(
-        self, buffer_sizes: BufferSizes, device: torch.device, programs: Sequence[Program]
-    ) -> dict[SlotKey, Tensor]:
-        """See `Transport.allocate_buffers`."""
-        return self.inner.allocate_buffers(buffer_sizes, device, programs)
-
-    def on_step_begin(self, program: int) -> None:
-        """See `Transport.on_step_begin`."""
-        self.inner.on_step_begin(program)
-
-    def on_step_end(self) -> None:
-        """See `Transport.on_step_end`."""
-        self.inner.on_step_end()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)

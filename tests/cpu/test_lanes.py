@@ -6,6 +6,7 @@ import gc
 import threading
 from threading import Event
 from time import perf_counter, sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,13 @@ from tests.cpu import virtual_gpu
 CPU = torch.device("cpu")
 
 
+def _make_lanes(device: torch.device) -> CopyLanes:
+    resources: Any = SimpleNamespace(device=device)
+    return CopyLanes(resources)
+
+
 def test_lane_runs_in_order_and_after_other_jobs() -> None:
-    lanes, finished, may_run = CopyLanes(CPU), list[str](), Event()
+    lanes, finished, may_run = _make_lanes(CPU), list[str](), Event()
 
     def wait_and_offload() -> None:
         may_run.wait()
@@ -39,7 +45,7 @@ def test_lane_runs_in_order_and_after_other_jobs() -> None:
 
 
 def test_failed_job_raises_in_dependent_jobs() -> None:
-    lanes = CopyLanes(CPU)
+    lanes = _make_lanes(CPU)
     first = lanes.start(Lane.DISK, lambda: 1 / 0)
     second = lanes.start(Lane.H2D, lambda: None, after_jobs=[first])
     independent = lanes.start(Lane.H2D, lambda: None)
@@ -50,7 +56,7 @@ def test_failed_job_raises_in_dependent_jobs() -> None:
 
 
 def test_lane_bandwidth_limits_speed() -> None:
-    lanes = CopyLanes(CPU)
+    lanes = _make_lanes(CPU)
     lanes.bandwidth[Lane.D2H] = 1e6
     start = perf_counter()
     lanes.start(Lane.D2H, lambda: None, 20_000).wait()
@@ -58,7 +64,7 @@ def test_lane_bandwidth_limits_speed() -> None:
 
 
 def test_lane_threads_end_with_their_owner() -> None:
-    lanes = CopyLanes(CPU)
+    lanes = _make_lanes(CPU)
     lanes.start(Lane.D2H, lambda: None).wait()
     name = "lane D2H"
     lane_threads = [thread for thread in threading.enumerate() if thread.name == name]
@@ -74,7 +80,7 @@ def test_lane_is_stream_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work on a lane runs after earlier compute and after the given jobs. The host never waits."""
     gpu = virtual_gpu.install_virtual_gpu(monkeypatch)
     gpu.host_may_wait = False
-    lanes = CopyLanes(torch.device("cuda"))
+    lanes = _make_lanes(torch.device("cuda"))
     gpu.work(3)
     offload = lanes.start(Lane.D2H, lambda: gpu.work(5))
     gpu.work(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,15 +133,14 @@ def test_missing_wait_is_found_as_race(
                 return start(lanes, lane, run, size, after, marks)
         return start(lanes, lane, run, size, () if what == "after" else after, marks)
 
-    class FinishedJob(LaneJob):
-        def wait(self) -> None: ...
+    finished_job: Any = SimpleNamespace(wait=lambda: None)
 
     def release_without_wait(value: SavedActivations) -> None:
-        value.offload_job = value.offload_job and FinishedJob()
+        value.offload_job = value.offload_job and finished_job
         release_device_memory(value)
 
     def reload_without_wait(value: SavedActivations) -> None:
-        value.reload_job = value.reload_job and FinishedJob()
+        value.reload_job = value.reload_job and finished_job
         finish_reload(value)
 
     monkeypatch.setattr(CopyLanes, "start", start_without_wait)

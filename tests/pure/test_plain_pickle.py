@@ -79,9 +79,8 @@ MALICIOUS = {
 
 @pytest.mark.parametrize("name", MALICIOUS)
 def test_malicious_opcode_is_refused(name: str) -> None:
-    with pytest.raises(TraceError) as caught:
-        loads(MALICIOUS[name], "dump")
-    assert caught.value.program == "dump"
+    with pytest.raises(TraceError):
+        loads(MALICIOUS[name])
 
 
 def test_claimed_length_allocates_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

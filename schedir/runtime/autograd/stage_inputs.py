@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
+from schedir.runtime.model_checks.tensor_fingerprint import get_versions
 
 CACHE_LINE_BYTES: Final = 64  # kernels may round differently at other alignments
 
@@ -84,12 +85,12 @@ class StageInputAdapter:
             )
         elif as_views:
             module_inputs = [x.view_as(x) for x in inputs]
-        old_versions = [*map(_get_version, module_inputs)]
+        old_versions = get_versions(module_inputs)
         view_pairs = _find_possible_views(inputs) if writes_inputs is None else ()
         keyword_tensors = (
             [x for x in tree_leaves(dict(keywords)) if isinstance(x, Tensor)] if keywords else ()
         )
-        keyword_versions = [*map(_get_version, keyword_tensors)]
+        keyword_versions = get_versions(keyword_tensors)
         try:
             args: Sequence[Any] = module_inputs
             if skip_input_count > 1:
@@ -103,7 +104,7 @@ class StageInputAdapter:
             ):
                 raise _unexpected_write_error() from error
             raise
-        new_versions = [*map(_get_version, module_inputs)]
+        new_versions = get_versions(module_inputs)
         has_written = new_versions != old_versions
         if has_written and writes_inputs is False:
             raise _unexpected_write_error()
@@ -115,7 +116,7 @@ class StageInputAdapter:
                     "affect both",
                     hint="begin the forward with x = x.clone()",
                 )
-        if keyword_versions and [*map(_get_version, keyword_tensors)] != keyword_versions:
+        if keyword_versions and get_versions(keyword_tensors) != keyword_versions:
             raise ModelError(
                 "a stage changes a keyword argument in place, but all stages get the same tensor",
                 hint="begin the forward with mask = mask.clone()",
@@ -192,8 +193,3 @@ def _copy_aligned(x: Tensor) -> Tensor:
 
 def _has_inplace_layer(module: nn.Module) -> bool:
     return any(getattr(layer, "inplace", False) is True for layer in module.modules())
-
-
-def _get_version(x: Tensor) -> int:
-    """Return the version counter of a tensor, or 0 for an inference tensor."""
-    return 0 if x.is_inference() else x._version

@@ -247,15 +247,7 @@ def measure_sizes(
         activation_grad=None
         if gradient_bytes == activation_bytes
         else _collapse_equal_sizes(gradient_bytes),
-        saved=tuple(sizes.saved for sizes in sizes_by_stage),
-        deferred_wgrad=tuple(sizes.deferred_wgrad for sizes in sizes_by_stage),
-        saved_and_deferred=tuple(sizes.saved_and_deferred for sizes in sizes_by_stage),
-        recompute_inputs=tuple(sizes.checkpoint for sizes in sizes_by_stage),
-        params=tuple(sizes.params for sizes in sizes_by_stage),
-        grads=tuple(sizes.grads for sizes in sizes_by_stage),
-        optimizer=tuple(sizes.optimizer for sizes in sizes_by_stage),
-        buffers=tuple(sizes.buffers for sizes in sizes_by_stage),
-        version=tuple(sizes.version for sizes in sizes_by_stage),
+        **dict(zip(_StageBytes._fields, zip(*sizes_by_stage, strict=True), strict=True)),
         skip=tuple(float(dict(skip_bytes).get(s, 0)) for s in range(len(stages))) if skips else 0.0,
     )
 
@@ -351,7 +343,7 @@ class _StageBytes(NamedTuple):
     saved: float = 0.0
     deferred_wgrad: float = 0.0
     saved_and_deferred: float = 0.0
-    checkpoint: float = 0.0
+    recompute_inputs: float = 0.0
     params: float = 0.0
     grads: float = 0.0
     optimizer: float = 0.0
@@ -453,7 +445,7 @@ def _measure_stage(
         saved=saved_bytes,
         deferred_wgrad=count_bytes(tape.list_saved_tensors()),
         saved_and_deferred=tape.max_bytes,
-        checkpoint=count_bytes(xs) + written_bytes,
+        recompute_inputs=count_bytes(xs) + written_bytes,
         **_measure_parameters(module, stage_inputs),
     )
 

@@ -9,7 +9,7 @@ See `handler_registry` for the arguments and the result of a handler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -90,14 +90,12 @@ def reload(state: ProgramState, i: Instr) -> Call:
     moves = state.service(OffloadMoves)
     lanes = state.service(CopyLanes)
     occupants = _find_offloaded_occupants(state, k)
-    was_on_disk = _find_previous_change(state, k) is Opcode.ReloadFromDisk
+    was_on_disk = _find_adjacent_changes(state, k)[0] == Opcode.ReloadFromDisk
 
     def run() -> None:
         slot.fill(moves.slot_values.pop(i[1:]))
-        (block, value.block), arrival_job = (value.block, None), value.arrival_job
-        assert block is not None and arrival_job is not None, (
-            "the checker proves that it is on the host"
-        )
+        block, arrival_job = value.get_copy()
+        value.block = None
         uses_streams, prior_jobs = lanes.uses_streams, [arrival_job]
         # A stream cannot wait for the disk lane, which is a thread.
         if uses_streams and was_on_disk:
@@ -135,10 +133,7 @@ def offload_to_disk(state: ProgramState, i: Instr) -> Call:
     max_on_disk = _count_max_on_disk(state)
 
     def run() -> None:
-        block, arrival_job = value.block, value.arrival_job
-        assert block is not None and arrival_job is not None, (
-            "the checker proves that it is on the host"
-        )
+        block, arrival_job = value.get_copy()
         try:
             for _ in range(0 if spill_file.arena.allocated_bytes else max_on_disk):
                 spill_file.arena.add_block(value.block_size)
@@ -169,10 +164,7 @@ def reload_from_disk(state: ProgramState, i: Instr) -> Call:
     max_blocks = _count_host_buffers(state)
 
     def run() -> None:
-        disk_block, arrival_job = value.block, value.arrival_job
-        assert disk_block is not None and arrival_job is not None, (
-            "the checker proves that it is on the disk"
-        )
+        disk_block, arrival_job = value.get_copy()
         block = value.block = tiers.host_arena.acquire(value.block_size, value.nbytes, max_blocks)
         read = partial(spill_file.read, disk_block.location, block.location[: value.block_size])
         value.arrival_job = _start_copy(state, k, value, read, [arrival_job, *block.pending_jobs])
@@ -220,24 +212,17 @@ def _find_offloaded_occupants(state: ProgramState, k: int) -> list[SavedActivati
     return [_get_saved_activations(state, state.stream[free_index])]
 
 
-def _list_saved_changes(state: ProgramState, stage: int, mb: int) -> Iterator[tuple[int, Opcode]]:
-    """Yield (index, opcode) of the instructions that compute or move the saved activations."""
-    ops = (Opcode(op) for op in _SAVED_PRODUCERS)
-    changes = [(k, op) for op in ops if (k := state.index_of.get((op, stage, mb))) is not None]
-    return iter(sorted(changes))
+def _find_adjacent_changes(state: ProgramState, k: int) -> tuple[int | None, int | None]:
+    """Return the opcodes of the changes of an instruction's saved activations around it.
 
-
-def _find_previous_change(state: ProgramState, k: int) -> Opcode | None:
-    """Return the opcode of the last instruction before k that computed or moved the activations."""
-    i = state.stream[k]
-    ops = [op for index, op in _list_saved_changes(state, i.stage, i.mb) if index < k]
-    return ops[-1] if ops else None
-
-
-def _find_next_change(state: ProgramState, k: int) -> Opcode | None:
-    """Return the opcode of the first instruction after k that computes or moves the activations."""
-    i = state.stream[k]
-    return next((op for index, op in _list_saved_changes(state, i.stage, i.mb) if index > k), None)
+    A change is an instruction that computes or moves the activations. The opcodes are that of the
+    last change before instruction k and that of the first change after it.
+    """
+    _, stage, mb = state.stream[k]
+    indices = {op: state.index_of.get((op, stage, mb), k) for op in _SAVED_PRODUCERS}
+    earlier = [(index, op) for op, index in indices.items() if index < k]
+    later = [(index, op) for op, index in indices.items() if index > k]
+    return max(earlier, default=(k, None))[1], min(later, default=(k, None))[1]
 
 
 def _count_host_buffers(state: ProgramState) -> int | None:
@@ -270,12 +255,13 @@ def _wrap_compute(handler: Handler, state: ProgramState, i: Instr) -> Call:
     k, waits = state.index_of[i], [call.wait]
     run = call.run
     waits += [occupant.release_device_memory for occupant in _find_offloaded_occupants(state, k)]
-    if _find_previous_change(state, k) is Opcode.Reload:
+    previous_op, next_op = _find_adjacent_changes(state, k)
+    if previous_op == Opcode.Reload:
         waits.append(_get_saved_activations(state, i).finish_reload)
     moves = state.service(OffloadMoves)
     if i.op == Opcode.Forward and not moves.has_fixed_slots:
         waits.append(moves.release_copied)
-    if _SAVED in INSTRUCTIONS[i.op].gives and _find_next_change(state, k) is Opcode.Offload:
+    if _SAVED in INSTRUCTIONS[i.op].gives and next_op == Opcode.Offload:
         run = partial(
             _record_saved_tensors,
             state,

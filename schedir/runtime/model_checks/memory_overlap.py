@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from schedir.errors import ModelError
+from schedir.runtime.model_checks.tensor_fingerprint import get_local_shard
 
 
 class ModuleTensor(NamedTuple):
@@ -89,7 +90,7 @@ def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """
     spans = []
     for k, t in enumerate(tensors):
-        shard = t.to_local() if hasattr(t, "to_local") else t
+        shard = get_local_shard(t)
         if shard.layout is not torch.strided or not shard.numel() or shard.is_meta:
             continue
         start = shard.data_ptr()

@@ -19,6 +19,7 @@ from schedir.ir.pipeline.tied_weights import (
     format_tied_stages,
 )
 from schedir.ir.program import Program
+from schedir.runtime.model_checks.tensor_fingerprint import get_local_shard
 from schedir.runtime.parameters.optimizer_inspection import describe_options
 from schedir.runtime.parameters.tied_parameters import TiedWeight
 
@@ -99,9 +100,7 @@ def _fingerprint(
 ) -> ParameterFingerprint:
     kind, is_constant, values_digest = f"{list(p.shape)} of {p.dtype}", True, ""
     if not p.is_meta:
-        local = p.detach()
-        local = local.to_local() if hasattr(local, "to_local") else local  # a DTensor's local shard
-        flat = local.reshape(-1)
+        flat = get_local_shard(p.detach()).reshape(-1)
         sample = flat[:: max(1, flat.numel() // SAMPLE_SIZE)]
         is_constant = bool((sample == sample[:1]).all())
         if is_constant and not bool((flat == flat[:1]).all()):

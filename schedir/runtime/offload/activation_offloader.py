@@ -161,6 +161,13 @@ class SavedActivations:
         self.arrival_job: LaneJob | None = None  # the latest copy between tiers
         self.block: ArenaBlock[Any] | None = None
 
+    def get_copy(self) -> tuple[ArenaBlock[Any], LaneJob]:
+        """Return the block with the copy on the host or the disk, and the job that writes it."""
+        assert self.block is not None and self.arrival_job is not None, (
+            "the checker proves that it is in this tier"
+        )
+        return self.block, self.arrival_job
+
     # ------------------------------------------------------------ recording
 
     def record_saved(self) -> saved_tensors_hooks:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from threading import Event, Thread
 from time import perf_counter, sleep
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final
 
 import torch
 
@@ -23,37 +23,8 @@ from schedir.runtime.rank_resources import RankResources, RankService
 _THREAD_LANES: Final = (Lane.DISK, Lane.HOST)
 
 
-class LaneObserver(Protocol):
-    """An object that is notified, on the lane, when a job begins and when it ends."""
-
-    def on_begin(self) -> None:
-        """Record that the job begins."""
-        ...
-
-    def on_end(self) -> None:
-        """Record that the job has ended."""
-        ...
-
-
-class LaneJob:
-    """A job that was started on a lane."""
-
-    def wait(self) -> None:
-        """Make the following computation wait for the job.
-
-        On a CPU the host waits. On a GPU the current stream waits. If the job failed, this method
-        raises the error of the job. The method may be called several times.
-        """
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """Wait on the host until the job has ended. If the job failed, raise its error."""
-        raise NotImplementedError
-
-    @property
-    def is_done(self) -> bool:
-        """Return whether the job has ended. Do not wait for it."""
-        raise NotImplementedError
+# Records, on the lane, that a job begins (False) or has ended (True).
+LaneObserver = Callable[[bool], None]
 
 
 class CopyLanes(RankService):
@@ -63,24 +34,15 @@ class CopyLanes(RankService):
     bandwidth takes at least the time that its bytes need at this bandwidth.
 
     Args:
-        device: The device of the rank.
+        resources: The resources of the rank.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.uses_streams = device.type == "cuda"
+    def __init__(self, resources: RankResources) -> None:
+        self.device: torch.device = resources.device
+        self.uses_streams = self.device.type == "cuda"
         self.bandwidth: dict[Lane, float] = {}
         self.threads: dict[Lane, SimpleQueue[_ThreadJob | None]] = {}
         self.streams: dict[Lane, torch.cuda.Stream] = {}
-
-    @classmethod
-    def create(cls, owner: RankResources) -> Self:
-        """Create the lanes of a rank.
-
-        Args:
-            owner: The resources of the rank.
-        """
-        return cls(owner.device)
 
     def start(
         self,
@@ -100,7 +62,7 @@ class CopyLanes(RankService):
                 the current computation.
             nbytes: The bytes that the job copies.
             after_jobs: Jobs that must end before this job begins.
-            observer: An object that is notified of the start and the end of the job.
+            observer: Records the start and the end of the job.
 
         Returns:
             The job.
@@ -119,7 +81,7 @@ class CopyLanes(RankService):
         return job
 
 
-class _ThreadJob(LaneJob):
+class _ThreadJob:
     """A job that a thread runs. Torch releases the interpreter lock while it copies."""
 
     def __init__(
@@ -143,13 +105,13 @@ class _ThreadJob(LaneJob):
                 job.finish()
             begin_time = perf_counter()
             if observer is not None:
-                observer.on_begin()
+                observer(False)
             with torch.no_grad():
                 run()
             if (remaining_seconds := begin_time + self.seconds - perf_counter()) > 0:
                 sleep(remaining_seconds)
             if observer is not None:
-                observer.on_end()
+                observer(True)
         except BaseException as error:  # `wait` raises it.
             self.error = error
         self.pending_call = None  # a reference to the job must not keep tensors alive
@@ -157,6 +119,10 @@ class _ThreadJob(LaneJob):
         self.done_event.set()
 
     def wait(self) -> None:
+        """Wait on the host until the job has ended. If the job failed, raise its error.
+
+        This method may be called several times.
+        """
         self.done_event.wait()
         if self.error is not None:
             raise self.error
@@ -165,6 +131,7 @@ class _ThreadJob(LaneJob):
 
     @property
     def is_done(self) -> bool:
+        """Return whether the job has ended. Do not wait for it."""
         return self.done_event.is_set()
 
 
@@ -175,7 +142,9 @@ def _run_jobs(queue: SimpleQueue[_ThreadJob | None]) -> None:
         del job
 
 
-class _StreamJob(LaneJob):
+class _StreamJob:
+    """A job that the constructor issues to a stream."""
+
     def __init__(
         self,
         stream: torch.cuda.Stream,
@@ -192,18 +161,24 @@ class _StreamJob(LaneJob):
             for job in after_jobs:
                 job.wait()
             if observer is not None:
-                observer.on_begin()
+                observer(False)
             run()
             if observer is not None:
-                observer.on_end()
+                observer(True)
             self.event.record(stream)
 
     def wait(self) -> None:
+        """Make the following computation of the current stream wait for the job."""
         torch.cuda.current_stream().wait_event(self.event)
 
     def finish(self) -> None:
+        """Wait on the host until the job has ended."""
         self.event.synchronize()
 
     @property
     def is_done(self) -> bool:
+        """Return whether the job has ended. Do not wait for it."""
         return bool(self.event.query())
+
+
+LaneJob = _ThreadJob | _StreamJob

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -25,25 +24,16 @@ class SnapshotCopies(RankService):
     """The snapshot copies of a rank's stages in the current or the next step.
 
     Args:
-        device: The device of the rank.
+        resources: The resources of the rank.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, resources: RankResources) -> None:
         # This lane is separate from the lanes of the step, so a step's own copies do not queue up
         # behind a snapshot.
-        self.lanes = CopyLanes(device)
+        self.lanes = CopyLanes(resources)
         self.requested: dict[int, Sequence[CopyPair]] = {}  # stage -> pairs to copy
         self.started_copies: list[LaneJob] = []  # since the last request
         self.requester: object = None  # the object that made the last request
-
-    @classmethod
-    def create(cls, owner: RankResources) -> Self:
-        """Create the snapshot copies of a rank.
-
-        Args:
-            owner: The resources of the rank.
-        """
-        return cls(owner.device)
 
     def on_load(self) -> None:
         """Cancel the requested copies, because a load changes the tensors."""

@@ -19,6 +19,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -338,6 +339,7 @@ class PostValidation(ProgramService):
             self.apply_update()
 
 
+@dataclass(eq=False)
 class _UnvalidatedUpdate:
     """An update that the executor has made and not yet validated.
 
@@ -346,9 +348,8 @@ class _UnvalidatedUpdate:
         norm: The norm of the update. It is set at the end of the step.
     """
 
-    def __init__(self, preserved: PreservedState, norm: _Norm | None = None) -> None:
-        self.preserved = preserved
-        self.norm = norm
+    preserved: PreservedState
+    norm: _Norm | None = None
 
 
 def _copy_values(copies: dict[Tensor, Tensor]) -> None:
@@ -371,9 +372,8 @@ class _Norm:
     ) -> None:
         self.sum_of_squares = sum_of_squares
         self.work = work
-        self.host_value = 0.0
+        self.host_value: float | None = None
         self.scalar_copy: AsyncScalars | None = None
-        self.is_read = False
         if side_stream is not None:
             with torch.cuda.stream(side_stream):
                 work.wait()
@@ -381,11 +381,10 @@ class _Norm:
 
     def read(self) -> float:
         """Wait for the sum of squares, and return it on the host."""
-        if not self.is_read:
+        if self.host_value is None:
             if self.scalar_copy is None:
                 self.work.wait()
                 self.host_value = self.sum_of_squares.item()
             else:
                 (self.host_value,) = self.scalar_copy.read()
-            self.is_read = True
         return self.host_value

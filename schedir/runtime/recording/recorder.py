@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
@@ -27,6 +28,7 @@ from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import RECV_OPS, SEND_OPS, Lane
 from schedir.ir.program import Program
+from schedir.runtime.offload.copy_lanes import LaneObserver
 from schedir.runtime.program_state import WorkObserver
 from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.transport import CompletedWork, Transport, TransportWrapper, Work
@@ -67,14 +69,23 @@ class Timestamps(WorkObserver, ABC):
         self.ends_on_lane: set[int] = set()
 
     @abstractmethod
+    def record_now(self, k: int, is_end: bool) -> None:
+        """Record the present time, or the time at which the current stream will be at this point.
+
+        Args:
+            k: The index of the instruction in the stream.
+            is_end: True if the instruction ends, False if it begins.
+        """
+
     def begin_instruction(self, k: int) -> None:
         """Record that an instruction begins, after it has waited for its inputs.
 
         Args:
             k: The index of the instruction in the stream.
         """
+        self.current_index = k
+        self.record_now(k, False)
 
-    @abstractmethod
     def end_instruction(self, k: int) -> None:
         """Record that the call of an instruction has returned.
 
@@ -83,6 +94,9 @@ class Timestamps(WorkObserver, ABC):
         Args:
             k: The index of the instruction in the stream.
         """
+        self.current_index = None
+        if k not in self.ends_on_lane:
+            self.record_now(k, True)
 
     @abstractmethod
     def follow_work(self, work: Work) -> Work:
@@ -118,48 +132,20 @@ class Timestamps(WorkObserver, ABC):
         The host issues the work of a group of transfers at the end of the group.
         """
 
-    def make_lane_observer(self) -> LaneTimestamps | None:
+    def make_lane_observer(self) -> LaneObserver | None:
         """Return an observer of the current instruction's work on a lane of the rank.
 
         Returns:
             The observer, or None if the current instruction is not recorded.
         """
-        return None if self.current_index is None else LaneTimestamps(self, self.current_index)
-
-    @abstractmethod
-    def note_on_lane(self, k: int, is_end: bool) -> None:
-        """Record that the work of an instruction on a lane of the rank begins or ends now.
-
-        Args:
-            k: The index of the instruction in the stream.
-            is_end: True if the work ends, False if it begins.
-        """
+        if self.current_index is None:
+            return None
+        self.ends_on_lane.add(self.current_index)
+        return partial(self.record_now, self.current_index)
 
     def end_step(self) -> None:
         """End the recording of a step."""
         self.is_complete = True
-
-
-class LaneTimestamps:
-    """The lane observer of one instruction. Its methods run on the thread or stream of the lane.
-
-    Args:
-        timestamps: The recorder of the rank.
-        k: The index of the instruction in the stream.
-    """
-
-    def __init__(self, timestamps: Timestamps, k: int) -> None:
-        timestamps.ends_on_lane.add(k)
-        self.timestamps = timestamps
-        self.k = k
-
-    def on_begin(self) -> None:
-        """Record that the work begins now."""
-        self.timestamps.note_on_lane(self.k, is_end=False)
-
-    def on_end(self) -> None:
-        """Record that the work ends now."""
-        self.timestamps.note_on_lane(self.k, is_end=True)
 
 
 class HostTimestamps(Timestamps):
@@ -174,20 +160,9 @@ class HostTimestamps(Timestamps):
         self.start_times = [0.0] * count
         self.end_times = [0.0] * count
 
-    def note_on_lane(self, k: int, is_end: bool) -> None:
-        """See `Timestamps.note_on_lane`."""
+    def record_now(self, k: int, is_end: bool) -> None:
+        """See `Timestamps.record_now`."""
         (self.end_times if is_end else self.start_times)[k] = perf_counter()
-
-    def begin_instruction(self, k: int) -> None:
-        """See `Timestamps.begin_instruction`."""
-        self.current_index = k
-        self.start_times[k] = perf_counter()
-
-    def end_instruction(self, k: int) -> None:
-        """See `Timestamps.end_instruction`."""
-        self.current_index = None
-        if k not in self.ends_on_lane:
-            self.end_times[k] = perf_counter()
 
     def follow_work(self, work: Work) -> Work:
         """See `Timestamps.follow_work`."""
@@ -276,20 +251,9 @@ class EventTimestamps(Timestamps):
         self.pending_works: list[tuple[int, Work]] = []  # works without a recorded end
         self.active_queues: set[int] = set()  # queues whose side stream this step has used
 
-    def note_on_lane(self, k: int, is_end: bool) -> None:
-        """See `Timestamps.note_on_lane`. The event is recorded on the current stream."""
+    def record_now(self, k: int, is_end: bool) -> None:
+        """See `Timestamps.record_now`. The event is recorded on the current stream."""
         (self.end_events if is_end else self.start_events)[k].record()
-
-    def begin_instruction(self, k: int) -> None:
-        """See `Timestamps.begin_instruction`. The event is recorded on the current stream."""
-        self.current_index = k
-        self.start_events[k].record()
-
-    def end_instruction(self, k: int) -> None:
-        """See `Timestamps.end_instruction`. The event is recorded on the current stream."""
-        self.current_index = None
-        if k not in self.ends_on_lane:
-            self.end_events[k].record()
 
     def follow_work(self, work: Work) -> Work:
         """See `Timestamps.follow_work`. `on_issued` records the end."""
@@ -376,7 +340,6 @@ class RecordedTransport(TransportWrapper):
     def __init__(self, inner: Transport, timestamps: Timestamps) -> None:
         super().__init__(inner)
         self.timestamps = timestamps
-        self.send = inner.send
         self.is_in_group = False  # True between `start_group` and `end_group`
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:

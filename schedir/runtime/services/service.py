@@ -20,7 +20,7 @@ executor refuses all further steps.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -37,15 +37,6 @@ class Service:
 
     def __init__(self, owner: Any) -> None:
         pass
-
-    @classmethod
-    def create(cls, owner: Any) -> Self:
-        """Create the service.
-
-        Args:
-            owner: The `ProgramState` of the program, or the `RankResources` of the rank.
-        """
-        return cls(owner)
 
     def finish_setup(self) -> None:
         """Finish the construction of an executor, with changes that cannot be undone.
@@ -168,7 +159,7 @@ def find_or_create(services: dict[type[Service], Service], kind: type[_Kind], ow
         owner: The owner of the services.
     """
     if kind not in services:
-        services[kind] = kind.create(owner)
+        services[kind] = kind(owner)
     service = services[kind]
     assert isinstance(service, kind)
     return service

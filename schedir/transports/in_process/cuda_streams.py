@@ -6,7 +6,7 @@ GPUs. So the same operations overlap as between GPUs. The host never waits.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ from schedir.transports.collectives import (
     Collective,
     CollectiveMember,
     GroupKey,
-    PendingCollectives,
     run_collective,
 )
 from schedir.transports.in_process.virtual_rank import VirtualRankHub, VirtualRankTransport
@@ -105,31 +104,14 @@ class _StreamPart(CollectiveMember):
     end_point: StreamPoint
 
 
-class StreamHub(VirtualRankHub):
-    """The state that virtual ranks share: incomplete messages and collectives.
-
-    Incomplete messages have only a sender or only a receiver so far.
-    """
+class StreamHub(VirtualRankHub[_MessageSide, _StreamPart]):
+    """The state that virtual ranks share, with the CUDA stream of each directed edge."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent_messages: dict[tuple[Lane, int, int], deque[_MessageSide]] = defaultdict(deque)
-        self.awaited_messages: dict[tuple[Lane, int, int], deque[_MessageSide]] = defaultdict(deque)
-        self.lane_streams: dict[tuple[Lane, int, int], torch.cuda.Stream] = {}
-        self.pending_collectives: PendingCollectives[_StreamPart] = PendingCollectives()
-
-    def get_lane_stream(self, lane: Lane, source: int, target: int) -> torch.cuda.Stream:
-        """Return the CUDA stream of a directed edge, and create it at first use.
-
-        Args:
-            lane: The lane.
-            source: The rank that sends.
-            target: The rank that receives.
-        """
-        key = lane, source, target
-        if key not in self.lane_streams:
-            self.lane_streams[key] = torch.cuda.Stream(priority=-1)
-        return self.lane_streams[key]
+        self.lane_streams: dict[tuple[Lane, int, int], torch.cuda.Stream] = defaultdict(
+            lambda: torch.cuda.Stream(priority=-1)
+        )
 
 
 class StreamMailbox(VirtualRankTransport[StreamHub]):
@@ -170,9 +152,8 @@ class StreamMailbox(VirtualRankTransport[StreamHub]):
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """See `Transport.send`. The Work ends when the receiver has a copy."""
         key = lane, self.rank, peer
-        side = _MessageSide(
-            tensor, _record_current_point(), StreamPoint(), self.hub.get_lane_stream(*key)
-        )
+        stream = self.hub.lane_streams[key]
+        side = _MessageSide(tensor, _record_current_point(), StreamPoint(), stream)
         if not self.hub.awaited_messages[key]:
             self.hub.sent_messages[key].append(side)
             return side.end_point
@@ -181,9 +162,8 @@ class StreamMailbox(VirtualRankTransport[StreamHub]):
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """See `Transport.recv`. The copy begins when both tensors are ready."""
         key = lane, peer, self.rank
-        side = _MessageSide(
-            tensor, _record_current_point(), StreamPoint(), self.hub.get_lane_stream(*key)
-        )
+        stream = self.hub.lane_streams[key]
+        side = _MessageSide(tensor, _record_current_point(), StreamPoint(), stream)
         if not self.hub.sent_messages[key]:
             self.hub.awaited_messages[key].append(side)
             return side.end_point
@@ -198,9 +178,7 @@ class StreamMailbox(VirtualRankTransport[StreamHub]):
         """
         end_point = StreamPoint()
         member = _StreamPart(kind, output_tensor, input_tensor, _record_current_point(), end_point)
-        members = self.hub.pending_collectives.arrive(
-            group, self.rank, self.group_members[group], member
-        )
+        members = self.hub.call_collective(group, self.rank, self.group_members[group], member)
         if members:
             with torch.cuda.stream(self.collective_stream):
                 for member in members:

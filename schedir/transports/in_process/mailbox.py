@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from schedir.transports.collectives import (
     Collective,
     CollectiveMember,
     GroupKey,
-    PendingCollectives,
     run_collective,
 )
 from schedir.transports.in_process.cuda_streams import StreamHub, StreamMailbox
@@ -39,17 +37,7 @@ class _CollectivePart(CollectiveMember, CompletedWork):
         assert self.is_done, "all ranks are issued before one of them waits"
 
 
-class MailboxHub(VirtualRankHub):
-    """The state that virtual ranks share: incomplete messages and collectives.
-
-    Incomplete messages have only a sender or only a receiver so far.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent_messages: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
-        self.awaited_receives: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
-        self.pending_collectives: PendingCollectives[_CollectivePart] = PendingCollectives()
+MailboxHub = VirtualRankHub[Tensor, _CollectivePart]
 
 
 class Mailbox(VirtualRankTransport[MailboxHub]):
@@ -58,8 +46,8 @@ class Mailbox(VirtualRankTransport[MailboxHub]):
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """See `Transport.send`. This method copies the tensor immediately."""
         key = lane, self.rank, peer
-        if self.hub.awaited_receives[key]:
-            self.hub.awaited_receives[key].popleft().copy_(tensor)
+        if self.hub.awaited_messages[key]:
+            self.hub.awaited_messages[key].popleft().copy_(tensor)
         else:
             self.hub.sent_messages[key].append(tensor.clone())
         return CompletedWork()
@@ -70,7 +58,7 @@ class Mailbox(VirtualRankTransport[MailboxHub]):
         if self.hub.sent_messages[key]:
             tensor.copy_(self.hub.sent_messages[key].popleft())
         else:
-            self.hub.awaited_receives[key].append(tensor)
+            self.hub.awaited_messages[key].append(tensor)
         return CompletedWork()
 
     def start_collective(
@@ -82,9 +70,7 @@ class Mailbox(VirtualRankTransport[MailboxHub]):
         order of ranks, whatever the order of the calls is.
         """
         own_part = _CollectivePart(kind, output_tensor, input_tensor)
-        members = self.hub.pending_collectives.arrive(
-            group, self.rank, self.group_members[group], own_part
-        )
+        members = self.hub.call_collective(group, self.rank, self.group_members[group], own_part)
         if members:
             run_collective(members)
             for member in members:
@@ -111,15 +97,10 @@ def make_mailboxes(
         payloads: The payloads of all ranks, which `check_agreement` returns.
     """
     members = [list_group_members(program, rank) for rank in range(program.shape.ranks)]
-    if on_cuda:
-        stream_hub = StreamHub()
-        stream_hub.payloads = payloads
-        return [
-            StreamMailbox(stream_hub, rank, m, progress_model) for rank, m in enumerate(members)
-        ]
-    hub = MailboxHub()
+    hub: Any = StreamHub() if on_cuda else MailboxHub()
     hub.payloads = payloads
-    return [Mailbox(hub, rank, m, progress_model) for rank, m in enumerate(members)]
+    kind = StreamMailbox if on_cuda else Mailbox
+    return [kind(hub, rank, m, progress_model) for rank, m in enumerate(members)]
 
 
 def list_group_members(program: Program, rank: int) -> dict[GroupKey, list[int]]:

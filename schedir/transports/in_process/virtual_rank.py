@@ -2,23 +2,56 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 from schedir.analysis.progress_models import ProgressModel
-from schedir.transports.collectives import GroupKey
+from schedir.ir.isa.instructions import Lane
+from schedir.transports.collectives import CollectiveMember, GroupKey
 from schedir.transports.transport import allocate_buffers
 
+_Side = TypeVar("_Side")  # the sender's or the receiver's side of a message
+_Member = TypeVar("_Member", bound=CollectiveMember)
+_DirectedEdge = tuple[Lane, int, int]  # lane, source, target
 
-class VirtualRankHub:
-    """The state that virtual ranks share."""
+
+class VirtualRankHub(Generic[_Side, _Member]):
+    """The state that virtual ranks share: incomplete messages and collectives.
+
+    Incomplete messages have only a sender or only a receiver so far. Incomplete collectives were
+    called by some of their members. A member may call several collectives before another member
+    calls the first of them.
+    """
 
     def __init__(self) -> None:
         self.payloads: list[Any] = []  # the payloads of all ranks, see Transport.check_agreement
+        self.sent_messages: dict[_DirectedEdge, deque[_Side]] = defaultdict(deque)
+        self.awaited_messages: dict[_DirectedEdge, deque[_Side]] = defaultdict(deque)
+        self.collective_calls: dict[tuple[GroupKey, int], deque[_Member]] = defaultdict(deque)
+
+    def call_collective(
+        self, group: GroupKey, rank: int, member_ranks: list[int], member: _Member
+    ) -> list[_Member]:
+        """Add the call of one rank, and return all calls if the collective is now complete.
+
+        Args:
+            group: The group of the collective.
+            rank: The rank that calls.
+            member_ranks: All ranks of the group.
+            member: The call of this rank.
+
+        Returns:
+            The call of each member, in the order of `member_ranks`, if this rank was the last one
+            to call. Otherwise an empty list.
+        """
+        self.collective_calls[group, rank].append(member)
+        queues = [self.collective_calls[group, member_rank] for member_rank in member_ranks]
+        return [queue.popleft() for queue in queues] if all(queues) else []
 
 
-_Hub = TypeVar("_Hub", bound=VirtualRankHub)
+_Hub = TypeVar("_Hub", bound=VirtualRankHub[Any, Any])
 
 
 class VirtualRankTransport(Generic[_Hub]):
