@@ -8,7 +8,7 @@ from functools import partial
 from inspect import signature
 from typing import Any, Unpack
 
-from schedir.analysis.memory.footprint import compute_footprints, require_memory_limit
+from schedir.analysis.memory.footprint import compute_peak_bytes, require_memory_limit
 from schedir.analysis.progress_models import ProgressModel
 from schedir.call_errors import explain_wrong_calls
 from schedir.compiler.compile_options import (
@@ -416,10 +416,7 @@ def check_memory(
                 )
             raise
         minimal_program = share_slots(program, "minimal")
-        peak = max(
-            footprint.total_bytes.max(initial=0.0)
-            for footprint in compute_footprints(minimal_program, sizes, worst_case=True)
-        )
+        peak = float(compute_peak_bytes(minimal_program, sizes).max())
         if peak <= add_tolerance(limit_bytes):
             effect = f"ranks need at most {format_bytes(peak)}"
             error.hint = CommandHint(

@@ -633,6 +633,21 @@ def _find_handover_memory(program: Program, sizes: Sizes) -> ValueLifetimes:
     return ValueLifetimes(*map(np.concatenate, zip(*changes, strict=True)))
 
 
+def compute_peak_bytes(program: Program, sizes: Sizes, tier: str = "device") -> NDArray[np.float64]:
+    """Return the peak memory of each rank on a tier, in the worst case of `compute_footprints`.
+
+    Args:
+        program: A complete program.
+        sizes: The sizes of values.
+        tier: One of `TIERS`.
+
+    Returns:
+        Bytes of shape (ranks,).
+    """
+    footprints = compute_footprints(program, sizes, tier, worst_case=True)
+    return np.array([footprint.total_bytes.max(initial=0.0) for footprint in footprints])
+
+
 def fits_memory_limit(program: Program, sizes: Sizes, limit: float) -> bool:
     """Return whether no rank uses more than `limit` bytes on the device.
 
