@@ -37,6 +37,7 @@ from schedir.commands.common.plan_request import (
     parse_plan_request,
 )
 from schedir.commands.common.schedule_options import (
+    make_argument_type,
     parse_byte_option,
     parse_count,
     parse_number,
@@ -379,13 +380,10 @@ def format_epilog() -> str:
     )
 
 
-def _parse_counts(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(parse_integer, text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be an integer, or integers with commas between them like 4,8, not {text!r}"
-        ) from None
+_parse_counts: Final = make_argument_type(
+    lambda text: tuple(map(parse_integer, text.split(","))),
+    "must be an integer, or integers with commas between them like 4,8",
+)
 
 
 def _parse_names(text: str) -> tuple[str, ...]:

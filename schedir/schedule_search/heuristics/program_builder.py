@@ -172,6 +172,7 @@ class ProgramBuilder:
         The slots are the last step of `compile`, so the program is lowered only once for all
         choices of `buffer_sharing`.
         """
+        assert self._sizes is not None
         choices = _BUFFER_SHARING_CHOICES if self.counts_messages else _BUFFER_SHARING_CHOICES[:1]
         for sharing in choices:
             candidate = program if sharing is None else share_slots(program, sharing, self._costs)
