@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -51,7 +51,7 @@ from schedir.ir.cost.number_parsing import parse_integer
 from schedir.schedule_search.search_arguments import DEFAULT_TIME_LIMIT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from schedir.ir.program import Program
     from schedir.planner import PlanEstimate
@@ -217,7 +217,6 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
     from schedir.training.hardware_benchmark import measure
 
     with atomic_write(args.output) as temporary:  # Fail now if the path cannot be written.
-        temporary.touch()
         measurement = measure(args.processes, args.device or "cpu", progress=True)
         processes = (
             f"{measurement.cluster.gpu_count} process{'es' * (measurement.cluster.gpu_count > 1)}"
@@ -419,7 +418,7 @@ def run(args: argparse.Namespace) -> str:
     request = parse_plan_request(args)
     if args.picture is not None:
         require_writable(args.picture)
-    with _open_output(args.output) as path:
+    with nullcontext() if args.output is None else atomic_write(args.output) as path:
         # These options start from the fastest plans. Without them, the first plan may be a simpler
         # plan that is almost as fast.
         if args.optimize_division or args.improve_schedules:
@@ -480,21 +479,6 @@ def _require_valid_options(args: argparse.Namespace) -> None:
         option := next((name for name, is_given in plan_options if is_given), None)
     ):
         raise UsageError(f"{option} cannot be combined with --offload", fields=["offload"])
-
-
-def _open_output(path: str | None) -> AbstractContextManager[Path | None]:
-    """Return a context manager that yields the file to write, or None without an output file.
-
-    If the file cannot be written, the context manager raises an error before planning.
-    """
-    return nullcontext() if path is None else _touch_output(path)
-
-
-@contextmanager
-def _touch_output(path: str) -> Iterator[Path]:
-    with atomic_write(path) as temporary:
-        temporary.touch()
-        yield temporary
 
 
 def _describe_written_files(args: argparse.Namespace) -> str:

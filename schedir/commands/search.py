@@ -327,9 +327,8 @@ def run(args: argparse.Namespace) -> str | tuple[str, int]:
     if args.output is not None:
         require_suffix(args.output, "the file of a program", ".sched")
     problem = _parse_search_request(args)
+    # Opening fails before the search if the file cannot be written.
     with nullcontext() if args.output is None else atomic_write(args.output) as path:
-        if path is not None:
-            path.touch()  # Fail before the search if the file cannot be written.
         start = perf_counter()
         result = _search(args, problem)
         elapsed = perf_counter() - start
@@ -348,7 +347,6 @@ def run(args: argparse.Namespace) -> str | tuple[str, int]:
 
 def _search_frontier(args: argparse.Namespace) -> str | tuple[str, int]:
     from schedir.commands.common.frontier_report import (
-        FrontierRequest,
         report_frontier,
         require_frontier_options,
     )
@@ -357,12 +355,7 @@ def _search_frontier(args: argparse.Namespace) -> str | tuple[str, int]:
     problem = _parse_search_request(args)
     unit = "" if problem.costs_timeline is None else problem.costs_timeline.unit
     initial_schedules = _load_initial_schedules(args.initial_schedules, problem)
-    text, complete = report_frontier(
-        args,
-        FrontierRequest(
-            problem.shape, problem.request.costs, problem.request.sizes, initial_schedules, unit
-        ),
-    )
+    text, complete = report_frontier(args, problem.shape, problem.request, initial_schedules, unit)
     return text if complete else (text, INTERRUPTED_EXIT_CODE)
 
 
