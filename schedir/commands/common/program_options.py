@@ -22,17 +22,10 @@ from schedir.io.toml_tables import (
     suggest_file_kind,
     suggest_section,
 )
-from schedir.ir.pipeline.field_schema import YES_OR_NO_TYPE, FieldType
+from schedir.ir.pipeline.field_schema import YES_OR_NO_TYPE, FieldType, make_choice_type
 from schedir.ir.program import HEADER_FIELDS
 from schedir.passes.pass_registry import OPTION_SECTIONS, PASS_OPTIONS
 from schedir.retired_names import RETIRED_HINTS, find_similar_name, get_rename_hint
-
-
-def _parse_buffer_sharing(text: str) -> str:
-    if text not in ("minimal", "latency_preserving"):
-        raise ValueError(f"must be minimal or latency_preserving, not {text!r}")
-    return text
-
 
 # Name that a user may try with -O -> the correct option.
 _OTHER_OPTIONS: Final = {
@@ -75,8 +68,8 @@ def _list_options() -> Iterator[tuple[str, ProgramOption]]:
             "pipeline.overlap",
         ),
     )
-    sharing = FieldType(
-        "must be minimal or latency_preserving", _parse_buffer_sharing, str, metavar="HOW"
+    sharing = make_choice_type(
+        "must be minimal or latency_preserving", ("minimal", "latency_preserving"), "HOW"
     )
     yield (
         "buffer_sharing",

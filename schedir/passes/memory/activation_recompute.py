@@ -26,7 +26,7 @@ from schedir.errors import UsageError, describe
 from schedir.ir.cost.per_stage_values import look_up
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import BACKWARD_OPS, COMPUTE_OPS, FORWARD_OPS, RECOMPUTE
-from schedir.ir.pipeline.field_schema import FieldType
+from schedir.ir.pipeline.field_schema import make_choice_type
 from schedir.ir.program import (
     ADDRESS_MASK,
     STAGE_SHIFT,
@@ -98,16 +98,8 @@ def _find_candidates(program: Program) -> Words:
     return candidates
 
 
-def _parse_recompute_time(text: str) -> str:
-    if text not in _RECOMPUTE_TIMES:
-        raise ValueError(f"must be early or late, not {text!r}")
-    return text
-
-
 RECOMPUTE_TYPE: Final = make_selection_type("must select the forwards that are recomputed")
-RECOMPUTE_AT_TYPE: Final = FieldType(
-    "must be early or late", _parse_recompute_time, str, metavar="WHEN"
-)
+RECOMPUTE_AT_TYPE: Final = make_choice_type("must be early or late", _RECOMPUTE_TIMES, "WHEN")
 # Rounds that move R earlier.  After a move, another R can fit into an idle time.
 _MAX_ROUNDS: Final = 4
 
