@@ -57,6 +57,7 @@ from schedir.predict.calibrate import (
     compute_prediction_error,
     fill_missing_backwards,
     round_costs,
+    simulate_at_mean_times,
 )
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, require_timeline
@@ -245,14 +246,7 @@ def advise(
     require_timeline(timeline, "timeline")
     program, sizes = timeline.program, timeline.sizes
     costs = fill_missing_backwards(costs or calibrate(timeline), program)
-    baseline = simulate(
-        program,
-        costs,
-        progress_model=timeline.progress_model,
-        blocking_hosts=timeline.blocking_hosts,
-        sizes=sizes,
-    )
-    baseline = replace(baseline, unit=timeline.unit)
+    baseline = simulate_at_mean_times(timeline, costs)
     advice = Advice(baseline, compute_prediction_error(baseline, timeline), [], [])
     if not advice.is_reliable:
         return advice
@@ -435,13 +429,10 @@ class _Table:
             return None
         current_time = self.baseline.span / self.shape.microbatches
         changed_time = run.span / program.shape.microbatches
-        return (
-            SimulatedChange(
-                row, replace(run, unit=self.baseline.unit), 1 - changed_time / current_time
-            )
-            if current_time
-            else None
-        )
+        if not current_time:
+            return None
+        run = replace(run, unit=self.baseline.unit)
+        return SimulatedChange(row, run, 1 - changed_time / current_time)
 
     def exceeds_memory_limit(self, program: Program) -> bool:
         """Return whether a rank needs more memory than the limit. Without sizes, return False.
