@@ -445,11 +445,9 @@ def run(args: argparse.Namespace) -> str:
         _draw_plans(args, request, plans, selected_plan)
     if args.json:
         return format_plans_json(request, plans)
-    return (
-        format_plans(request, plans, args.select, args.tokens, fastest)
-        + note
-        + _describe_written_files(args)
-    )
+    written_files = [path for path in (args.output, args.picture) if path is not None]
+    text = format_plans(request, plans, args.select, args.tokens, fastest) + note
+    return text + "".join(f"wrote {path}\n" for path in written_files)
 
 
 def _require_valid_options(args: argparse.Namespace) -> None:
@@ -479,10 +477,6 @@ def _require_valid_options(args: argparse.Namespace) -> None:
         option := next((name for name, is_given in plan_options if is_given), None)
     ):
         raise UsageError(f"{option} cannot be combined with --offload", fields=["offload"])
-
-
-def _describe_written_files(args: argparse.Namespace) -> str:
-    return "".join(f"wrote {path}\n" for path in (args.output, args.picture) if path is not None)
 
 
 def _format_plan_file(

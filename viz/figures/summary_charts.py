@@ -57,7 +57,9 @@ def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
     """
     require_timelines(timelines)
     has_sizes = all(t.sizes is not None for t in timelines)
-    x = np.array([_find_peak_gigabytes(t) if has_sizes else t.peak_activations for t in timelines])
+    x = np.array(
+        [t.peak_memory.max() / 1e9 if has_sizes else t.peak_activations for t in timelines]
+    )
     y = np.array([t.bubble for t in timelines])
     scale = max(1.0, min(len(timelines) / 12, 1.6))  # many names need more space
     figure = Figure(figsize=(5.2 * scale, 3.7 * scale), layout="constrained")
@@ -160,10 +162,6 @@ def _format_axes(axes: Axes, *, in_bytes: bool) -> None:
     axes.set_xlabel(x_label, fontsize=8)
     axes.set_ylabel("bubble", fontsize=8)
     draw_grid(axes)
-
-
-def _find_peak_gigabytes(timeline: Timeline) -> float:
-    return float(timeline.peak_memory.max()) / 1e9
 
 
 def _draw_names(

@@ -566,13 +566,6 @@ def _get_memory_name(kind: Value) -> str:
     return UNSHARDED_LABELS.get(VALUES[kind].size, kind.name.lower())
 
 
-def _compute_value_sizes(program: Program, kind: Value, sizes: Sizes) -> NDArray[np.float64]:
-    """Return the bytes of each value of a kind before changes of form, in lifetime order."""
-    return compute_full_sizes(
-        program, kind, sizes, Dataflow.from_program(program).find_lifetimes(kind).filled_at
-    )
-
-
 def _compute_buffer_memory(
     program: Program, kind: Value, sizes: Sizes
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -581,7 +574,7 @@ def _compute_buffer_memory(
     Each slot has the bytes of the largest value that uses such a slot.
     """
     lives = Dataflow.from_program(program).find_lifetimes(kind)
-    value_sizes = _compute_value_sizes(program, kind, sizes)
+    value_sizes = compute_full_sizes(program, kind, sizes, lives.filled_at)
     if kind not in _SENT_VALUES:
         slots = count_slots(program, [kind])[:, 0]
         return slots, slots * lives.max_per_rank(value_sizes)
