@@ -473,10 +473,9 @@ def _require_valid_options(args: argparse.Namespace) -> None:
         ("--optimize-division", args.optimize_division),
         ("--improve-schedules", args.improve_schedules),
     )
-    if args.offload and (
-        option := next((name for name, is_given in plan_options if is_given), None)
-    ):
-        raise UsageError(f"{option} cannot be combined with --offload", fields=["offload"])
+    for option, is_given in plan_options:
+        if args.offload and is_given:
+            raise UsageError(f"{option} cannot be combined with --offload", fields=["offload"])
 
 
 def _format_plan_file(

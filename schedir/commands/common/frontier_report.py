@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from schedir.schedule_search.search_results import SearchStep
     from schedir.schedules.schedule_algebra import Schedule
 
-_SINGLE_LIMIT_OPTIONS = {"memory_limit": "--memory-limit", "max_in_flight": "--max-in-flight"}
+_format_count = "{:g} in flight".format
 
 
 def require_frontier_options(args: argparse.Namespace) -> None:
@@ -34,18 +34,14 @@ def require_frontier_options(args: argparse.Namespace) -> None:
     Raises:
         UsageError: An option does not apply, or the output file has no suffix of a picture.
     """
-    for name in _SINGLE_LIMIT_OPTIONS:
-        if getattr(args, name) is not None:
-            raise UsageError(
-                f"--frontier cannot be combined with {_SINGLE_LIMIT_OPTIONS[name]}",
-                fields=[name],
-            )
-    if args.objective == "active_span":
-        raise UsageError(
-            "--frontier cannot be combined with --objective active_span", fields=["objective"]
-        )
-    if args.bound == "solver":
-        raise UsageError("--frontier cannot be combined with --bound solver", fields=["bound"])
+    for field, option, is_given in (
+        ("memory_limit", "--memory-limit", args.memory_limit is not None),
+        ("max_in_flight", "--max-in-flight", args.max_in_flight is not None),
+        ("objective", "--objective active_span", args.objective == "active_span"),
+        ("bound", "--bound solver", args.bound == "solver"),
+    ):
+        if is_given:
+            raise UsageError(f"--frontier cannot be combined with {option}", fields=[field])
     if args.output is not None:
         from schedir.viz.figures.figure_files import require_figure_suffix
 
@@ -57,17 +53,15 @@ def report_frontier(
     shape: PipelineShape,
     request: Request,
     initial_schedules: Sequence[Schedule | Program],
-    unit: str,
 ) -> tuple[str, bool]:
     """Search at each memory limit, and write the picture if `-o` is given.
 
     Args:
         args: The parsed options of `search`.
         shape: The shape of the pipeline.
-        request: The costs and the sizes. Without sizes, a memory limit is a number of (stage,
-            microbatch) pairs in flight.
+        request: The costs, their unit and the sizes. Without sizes, a memory limit is a number of
+            (stage, microbatch) pairs in flight.
         initial_schedules: Schedules and programs from which the search starts.
-        unit: The unit of the costs, or "".
 
     Returns:
         The text or JSON of the frontier, and False if the search was interrupted, else True.
@@ -82,7 +76,7 @@ def report_frontier(
         from schedir.viz import memory_frontier, save
 
         save(memory_frontier(frontier), args.output)
-    text = _format_json(frontier) if args.json else _format_text(args, frontier, unit)
+    text = _format_json(frontier) if args.json else _format_text(args, frontier, request.unit)
     return text, frontier.is_complete
 
 
@@ -111,10 +105,6 @@ def _search_frontier(
         initial_schedules=initial_schedules,
         report=report,
     )  # fmt: skip
-
-
-def _format_count(limit: float) -> str:
-    return f"{limit:g} in flight"
 
 
 def _format_text(args: argparse.Namespace, frontier: MemoryFrontier, unit: str) -> str:

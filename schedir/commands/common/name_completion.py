@@ -28,37 +28,26 @@ def answer_completion_request(
     parser = build_parser(words if words and words[0] in COMMANDS else [])
     for action in _list_actions(parser):
         if action.dest in _NAMES:
-            action.completer = _Completer(  # type: ignore[attr-defined]
+            action.completer = _make_completer(  # type: ignore[attr-defined]
                 *_NAMES[action.dest], takes_files=action.dest not in _NAMES_ONLY
             )
     argcomplete.autocomplete(parser)
 
 
-class _Completer:
-    """Completes an argument whose value is one of several names, or perhaps a file.
+def _make_completer(module: str, attribute: str, *, takes_files: bool) -> Callable[..., list[str]]:
+    """Return a completer for a value that is one of several names, or perhaps a file.
 
-    Args:
-        module: The module that has the names.
-        attribute: The attribute of the module: the names, or a function that returns them.
-        takes_files: True if the value can also be a file.
+    `module` has the names, or a function that returns them, as `attribute`.
     """
 
-    def __init__(self, module: str, attribute: str, *, takes_files: bool) -> None:
-        self.module = module
-        self.attribute = attribute
-        self.takes_files = takes_files
-
-    def __call__(self, prefix: str, **_: object) -> list[str]:
-        """Return all names, and if the value can be a file, the files that begin with a prefix.
-
-        Args:
-            prefix: The typed part of the word.
-        """
+    def complete(prefix: str, **_: object) -> list[str]:
         from argcomplete.completers import FilesCompleter
 
-        names = getattr(import_module(self.module), self.attribute)
+        names = getattr(import_module(module), attribute)
         names = names() if callable(names) else names
-        return [*names, *(FilesCompleter()(prefix) if self.takes_files else ())]
+        return [*names, *(FilesCompleter()(prefix) if takes_files else ())]
+
+    return complete
 
 
 # `dest` of an argument -> module and name of the names to complete, or of a function that returns
