@@ -87,10 +87,8 @@ def _find_refusals(
                 f"compile it without {OPTION_BY_OPCODE.get(op, text)}",
             )
     fields = program.words.view(WORD_DTYPE)
-    if (
-        not compute_only
-        and (is_op(fields["op"], _PER_OCCURRENCE_REDUCES) & (fields["mb"] > 0)).any()
-    ):
+    is_repeated = is_op(fields["op"], _PER_OCCURRENCE_REDUCES) & (fields["mb"] > 0)
+    if not compute_only and is_repeated.any():
         yield (
             "reduces the gradients of a stage several times, but torch reduces them once",
             "compile it with reduce_scatter_at='update_end'",
