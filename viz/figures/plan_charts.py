@@ -95,7 +95,8 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
     for row, plan in enumerate(plans):
         _draw_bar(axes, row, plan, unit_time)
         _draw_cells(axes, row, plan)
-    _draw_headings(axes)
+    headings = [name for name, *_ in (*_LEFT_COLUMNS, *_RIGHT_COLUMNS)]
+    _draw_row(axes, -0.95, headings, "#555555")
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
     axes.set_xlabel(f"time of a step, in {unit}", fontsize=8)
@@ -168,10 +169,6 @@ def _draw_cells(axes: Axes, row: int, plan: PlanEstimate) -> None:
     cells += [_format_seconds(plan.step_time), f"{plan.flops_per_second / 1e12:.1f}",
             f"{plan.memory.total / 1e9:.1f} GB{excess}"]  # fmt: skip
     _draw_row(axes, row, cells, "black")
-
-
-def _draw_headings(axes: Axes) -> None:
-    _draw_row(axes, -0.95, [name for name, *_ in (*_LEFT_COLUMNS, *_RIGHT_COLUMNS)], "#555555")
 
 
 def _draw_row(axes: Axes, row: float, cells: Sequence[str], colour: str) -> None:
