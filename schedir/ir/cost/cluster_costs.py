@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial, reduce
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +31,6 @@ from schedir.ir.isa.instructions import (
     is_tp_split,
 )
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-
-if TYPE_CHECKING:
-    from schedir.ir.cost.cluster import Cluster
 
 Floats = NDArray[np.float64]
 # Name of a cost -> the ring collective that gathers or sums weights or gradients of a stage.
@@ -74,8 +71,70 @@ Processes = NDArray[np.int64]
 GroupFunction = Callable[[Processes], Processes]
 
 
+class ClusterPrices(Protocol):
+    """The fields and methods of `Cluster` that this module uses."""
+
+    @property
+    def gpus_per_node(self) -> int:
+        """See `Cluster`."""
+        ...
+
+    @property
+    def hbm_bandwidth(self) -> float:
+        """See `Cluster`."""
+        ...
+
+    @property
+    def nvlink_bandwidth(self) -> float:
+        """See `Cluster`."""
+        ...
+
+    @property
+    def network_bandwidth(self) -> float:
+        """See `Cluster`."""
+        ...
+
+    @property
+    def dram_bandwidth(self) -> float | None:
+        """See `Cluster`."""
+        ...
+
+    @property
+    def latency(self) -> float:
+        """See `Cluster`."""
+        ...
+
+    @property
+    def kernel_us(self) -> float:
+        """See `Cluster`."""
+        ...
+
+    @property
+    def max_latency(self) -> float:
+        """See `Cluster.max_latency`."""
+        ...
+
+    def bandwidth(self, processes: Processes) -> float:
+        """See `Cluster.bandwidth`."""
+
+    def latency_of(self, processes: Processes) -> float:
+        """See `Cluster.latency_of`."""
+
+    def host_transfer_time(self, size: float) -> float:
+        """See `Cluster.host_transfer_time`."""
+
+    def disk_transfer_time(self, size: float) -> float:
+        """See `Cluster.disk_transfer_time`."""
+
+    def small_all_reduce_time(self, size: float, processes: Processes) -> float:
+        """See `Cluster.small_all_reduce_time`."""
+
+    def all_to_all_time(self, size: float, processes: Processes) -> float:
+        """See `Cluster.all_to_all_time`."""
+
+
 def fill_cluster_costs(
-    cluster: Cluster,
+    cluster: ClusterPrices,
     shape: PipelineShape,
     sizes: Sizes,
     costs: Costs,
@@ -119,7 +178,7 @@ def fill_cluster_costs(
 
 
 def fill_offload_costs(
-    cluster: Cluster,
+    cluster: ClusterPrices,
     shape: PipelineShape,
     sizes: Sizes,
     costs: Costs,
@@ -191,7 +250,7 @@ class _CostFiller:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterPrices,
         shape: PipelineShape,
         sizes: Sizes,
         mesh: Processes,
