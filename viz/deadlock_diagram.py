@@ -235,25 +235,19 @@ def _draw_arrow(
             f"M{x:.1f} {y:.1f}C{x + 34:.1f} {y:.1f} {x + 34:.1f} {end_y:.1f} "
             f"{x + 2:.1f} {end_y:.1f}"
         )
-    elif not detour_height:
-        x, end_x, bend = (
-            (from_column.right, to_column.left - 2, _COLUMN_GAP / 2)
-            if from_column.left < to_column.left
-            else (from_column.left, to_column.right + 2, -_COLUMN_GAP / 2)
-        )
-        path = (
-            f"M{x:.1f} {y:.1f}C{x + bend:.1f} {y:.1f} {end_x - bend:.1f} {end_y:.1f} "
-            f"{end_x:.1f} {end_y:.1f}"
-        )
     else:
-        x, end_x, shift = (
-            (from_column.left, to_column.right + 2, -14)
-            if from_column.left > to_column.left
-            else (from_column.right, to_column.left - 2, 14)
+        x, end_x, direction = (
+            (from_column.right, to_column.left - 2, 1)
+            if from_column.left < to_column.left
+            else (from_column.left, to_column.right + 2, -1)
         )
+        bend, shift = direction * _COLUMN_GAP / 2, direction * 14
         path = (
             f"M{x:.1f} {y:.1f}H{x + shift:.1f}V{detour_height:.1f}"
             f"H{end_x - shift:.1f}V{end_y:.1f}H{end_x:.1f}"
+            if detour_height
+            else f"M{x:.1f} {y:.1f}C{x + bend:.1f} {y:.1f} {end_x - bend:.1f} {end_y:.1f} "
+            f"{end_x:.1f} {end_y:.1f}"
         )
     return (
         f'<path d="{path}" fill="none" stroke="{ACCENT_COLOR}" stroke-width="1.6" '

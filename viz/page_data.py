@@ -65,7 +65,9 @@ def describe_runs(runs: Sequence[Timeline], *, compression: int = 9) -> dict[str
         "ops": [_describe_opcode(row) for row in INSTRUCTIONS],
         "lanes": [lane.name.lower() for lane in Lane],
         "causes": [cause.text for cause in IdleCause],
-        **_describe_colors(_count_shades(runs)),
+        **_describe_colors(
+            min(max(run.program.shape.stages_per_rank for run in runs), _MAX_SHADES)
+        ),
         "runs": [
             _describe_run_data(run, label, runs[0], compression)
             for run, label in zip(runs, labels, strict=True)
@@ -196,11 +198,6 @@ def _describe_opcode(row: Any) -> dict[str, Any]:
     }
 
 
-def _count_shades(runs: Sequence[Timeline]) -> int:
-    """Return the number of different shades for the stages of a rank."""
-    return min(max(run.program.shape.stages_per_rank for run in runs), _MAX_SHADES)
-
-
 @cache  # The studio asks for the same colours again and again.
 def _describe_colors(shades: int) -> dict[str, Any]:
     """Return the colours of both themes for a number of shades. Do not change the result."""
@@ -209,7 +206,10 @@ def _describe_colors(shades: int) -> dict[str, Any]:
         "fills": {name: _color_instructions(shades, p) for name, p in palettes.items()},
         "unshardedStages": {
             "name": UNSHARDED_LABEL,
-            **{name: _color_unsharded_stages(shades, p) for name, p in palettes.items()},
+            **{
+                name: [format_hex(choose_unsharded_shade(k, shades, p)) for k in range(shades)]
+                for name, p in palettes.items()
+            },
         },
     }
 
@@ -224,10 +224,6 @@ def _color_instructions(shades: int, palette: Palette) -> list[list[tuple[str, s
         ]
         fills.append([(fill, choose_text_color(fill)) for fill in colours])
     return fills
-
-
-def _color_unsharded_stages(stages: int, palette: Palette) -> list[str]:
-    return [format_hex(choose_unsharded_shade(k, stages, palette)) for k in range(stages)]
 
 
 def _describe_run_data(

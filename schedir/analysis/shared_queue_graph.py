@@ -42,20 +42,12 @@ class SharedQueueGraph(Graph):
     @cached_property
     def queue(self) -> NDArray[np.unsignedinteger]:
         """The queue of each instruction. Merged queues have the smallest of their numbers."""
-        queue = Graph.from_program(
-            self.program, self.progress_model, blocking_hosts=self.blocking_hosts
-        ).queue.copy()
-        for pair in self.queue_pairs:
-            # An earlier pair may have changed the number of either queue.
-            first_number, second_number = (
-                self._find_merged_number(queue, number) for number in pair
-            )
-            queue[queue == max(first_number, second_number)] = min(first_number, second_number)
-        return queue
-
-    def _find_merged_number(self, queue: NDArray[np.unsignedinteger], number: int) -> int:
-        """Return the present number of the queue that had `number` before the merges."""
         original = Graph.from_program(
             self.program, self.progress_model, blocking_hosts=self.blocking_hosts
         ).queue
-        return int(queue[(original == number).argmax()])
+        queue = original.copy()
+        for pair in self.queue_pairs:
+            # An earlier pair may have changed the number of either queue.
+            numbers = [int(queue[(original == number).argmax()]) for number in pair]
+            queue[queue == max(numbers)] = min(numbers)
+        return queue

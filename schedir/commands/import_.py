@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from schedir.commands.common.progress_bar import show_progress
 from schedir.commands.common.schedule_options import add_lowering_options, make_request, parse_count
+from schedir.commands.print import write_program
 from schedir.errors import SchedirError, UsageError
-from schedir.io.files import atomic_write, read_text, require_suffix
+from schedir.io.files import read_text, require_suffix
 from schedir.io.option_spelling import option_name
 
 if TYPE_CHECKING:
@@ -99,7 +101,6 @@ def _import_csv(args: argparse.Namespace, source: str) -> str:
     from schedir.compiler.compile import finish_lowering
     from schedir.io import torch_csv
     from schedir.io.source_loader import Source
-    from schedir.ir.text_format import to_text
 
     if args.output.endswith(".timeline"):
         program_file = Path(args.output).with_suffix(".sched")
@@ -122,8 +123,7 @@ def _import_csv(args: argparse.Namespace, source: str) -> str:
             raise UsageError(f"{source} already has transfers, so -O overlap also needs --relower")
         program = finish_lowering(program)
     program = replace(request, source=Source.from_loaded(program, source)).program
-    with atomic_write(args.output) as path:
-        path.write_text(to_text(program), encoding="utf-8")
+    write_program(program, args.output)
     shape = program.shape
     return (
         f"wrote {args.output}: {shape.ranks} ranks, {shape.stages} stages, "
@@ -161,7 +161,6 @@ def _describe_skipped_unshards(text: str, zero: int) -> str:
 
 def _import_traces(args: argparse.Namespace) -> str:
     from schedir.io.timeline_file import TIMELINE_SUFFIX, save_timeline
-    from schedir.ir.text_format import to_text
     from schedir.traces.trace_files import PARALLEL_READ_BYTES, find_trace_files, sum_file_sizes
     from schedir.traces.trace_import import read_run
 
@@ -173,13 +172,19 @@ def _import_traces(args: argparse.Namespace) -> str:
     request = make_request(args, args.sources[0])
     _require_trace_options(args, request)
     files = find_trace_files(args.sources)
+    numbers = count(1)
+
+    def show_number(path: Path) -> None:
+        number = next(numbers)
+        show_progress(f"read {number} of {len(files)} files", number, len(files))
+
     result = read_run(
         files,
         step=args.step,
         progress_model=args.progress_model,
         name=_derive_program_name(args.output),
         program_attributes=request.traits,
-        on_read=_ReadCount(len(files)) if sum_file_sizes(files) >= PARALLEL_READ_BYTES else None,
+        on_read=show_number if sum_file_sizes(files) >= PARALLEL_READ_BYTES else None,
     )
     timeline = result.timeline
     program, shape = timeline.program, timeline.program.shape
@@ -190,8 +195,7 @@ def _import_traces(args: argparse.Namespace) -> str:
     if args.output.endswith(TIMELINE_SUFFIX):
         save_timeline(timeline, args.output)
     else:
-        with atomic_write(args.output) as path:
-            path.write_text(to_text(program), encoding="utf-8")
+        write_program(program, args.output)
     return _describe_run(args.output, result)
 
 
@@ -229,19 +233,6 @@ def _describe_run(output: str, result: ImportedRun) -> str:
         other_steps = f"{result.steps[0]} to {result.steps[-1]}"
         lines.append(f"--step N reads another ProfilerStep, from {other_steps}")
     return "".join(f"{line}\n" for line in lines)
-
-
-class _ReadCount:
-    """Counts the trace files that have been read, and shows the count as progress."""
-
-    def __init__(self, file_count: int) -> None:
-        self.file_count = file_count
-        self.files_read = 0
-
-    def __call__(self, path: Path) -> None:
-        self.files_read += 1
-        text = f"read {self.files_read} of {self.file_count} files"
-        show_progress(text, self.files_read, self.file_count)
 
 
 def _derive_program_name(source: str) -> str:

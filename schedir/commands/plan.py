@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -37,6 +37,7 @@ from schedir.commands.common.plan_request import (
     parse_plan_request,
 )
 from schedir.commands.common.schedule_options import (
+    make_argument_type,
     parse_byte_option,
     parse_count,
     parse_number,
@@ -50,7 +51,7 @@ from schedir.ir.cost.number_parsing import parse_integer
 from schedir.schedule_search.search_arguments import DEFAULT_TIME_LIMIT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from schedir.ir.program import Program
     from schedir.planner import PlanEstimate
@@ -216,7 +217,6 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
     from schedir.training.hardware_benchmark import measure
 
     with atomic_write(args.output) as temporary:  # Fail now if the path cannot be written.
-        temporary.touch()
         measurement = measure(args.processes, args.device or "cpu", progress=True)
         processes = (
             f"{measurement.cluster.gpu_count} process{'es' * (measurement.cluster.gpu_count > 1)}"
@@ -378,13 +378,10 @@ def format_epilog() -> str:
     )
 
 
-def _parse_counts(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(parse_integer, text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be an integer, or integers with commas between them like 4,8, not {text!r}"
-        ) from None
+_parse_counts: Final = make_argument_type(
+    lambda text: tuple(map(parse_integer, text.split(","))),
+    "must be an integer, or integers with commas between them like 4,8",
+)
 
 
 def _parse_names(text: str) -> tuple[str, ...]:
@@ -420,7 +417,7 @@ def run(args: argparse.Namespace) -> str:
     request = parse_plan_request(args)
     if args.picture is not None:
         require_writable(args.picture)
-    with _open_output(args.output) as path:
+    with nullcontext() if args.output is None else atomic_write(args.output) as path:
         # These options start from the fastest plans. Without them, the first plan may be a simpler
         # plan that is almost as fast.
         if args.optimize_division or args.improve_schedules:
@@ -447,11 +444,9 @@ def run(args: argparse.Namespace) -> str:
         _draw_plans(args, request, plans, selected_plan)
     if args.json:
         return format_plans_json(request, plans)
-    return (
-        format_plans(request, plans, args.select, args.tokens, fastest)
-        + note
-        + _describe_written_files(args)
-    )
+    written_files = [path for path in (args.output, args.picture) if path is not None]
+    text = format_plans(request, plans, args.select, args.tokens, fastest) + note
+    return text + "".join(f"wrote {path}\n" for path in written_files)
 
 
 def _require_valid_options(args: argparse.Namespace) -> None:
@@ -477,29 +472,9 @@ def _require_valid_options(args: argparse.Namespace) -> None:
         ("--optimize-division", args.optimize_division),
         ("--improve-schedules", args.improve_schedules),
     )
-    if args.offload and (
-        option := next((name for name, is_given in plan_options if is_given), None)
-    ):
-        raise UsageError(f"{option} cannot be combined with --offload", fields=["offload"])
-
-
-def _open_output(path: str | None) -> AbstractContextManager[Path | None]:
-    """Return a context manager that yields the file to write, or None without an output file.
-
-    If the file cannot be written, the context manager raises an error before planning.
-    """
-    return nullcontext() if path is None else _touch_output(path)
-
-
-@contextmanager
-def _touch_output(path: str) -> Iterator[Path]:
-    with atomic_write(path) as temporary:
-        temporary.touch()
-        yield temporary
-
-
-def _describe_written_files(args: argparse.Namespace) -> str:
-    return "".join(f"wrote {path}\n" for path in (args.output, args.picture) if path is not None)
+    for option, is_given in plan_options:
+        if args.offload and is_given:
+            raise UsageError(f"{option} cannot be combined with --offload", fields=["offload"])
 
 
 def _format_plan_file(

@@ -200,10 +200,6 @@ def _collect_row(request: Request) -> dict[str, Any]:
     return row
 
 
-def _describe_parameter_copies(copies: int) -> str:
-    return "parameters twice" if copies == 2 else f"parameters {copies} times"
-
-
 def _format_ranking(requests: list[Request]) -> str:
     rows = [_collect_row(request) for request in requests]
     sized = ["peak memory"] * ("peak_memory" in rows[0])
@@ -218,8 +214,9 @@ def _format_ranking(requests: list[Request]) -> str:
                 *(format_bytes(row["peak_memory"]) for _ in sized),
                 " and ".join(
                     ["split backwards"] * row["has_split_backward"]
-                    + [_describe_parameter_copies(row["parameter_copies"])]
-                    * (row["parameter_copies"] > 1)
+                    + ["parameters twice"] * (row["parameter_copies"] == 2)
+                    + [f"parameters {row['parameter_copies']} times"]
+                    * (row["parameter_copies"] > 2)
                 ) or "-",
             ]
             for label, row in zip(label_requests(requests), rows, strict=True)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from schedir.commands.common.bound_report import describe_bound
 from schedir.commands.common.least_memory import describe_least_memory
 from schedir.commands.common.progress_bar import show_progress
@@ -201,10 +203,7 @@ class _SearchRequest:
             return format_bytes(self.request.memory_limit)
         if self.max_in_flight is None:
             return "none"
-        limit_texts = (
-            self.max_in_flight if isinstance(self.max_in_flight, tuple) else (self.max_in_flight,)
-        )
-        return f"{':'.join(map(str, limit_texts))} in flight"
+        return f"{':'.join(map(str, np.atleast_1d(self.max_in_flight)))} in flight"
 
     def describe_result_bound(self, result: SearchResult) -> str:
         """Return a sentence with the lower bound and the possible saving of a result."""
@@ -252,7 +251,10 @@ def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
     )
     if run is not None:
         request = replace(
-            request, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
+            request,
+            progress_model=run.progress_model,
+            blocking_hosts=run.blocking_hosts,
+            unit=run.unit,
         )
     return _SearchRequest(
         shape,
@@ -327,9 +329,8 @@ def run(args: argparse.Namespace) -> str | tuple[str, int]:
     if args.output is not None:
         require_suffix(args.output, "the file of a program", ".sched")
     problem = _parse_search_request(args)
+    # Opening fails before the search if the file cannot be written.
     with nullcontext() if args.output is None else atomic_write(args.output) as path:
-        if path is not None:
-            path.touch()  # Fail before the search if the file cannot be written.
         start = perf_counter()
         result = _search(args, problem)
         elapsed = perf_counter() - start
@@ -348,21 +349,14 @@ def run(args: argparse.Namespace) -> str | tuple[str, int]:
 
 def _search_frontier(args: argparse.Namespace) -> str | tuple[str, int]:
     from schedir.commands.common.frontier_report import (
-        FrontierRequest,
         report_frontier,
         require_frontier_options,
     )
 
     require_frontier_options(args)
     problem = _parse_search_request(args)
-    unit = "" if problem.costs_timeline is None else problem.costs_timeline.unit
     initial_schedules = _load_initial_schedules(args.initial_schedules, problem)
-    text, complete = report_frontier(
-        args,
-        FrontierRequest(
-            problem.shape, problem.request.costs, problem.request.sizes, initial_schedules, unit
-        ),
-    )
+    text, complete = report_frontier(args, problem.shape, problem.request, initial_schedules)
     return text if complete else (text, INTERRUPTED_EXIT_CODE)
 
 
@@ -390,8 +384,7 @@ def _search(args: argparse.Namespace, search_request: _SearchRequest) -> SearchR
         bound=args.bound,
         report=report,
     )  # fmt: skip
-    unit = "" if search_request.costs_timeline is None else search_request.costs_timeline.unit
-    return replace(result, timeline=replace(result.timeline, unit=unit))
+    return replace(result, timeline=replace(result.timeline, unit=request.unit))
 
 
 def _load_initial_schedules(
@@ -421,14 +414,8 @@ def _rank_built_in_schedules(search_request: _SearchRequest) -> ScheduleRanking:
     costs_timeline = search_request.costs_timeline
     if costs_timeline is not None and costs_timeline.program.shape == search_request.shape:
         name = costs_timeline.program.name
-        candidates.append(
-            (
-                name,
-                replace(
-                    search_request.request, source=Source.from_loaded(costs_timeline.program, name)
-                ),
-            )
-        )
+        source = Source.from_loaded(costs_timeline.program, name)
+        candidates.append((name, replace(search_request.request, source=source)))
     return rank_schedules(
         candidates,
         find_excess=search_request.find_excess,

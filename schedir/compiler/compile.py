@@ -8,7 +8,7 @@ from functools import partial
 from inspect import signature
 from typing import Any, Unpack
 
-from schedir.analysis.memory.footprint import compute_footprints, require_memory_limit
+from schedir.analysis.memory.footprint import compute_peak_bytes, require_memory_limit
 from schedir.analysis.progress_models import ProgressModel
 from schedir.call_errors import explain_wrong_calls
 from schedir.compiler.compile_options import (
@@ -405,27 +405,16 @@ def check_memory(
         if tier == "host":
             if program.used_opcodes.isdisjoint(HOST_TRIP):
                 effect = "keeps the optimizer state on the device"
-                error.hint = CommandHint(
-                    f'optimizer_placement="device" {effect}',
-                    f"-O optimizer_placement=device {effect}",
-                )
+                error.hint = _hint_option("optimizer_placement", "device", effect)
             elif program.used_opcodes.isdisjoint(DISK_TRIP):
                 effect = "moves activations that do not fit to the disk"
-                error.hint = CommandHint(
-                    f'offload_to_disk="fit" {effect}', f"-O offload_to_disk=fit {effect}"
-                )
+                error.hint = _hint_option("offload_to_disk", "fit", effect)
             raise
         minimal_program = share_slots(program, "minimal")
-        peak = max(
-            footprint.total_bytes.max(initial=0.0)
-            for footprint in compute_footprints(minimal_program, sizes, worst_case=True)
-        )
+        peak = float(compute_peak_bytes(minimal_program, sizes).max())
         if peak <= add_tolerance(limit_bytes):
             effect = f"ranks need at most {format_bytes(peak)}"
-            error.hint = CommandHint(
-                f'with buffer_sharing="minimal" {effect}',
-                f"with -O buffer_sharing=minimal {effect}",
-            )
+            error.hint = _hint_option("buffer_sharing", "minimal", effect, "with ")
         elif program.used_opcodes.isdisjoint((*HOST_TRIP, RECOMPUTE)):
             # At the peak, an instruction uses one of the saved values, so this value cannot move.
             count, size = next(
@@ -441,6 +430,11 @@ def check_memory(
                     f"{size_text}: -O offload=fit {action}, -O recompute=fit computes them again",
                 )
         raise
+
+
+def _hint_option(name: str, value: str, effect: str, prefix: str = "") -> CommandHint:
+    python, command = f'{name}="{value}"', f"-O {name}={value}"
+    return CommandHint(f"{prefix}{python} {effect}", f"{prefix}{command} {effect}")
 
 
 def _parse_byte_limit(limit: object, name: str) -> float:

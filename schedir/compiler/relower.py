@@ -15,7 +15,8 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import COMPUTE_OPS, RECOMPUTE
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import format_tied_weights, normalize_tied_stages
-from schedir.ir.program import ATTRIBUTE_FIELDS, JOINED_BIT, Program, Stream
+from schedir.ir.program import ATTRIBUTE_FIELDS, Program, Stream
+from schedir.passes.insertion import drop_instructions
 from schedir.passes.pass_registry import LOWERING_PASSES
 from schedir.passes.splitting.stage_segmentation import split_like
 from schedir.schedules import get_built_in_schedules
@@ -99,12 +100,7 @@ def remove_recompute(draft: Program) -> Program:
     Returns:
         The new draft.
     """
-    streams = []
-    for stream in draft.streams:
-        is_recompute, words = stream.op == RECOMPUTE, stream.words.copy()
-        words[1:][is_recompute[:-1]] &= ~JOINED_BIT
-        streams.append(Stream(words[~is_recompute]))
-    return replace(draft, streams=tuple(streams))
+    return drop_instructions(draft, draft.op == RECOMPUTE)
 
 
 def find_matching_schedule(program: Program) -> Schedule | None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from time import monotonic_ns
-from typing import Final, Literal, get_args
+from typing import Final, Literal, cast, get_args
 from zlib import crc32
 
 from schedir.errors import UsageError
@@ -385,17 +385,11 @@ class BlackBoxSnapshot:
         """
         header, _, data = message.partition(b"\n")
         read_time, _, state = header.decode(errors="replace").partition(" ")
-        if not re.fullmatch("[0-9]{1,19}", read_time) or len(data) != FILE_SIZE:
+        is_known = state in get_args(ProcessState)
+        if not re.fullmatch("[0-9]{1,19}", read_time) or len(data) != FILE_SIZE or not is_known:
             return None
-        snapshots = (
-            cls(data, int(read_time), known_state)
-            for known_state in get_args(ProcessState)
-            if known_state == state
-        )
-        return next(
-            (snapshot for snapshot in snapshots if snapshot[BlackBoxField.FORMAT] == FILE_FORMAT),
-            None,
-        )
+        snapshot = cls(data, int(read_time), cast(ProcessState, state))
+        return snapshot if snapshot[BlackBoxField.FORMAT] == FILE_FORMAT else None
 
 
 def read_black_box(path: Path) -> BlackBoxSnapshot | None:

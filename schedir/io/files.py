@@ -166,14 +166,15 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         The temporary path, at which the block writes the content.
 
     Raises:
-        UsageError: The file cannot be written, the block raised an OSError, or `path` exists and is
-            not a regular file.
+        UsageError: The file cannot be written, or `path` exists and is not a regular file. This is
+            raised before the block. Or the block raised an OSError.
     """
     target = require_path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}") if target.name else target
     try:
         if target.exists() and not target.is_file():  # a rename would replace a device
             raise UsageError(f"cannot write {path}: it exists and is not a regular file")
+        temporary.touch()  # fails before the block if the file cannot be written
         yield temporary
         os.replace(temporary, target)
     except OSError as error:
@@ -238,8 +239,7 @@ def require_writable(path: str | Path) -> None:
     Raises:
         UsageError: `atomic_write` cannot write the file.
     """
-    with suppress(_TrialDone), atomic_write(path) as temporary:
-        temporary.touch()
+    with suppress(_TrialDone), atomic_write(path):
         raise _TrialDone
 
 

@@ -214,16 +214,10 @@ class _Tracks:
         for send in np.flatnonzero(np.isin(op, SEND_OPS) & (partner >= 0)).tolist():
             receive = int(partner[send])
             shared_fields = {"cat": "message", "name": "message", "id": send}
-            start = {
-                "pid": rank[send],
-                "tid": self.span_threads[send],
-                "ts": self.start[send] / 1e3,
-            }
-            end = {
-                "pid": rank[receive],
-                "tid": self.span_threads[receive],
-                "ts": self.start[receive] / 1e3,
-            }
+            start, end = (
+                {"pid": rank[k], "tid": self.span_threads[k], "ts": self.start[k] / 1e3}
+                for k in (send, receive)
+            )
             yield {"ph": "s", **shared_fields, **start}
             yield {"ph": "f", "bp": "e", **shared_fields, **end}
 

@@ -153,12 +153,17 @@ def format_error(error: SchedirError, *, is_command: bool = False) -> str:
     lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
     if error.__cause__ and (origin := find_error_origin(error)):
         lines.append(f"  at {origin}")
-    return "\n".join(map(_sanitize_line, "\n".join(lines).split("\n")))
+    return "\n".join(map(sanitize_line, "\n".join(lines).split("\n")))
 
 
-def _sanitize_line(line: str) -> str:
-    """Return a line without control characters, and of limited length."""
-    short_line = line if len(line) <= _MAX_LINE_LENGTH else f"{line[:_MAX_LINE_LENGTH]}..."
+def sanitize_line(line: str, max_length: int = _MAX_LINE_LENGTH) -> str:
+    """Remove characters that control a terminal from a text of unknown origin.
+
+    Args:
+        line: The text. Unprintable characters become "?".
+        max_length: A longer text is cut off after this number of characters.
+    """
+    short_line = line if len(line) <= max_length else f"{line[:max_length]}..."
     return "".join(c if c.isprintable() else "?" for c in short_line)
 
 

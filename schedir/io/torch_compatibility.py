@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from schedir.errors import GroupError, InstructionSite, UsageError
 from schedir.ir.isa.instructions import (
@@ -44,90 +44,54 @@ def require_torch_support(
             has an instruction for which torch has no action. Or it reduces gradients of a stage
             several times, and `compute_only` is False.
     """
-    _require_torch_shape(program)
-    _require_no_recompute_or_offload(program)
-    _require_no_segment_collectives(program)
-    _require_torch_actions(program, supported_ops)
-    if not compute_only:
-        _require_single_reduction(program)
+    refusals = _find_refusals(program, supported_ops, compute_only=compute_only)
+    if (refusal := next(refusals, None)) is not None:
+        fact, hint = refusal
+        raise UsageError(f"the program {fact}", program=program.name, hint=hint)
 
 
-def _require_torch_shape(program: Program) -> None:
-    """Raise UsageError if a program has several stage replicas, several updates, or skips."""
-    if program.shape.placement_rows > 1:
-        raise UsageError(
-            f"the program has {program.shape.placement_rows} replicas of each stage, but torch's "
-            "schedules have one",
-            program=program.name,
-        )
-    if program.shape.optimizer_steps > 1:
-        raise UsageError(
-            f"the program has {program.shape.optimizer_steps} updates, but torch's schedules "
-            "have one",
-            program=program.name,
-        )
+def _find_refusals(
+    program: Program, supported_ops: Collection[Opcode], *, compute_only: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield what a program has or does that torch's schedules cannot express, and a hint."""
+    no_action = "but torch's schedules have no action for"
+    for number, noun in (
+        (program.shape.placement_rows, "replicas of each stage"),
+        (program.shape.optimizer_steps, "updates"),
+    ):
+        if number > 1:
+            yield f"has {number} {noun}, but torch's schedules have one", ""
     if program.skips:
-        raise UsageError(
-            "the program has skip connections, but torch's stages send to their neighbours only",
-            program=program.name,
-        )
-
-
-def _require_no_recompute_or_offload(program: Program) -> None:
-    """Raise UsageError if instructions of a program recompute or offload activations."""
+        yield "has skip connections, but torch's stages send to their neighbours only", ""
     if RECOMPUTE in program.used_opcodes:
-        raise UsageError(
-            "the program has Recompute instructions (R), but torch's runtime recomputes only "
-            "inside a backward",
-            program=program.name,
-            hint="leave out recompute, and use torch.utils.checkpoint in the modules of the stages",
+        yield (
+            "has Recompute instructions (R), but torch's runtime recomputes only inside a backward",
+            "leave out recompute, and use torch.utils.checkpoint in the modules of the stages",
         )
     if not program.used_opcodes.isdisjoint(_OFFLOAD_OPS):
-        raise UsageError(
-            "the program offloads activations, but torch's schedules have no action for this",
-            program=program.name,
-            hint="run it with schedir.runtime.Executor; or leave out offload, and use "
+        yield (
+            f"offloads activations, {no_action} this",
+            "run it with schedir.runtime.Executor; or leave out offload, and use "
             "torch.autograd.graph.save_on_cpu in the modules of the stages",
         )
-
-
-def _require_no_segment_collectives(program: Program) -> None:
-    """Raise UsageError if a program has collectives between the segments of a stage."""
     if has_collectives(program.segment_boundaries):
-        raise UsageError(
-            "the program has collectives between the segments of a stage, but torch's schedules "
-            "have no action for them",
-            program=program.name,
-            hint="leave out stage_segments, or leave out tp and ep if the modules run the "
-            "collectives",
+        yield (
+            f"has collectives between the segments of a stage, {no_action} them",
+            "leave out stage_segments, or leave out tp and ep if the modules run the collectives",
         )
-
-
-def _require_torch_actions(program: Program, supported_ops: Collection[Opcode]) -> None:
-    """Raise UsageError if a program has an instruction for which torch has no action."""
-    unsupported_ops = sorted(
-        op
-        for op in program.used_opcodes
-        if not INSTRUCTIONS[op].is_implicit_in_torch and op not in supported_ops
-    )
-    if unsupported_ops:
-        text = INSTRUCTIONS[unsupported_ops[0]].text
-        raise UsageError(
-            f"the program has {text}, but torch's schedules have no action for this",
-            program=program.name,
-            hint=f"compile it without {OPTION_BY_OPCODE.get(unsupported_ops[0], text)}",
-        )
-
-
-def _require_single_reduction(program: Program) -> None:
-    """Raise UsageError if a program reduces the gradients of a stage several times."""
+    for op in sorted(program.used_opcodes - {*supported_ops}):
+        if not INSTRUCTIONS[op].is_implicit_in_torch:
+            text = INSTRUCTIONS[op].text
+            yield (
+                f"has {text}, {no_action} this",
+                f"compile it without {OPTION_BY_OPCODE.get(op, text)}",
+            )
     fields = program.words.view(WORD_DTYPE)
-    if (is_op(fields["op"], _PER_OCCURRENCE_REDUCES) & (fields["mb"] > 0)).any():
-        raise UsageError(
-            "the program reduces the gradients of a stage several times, but torch reduces them "
-            "once",
-            program=program.name,
-            hint="compile it with reduce_scatter_at='update_end'",
+    is_repeated = is_op(fields["op"], _PER_OCCURRENCE_REDUCES) & (fields["mb"] > 0)
+    if not compute_only and is_repeated.any():
+        yield (
+            "reduces the gradients of a stage several times, but torch reduces them once",
+            "compile it with reduce_scatter_at='update_end'",
         )
 
 

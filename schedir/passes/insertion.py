@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.program import Program, StreamSlices, Words
+from schedir.ir.program import JOINED_BIT, Program, StreamSlices, Words
 
 
 def insert_after(program: Program, positions: NDArray[Any], words: Words) -> Program:
@@ -24,7 +24,7 @@ def insert_after(program: Program, positions: NDArray[Any], words: Words) -> Pro
         positions: Positions of instructions, shape (k,).
         words: The words to insert, shape (k,).
     """
-    ranks = _find_ranks(program, positions)
+    ranks = find_ranks(program, positions)
     if (joined := program.joined).any():
         group_ends = np.flatnonzero(np.append(~joined[1:], True))
         positions = group_ends[np.searchsorted(group_ends, positions)]
@@ -41,7 +41,7 @@ def insert_before(program: Program, positions: NDArray[Any], words: Words) -> Pr
         positions: Positions of instructions, shape (k,).
         words: The words to insert, shape (k,).
     """
-    ranks = _find_ranks(program, positions)
+    ranks = find_ranks(program, positions)
     if (joined := program.joined).any():
         group_starts = np.flatnonzero(~joined)
         positions = group_starts[np.searchsorted(group_starts, positions, side="right") - 1]
@@ -59,7 +59,13 @@ def append_to_streams(program: Program, ranks: Words, words: Words) -> Program:
     return insert_at_positions(program, program.offsets[ranks + 1], ranks, words)
 
 
-def _find_ranks(program: Program, positions: NDArray[Any]) -> Words:
+def find_ranks(program: Program, positions: NDArray[Any]) -> Words:
+    """Return the ranks of given positions.
+
+    Args:
+        program: The program.
+        positions: Positions of instructions, shape (k,).
+    """
     return np.searchsorted(program.offsets, positions, side="right") - 1
 
 
@@ -83,4 +89,18 @@ def insert_at_positions(
     streams = StreamSlices.from_words(
         np.insert(program.words, positions[order], words[order]), offsets
     )
+    return replace(program, streams=streams)
+
+
+def drop_instructions(program: Program, is_dropped: NDArray[np.bool_]) -> Program:
+    """Drop instructions. An instruction that was joined with a dropped one runs alone.
+
+    Args:
+        program: The program. It is not changed.
+        is_dropped: True for each instruction to drop, shape (instructions,).
+    """
+    words = program.words.copy()
+    words[1:][is_dropped[:-1]] &= ~JOINED_BIT
+    dropped_counts = np.append(0, np.cumsum(is_dropped))[program.offsets]
+    streams = StreamSlices.from_words(words[~is_dropped], program.offsets - dropped_counts)
     return replace(program, streams=streams)

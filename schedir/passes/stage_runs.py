@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import STAGE_SHIFT, Program
+from schedir.passes.insertion import find_ranks
 
 Ints = NDArray[np.int64]
 
@@ -56,7 +57,7 @@ def find_stage_runs(program: Program, ops: Sequence[Opcode]) -> StageRuns:
     positions, stage, group = positions[order], stage[order], group[order]
     is_first = _is_changed(group) | _is_changed(stage)
     positions, stage, group = positions[is_first], stage[is_first], group[is_first]
-    rank = np.searchsorted(program.offsets, positions, side="right") - 1
+    rank = find_ranks(program, positions)
     group_ends = np.flatnonzero(np.append(~program.joined[1:], True)) + 1
     end = group_ends[np.searchsorted(group_ends, positions, side="right")]
 

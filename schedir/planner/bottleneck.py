@@ -91,22 +91,17 @@ def attach_bottleneck(cluster: Cluster, estimate: PlanEstimate) -> PlanEstimate:
     """
     excess_bytes = estimate.memory.total - cluster.memory
     if excess_bytes > 0:
-        return replace(
-            estimate,
-            bottleneck="memory",
-            explanation=f"memory: the plan needs {format_bytes(excess_bytes)} more than a GPU has",
-        )
+        need = f"the plan needs {format_bytes(excess_bytes)} more than a GPU has"
+        return _explain(estimate, "memory", need)
     largest = max(StepBreakdown._fields[1:], key=lambda name: getattr(estimate.breakdown, name))
     part = getattr(estimate.breakdown, largest)
     if part <= 0:
-        return replace(
-            estimate, bottleneck="compute", explanation="compute: no other part takes time"
-        )
-    return replace(
-        estimate,
-        bottleneck=largest,
-        explanation=f"{largest}: {part:.4g} s of {estimate.step_time:.4g} s",
-    )
+        return _explain(estimate, "compute", "no other part takes time")
+    return _explain(estimate, largest, f"{part:.4g} s of {estimate.step_time:.4g} s")
+
+
+def _explain(estimate: PlanEstimate, bottleneck: str, explanation: str) -> PlanEstimate:
+    return replace(estimate, bottleneck=bottleneck, explanation=f"{bottleneck}: {explanation}")
 
 
 def attach_relative_bottleneck(
@@ -145,12 +140,12 @@ def attach_relative_bottleneck(
     if faster.any():
         near = int(np.where(faster, plan_table.total_memory, np.inf).argmin())
         other = plan_table.estimate_at(model, cluster, near)
-        return replace(
+        excess = format_bytes(other.memory.total - cluster.memory)
+        return _explain(
             estimate,
-            bottleneck="memory",
-            explanation="memory: a faster plan needs "
-            f"{format_bytes(other.memory.total - cluster.memory)} more than a GPU has. Its step "
-            f"takes {_describe_step_time(other, mine)}: {describe_plan(other)}",
+            "memory",
+            f"a faster plan needs {excess} more than a GPU has. Its step takes "
+            f"{_describe_step_time(other, mine)}: {describe_plan(other)}",
         )
     for part in np.argsort(-own).tolist():
         less = fits & (plan_table.breakdowns[part] < own[part] - _MIN_DIFFERENCE * mine)
@@ -158,11 +153,7 @@ def attach_relative_bottleneck(
             return _attach_difference(
                 model, cluster, estimate, own, plan_table, _find_fastest(plan_table, less), part
             )
-    return replace(
-        estimate,
-        bottleneck="compute",
-        explanation="compute: no plan that fits saves 1 % of the step in another part",
-    )
+    return _explain(estimate, "compute", "no plan that fits saves 1 % of the step in another part")
 
 
 def _find_fastest(plan_table: PlanTable, mask: NDArray[np.bool_]) -> int:
@@ -187,16 +178,12 @@ def _attach_difference(
     differences = breakdown - np.array(other.breakdown)
     part_index = int(differences.argmax()) if part_index is None else part_index
     name = StepBreakdown._fields[part_index]
-    text = f"{name}: another plan spends {differences[part_index]:.4g} s less on it"
+    text = f"another plan spends {differences[part_index]:.4g} s less on it"
     if other.step_time >= breakdown.sum():
         worst = int(differences.argmin())
         text += f", but {-differences[worst]:.4g} s more on {StepBreakdown._fields[worst]}"
-    return replace(
-        estimate,
-        bottleneck=name,
-        explanation=f"{text}. Its step takes "
-        f"{_describe_step_time(other, float(breakdown.sum()))}: {describe_plan(other)}",
-    )
+    step_time = _describe_step_time(other, float(breakdown.sum()))
+    return _explain(estimate, name, f"{text}. Its step takes {step_time}: {describe_plan(other)}")
 
 
 def _describe_step_time(other: PlanEstimate, step_time: float) -> str:

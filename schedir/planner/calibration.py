@@ -61,18 +61,14 @@ class _ConstantRow(NamedTuple):
     prior_deviation: float
     min_value: float
     max_value: float
-    start: float
-
-
-def _make_row(name: str, meaning: str, prior_deviation: float, start: float = 0.0) -> _ConstantRow:
-    return _ConstantRow(meaning, prior_deviation, *get_physical_bounds(name), start)
+    start: float = 0.0
 
 
 # The prior deviations are assumptions. `a100.toml`, `h100.toml` and `h100-efa.toml` show how much
 # the constants of clusters can differ.
 CONSTANTS: Final = {
-    row[0]: _make_row(*row)
-    for row in (
+    name: _ConstantRow(meaning, prior_deviation, *get_physical_bounds(name), *start)
+    for name, meaning, prior_deviation, *start in (
         ("flops", "operations per second of matrix products; the bandwidth of memory changes by "
          "the same factor", 0.15),
         ("kernel_us", "microseconds in which the host issues a kernel", 0.3, 10.0),

@@ -280,7 +280,7 @@ def _format_layout(layers_per_stage: tuple[int, ...]) -> str:
 
     In this value, E is the embedding, t is a layer, and L is the head with the loss.
     """
-    inner = [_format_layer_letters(n) for n in layers_per_stage]
+    inner = ["t" * n if n < 2 else f"t*{n}" for n in layers_per_stage]
     inner[0], inner[-1] = "E" + inner[0], inner[-1] + "L"
     text = ""
     for layer_count, equal_stages in groupby(inner[:-1]):
@@ -291,10 +291,6 @@ def _format_layout(layers_per_stage: tuple[int, ...]) -> str:
             else f"{layer_count}|" * n
         )
     return text + inner[-1]
-
-
-def _format_layer_letters(layers: int) -> str:
-    return "t" * layers if layers < 2 else f"t*{layers}"
 
 
 # ---------------------------------------------------------------- torchtitan

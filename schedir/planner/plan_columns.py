@@ -156,6 +156,15 @@ class PlanColumns:
         _, first_rows, row_of_plan = np.unique(code, return_index=True, return_inverse=True)
         return first_rows, row_of_plan
 
+    def get_formula_column(self, name: str) -> NDArray[Any]:
+        """Return an attribute of `ScheduleFormulas` for the schedule of each plan.
+
+        Args:
+            name: The name of the attribute.
+        """
+        values = [getattr(formulas, name) for formulas in SCHEDULE_FORMULAS.values()]
+        return np.array(values)[self.schedule]
+
     def compute_shares(
         self, model: TransformerSpec, *, merge_equal_ranks: bool = True
     ) -> RankGroupShares:
@@ -166,11 +175,9 @@ class PlanColumns:
             merge_equal_ranks: True if ranks with equal shares form one group. Otherwise each rank
                 is a group.
         """
-        vee = np.array([SCHEDULE_FORMULAS[name].is_vee for name in SCHEDULE_NAMES], np.int64)[
-            self.schedule
-        ]
         _, combination = np.unique(
-            (self.pp * 2**20 + self.stages_per_rank) * 2 + vee, return_inverse=True
+            (self.pp * 2**20 + self.stages_per_rank) * 2 + self.get_formula_column("is_vee"),
+            return_inverse=True,
         )
         first_rows = np.unique(combination, return_index=True)[1]
         groups_of_plans = [

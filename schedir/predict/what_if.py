@@ -9,9 +9,10 @@ options of `compile`, or a different draft. To try another change, add a row.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -44,6 +45,7 @@ from schedir.ir.isa.instructions import (
     INSTRUCTIONS,
     RECOMPUTE,
     Lane,
+    Row,
     Value,
 )
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -57,6 +59,7 @@ from schedir.predict.calibrate import (
     compute_prediction_error,
     fill_missing_backwards,
     round_costs,
+    simulate_at_mean_times,
 )
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, require_timeline
@@ -77,26 +80,22 @@ _ALL_TO_ALLS: Final = "all-to-alls of experts"
 # message (scatter-gather).
 _FREE_GATHER_ROW: Final = {False: "messages", True: _SEGMENT_SUMS}
 _COPY_LANES: Final = (Lane.D2H, Lane.H2D, Lane.DISK)
+
+
+def _list_costs(is_included: Callable[[Row], bool]) -> tuple[str, ...]:
+    return tuple(COST_BY_OPCODE[row.op] for row in INSTRUCTIONS if is_included(row))
+
+
 # Name in the description of a row -> the costs that the row sets to 0.
 _FREE_COSTS: Final[dict[str, tuple[str, ...]]] = {
     "messages": ("send", "tp_scatter"),
     _SEGMENT_SUMS: ("tp_reduce",),
     _ALL_TO_ALLS: ("dispatch", "combine"),
-    "reductions": tuple(
-        COST_BY_OPCODE[row.op]
-        for row in INSTRUCTIONS
-        if row.lane is Lane.DP or Value.GRAD in row.gives
-    ),
-    "gathers of weights": tuple(
-        COST_BY_OPCODE[row.op] for row in INSTRUCTIONS if row.lane is Lane.PARAMS
-    ),
-    "snapshots": tuple(
-        COST_BY_OPCODE[row.op] for row in INSTRUCTIONS if Value.SNAPSHOT in row.gives
-    ),
-    "copies to the host and its disk, and back,": tuple(
-        COST_BY_OPCODE[row.op]
-        for row in INSTRUCTIONS
-        if row.lane in _COPY_LANES and Value.SNAPSHOT not in row.gives
+    "reductions": _list_costs(lambda row: row.lane is Lane.DP or Value.GRAD in row.gives),
+    "gathers of weights": _list_costs(lambda row: row.lane is Lane.PARAMS),
+    "snapshots": _list_costs(lambda row: Value.SNAPSHOT in row.gives),
+    "copies to the host and its disk, and back,": _list_costs(
+        lambda row: row.lane in _COPY_LANES and Value.SNAPSHOT not in row.gives
     ),
 }
 # Options of `compile` that change the memory of ranks: options for saved activations and for ZeRO.
@@ -245,14 +244,7 @@ def advise(
     require_timeline(timeline, "timeline")
     program, sizes = timeline.program, timeline.sizes
     costs = fill_missing_backwards(costs or calibrate(timeline), program)
-    baseline = simulate(
-        program,
-        costs,
-        progress_model=timeline.progress_model,
-        blocking_hosts=timeline.blocking_hosts,
-        sizes=sizes,
-    )
-    baseline = replace(baseline, unit=timeline.unit)
+    baseline = simulate_at_mean_times(timeline, costs)
     advice = Advice(baseline, compute_prediction_error(baseline, timeline), [], [])
     if not advice.is_reliable:
         return advice
@@ -359,18 +351,15 @@ class _Table:
                 "fill", description, self.compute, fill_collective_waits=filler
             )
         description = "the same compute with other transfers"
-        orders = None, round_costs(self.costs)
-        for order in orders:
-            yield ChangeRow(
-                "transfers", description, self.costs, self.compute, order, {"overlap": False}
-            )
-        grouped = ChangeRow(
-            "grouped", f"{description}, opposite ones grouped", self.costs, self.compute
+        transfers = ChangeRow(
+            "transfers", description, self.costs, self.compute, options={"overlap": False}
         )
-        for order in orders:
-            yield grouped._replace(
-                transfer_costs=order, options={"overlap": True}, baseline_kind="transfers"
-            )
+        grouped = transfers._replace(
+            kind="grouped", description=f"{description}, opposite ones grouped",
+            options={"overlap": True}, baseline_kind="transfers",
+        )  # fmt: skip
+        for row, order in product((transfers, grouped), (None, round_costs(self.costs))):
+            yield row._replace(transfer_costs=order)
         yield from self._iter_more_microbatches()
         yield from self._iter_other_schedules()
         yield from self._iter_greedy_orders()
@@ -435,13 +424,10 @@ class _Table:
             return None
         current_time = self.baseline.span / self.shape.microbatches
         changed_time = run.span / program.shape.microbatches
-        return (
-            SimulatedChange(
-                row, replace(run, unit=self.baseline.unit), 1 - changed_time / current_time
-            )
-            if current_time
-            else None
-        )
+        if not current_time:
+            return None
+        run = replace(run, unit=self.baseline.unit)
+        return SimulatedChange(row, run, 1 - changed_time / current_time)
 
     def exceeds_memory_limit(self, program: Program) -> bool:
         """Return whether a rank needs more memory than the limit. Without sizes, return False.

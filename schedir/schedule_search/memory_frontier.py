@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, inf
 from time import perf_counter
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from schedir.analysis.numba_jit import NumbaStatus
 from schedir.call_errors import explain_wrong_calls
@@ -29,7 +30,7 @@ from schedir.schedule_search.problem import (
 )
 from schedir.schedule_search.search import search_schedule
 from schedir.schedule_search.search_arguments import require_evaluations, require_seconds
-from schedir.schedule_search.search_results import SearchResult, SearchStep, combine_numba
+from schedir.schedule_search.search_results import SearchStep, combine_numba
 from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_algebra import Schedule, has_free_v
 
@@ -159,10 +160,21 @@ def memory_frontier(
     max_evaluations = require_evaluations(max_evaluations)
     start_time = perf_counter()
     costs = Costs() if costs is None else costs
-    unlimited_problem = _make_problem(shape, costs, sizes, None, split_backward=split_backward)
+
+    def get_limit_arguments(limit: float) -> dict[str, Any]:
+        if sizes is not None:
+            return {"sizes": sizes, "memory_limit": limit}
+        return {"max_in_flight": None if limit == inf else int(limit)}
+
+    def make_limited_problem(limit: float) -> SchedulingProblem:
+        return make_problem(
+            shape, costs, split_backward=split_backward, **get_limit_arguments(limit)
+        )
+
+    unlimited_problem = make_limited_problem(inf)
     runs = tuple(_simulate_schedules(unlimited_problem, costs, sizes, initial_schedules))
     peaks = [float((t.peak_memory if sizes else t.peak_in_flight).max()) for t in runs]
-    limits = _choose_limits(shape, costs, sizes, peaks, levels, split_backward=split_backward)
+    limits = _choose_limits(make_limited_problem, sizes, peaks, levels)
     unlimited_bound = compute_bound(unlimited_problem).value
     searched_levels: list[FrontierLevel] = []
     is_complete, num_evaluated, numba_statuses = True, 0, set[NumbaStatus]()
@@ -172,8 +184,9 @@ def memory_frontier(
         if max_evaluations is not None:
             seconds = time_limit / len(limits)  # The bounds must not depend on the clock.
         try:
-            result = _search_at_limit(
-                shape, costs, sizes, limit,
+            result = search_schedule(
+                shape, costs,
+                **get_limit_arguments(limit),
                 split_backward=split_backward,
                 time_limit=max(seconds, 0.01),
                 max_evaluations=None
@@ -183,7 +196,7 @@ def memory_frontier(
                 initial_schedules=[
                     *initial_schedules, *(level.timeline.program for level in searched_levels[-1:]),
                 ],
-                report=None if report is None else _add_limit_to_report(report, limit),
+                report=None if report is None else partial(report, limit),
             )  # fmt: skip
         except MemoryLimitError:  # No program fits into this limit with its messages.
             if k + 1 == len(limits):
@@ -200,55 +213,18 @@ def memory_frontier(
         if run.span <= unlimited_bound * (1 + RELATIVE_TOLERANCE):
             break
     bounds = _compute_bounds(
-        shape, costs, sizes, limits, searched_levels, unlimited_bound, split_backward=split_backward
+        make_limited_problem, sizes is not None, limits, searched_levels, unlimited_bound
     )
     bound_by_limit = dict(bounds)
-    tight_levels = tuple(
-        _tighten_level(level, bound_by_limit[level.limit]) for level in searched_levels
-    )
+    for k, (limit, run, _) in enumerate(searched_levels):
+        # Rounding can make a bound larger than the span, because both are sums of floats in
+        # different orders.
+        bound = bound_by_limit[limit]
+        is_reached = run.span <= bound * (1 + RELATIVE_TOLERANCE)
+        searched_levels[k] = FrontierLevel(limit, run, run.span if is_reached else bound)
     return MemoryFrontier(
-        shape, tight_levels, bounds, runs, is_complete, combine_numba(numba_statuses)
+        shape, tuple(searched_levels), bounds, runs, is_complete, combine_numba(numba_statuses)
     )
-
-
-def _tighten_level(level: FrontierLevel, bound: float) -> FrontierLevel:
-    """Return the level with a bound that is at most its span.
-
-    Rounding can make a bound larger than the span, because both are sums of floats in different
-    orders.
-    """
-    span = level.timeline.span
-    return level._replace(bound=span if span <= bound * (1 + RELATIVE_TOLERANCE) else bound)
-
-
-def _add_limit_to_report(
-    report: Callable[[float, SearchStep, float], None], limit: float
-) -> Callable[[SearchStep, float], None]:
-    return lambda step, bound: report(limit, step, bound)
-
-
-def _make_problem(
-    shape: PipelineShape,
-    costs: Costs,
-    sizes: Sizes | None,
-    limit: float | None,
-    *,
-    split_backward: bool,
-) -> SchedulingProblem:
-    if sizes is not None:
-        return make_problem(
-            shape, costs, sizes, inf if limit is None else limit, split_backward=split_backward
-        )
-    max_in_flight = None if limit is None else int(limit)
-    return make_problem(shape, costs, max_in_flight=max_in_flight, split_backward=split_backward)
-
-
-def _search_at_limit(
-    shape: PipelineShape, costs: Costs, sizes: Sizes | None, limit: float, **search_options: object
-) -> SearchResult:
-    if sizes is not None:
-        return search_schedule(shape, costs, sizes, limit, **search_options)  # type: ignore[arg-type]
-    return search_schedule(shape, costs, max_in_flight=int(limit), **search_options)  # type: ignore[arg-type]
 
 
 def _simulate_schedules(
@@ -288,16 +264,14 @@ def _simulate_schedules(
 
 
 def _choose_limits(
-    shape: PipelineShape,
-    costs: Costs,
+    make_limited_problem: Callable[[float], SchedulingProblem],
     sizes: Sizes | None,
     peaks: Sequence[float],
     num_levels: int,
-    *,
-    split_backward: bool,
 ) -> list[float]:
     """Return the memory limits to search, in ascending order."""
-    unlimited_problem = _make_problem(shape, costs, sizes, None, split_backward=split_backward)
+    unlimited_problem = make_limited_problem(inf)
+    shape = unlimited_problem.shape
     weights = [0.0] * shape.ranks
     max_memory = max(map(len, shape.stages_on_rank)) * float(shape.microbatches)
     if sizes is not None:
@@ -320,9 +294,8 @@ def _choose_limits(
     unlimited_bound = compute_bound(unlimited_problem, 0).value
 
     def raises_bound(limit: float) -> bool:
-        return compute_bound(
-            _make_problem(shape, costs, sizes, limit, split_backward=split_backward), 0
-        ).value > unlimited_bound * (1 + RELATIVE_TOLERANCE)
+        bound = compute_bound(make_limited_problem(limit), 0).value
+        return bound > unlimited_bound * (1 + RELATIVE_TOLERANCE)
 
     low, max_limit = min_limit, max(min_limit, max_memory)
     for _ in range(_BISECTION_STEPS if raises_bound(min_limit) else 0):
@@ -346,14 +319,11 @@ def _choose_limits(
 
 
 def _compute_bounds(
-    shape: PipelineShape,
-    costs: Costs,
-    sizes: Sizes | None,
+    make_limited_problem: Callable[[float], SchedulingProblem],
+    is_in_bytes: bool,
     limits: Sequence[float],
     levels: Sequence[FrontierLevel],
     unlimited_bound: float,
-    *,
-    split_backward: bool,
 ) -> tuple[tuple[float, float], ...]:
     """Return pairs (limit, bound), also for limits that are not searched.
 
@@ -361,14 +331,12 @@ def _compute_bounds(
     """
     low, high = limits[0], limits[-1]
     grid_limits = [low + (high - low) * k / _BOUND_SAMPLES for k in range(_BOUND_SAMPLES + 1)]
-    if sizes is None:
+    if not is_in_bytes:
         grid_limits = [float(round(limit)) for limit in grid_limits]
     bound_by_limit = {level.limit: level.bound for level in levels}
     best_bound, bounds = unlimited_bound, [(inf, unlimited_bound)]
     for limit in sorted({*grid_limits, *limits}, reverse=True):
-        limit_bound = compute_bound(
-            _make_problem(shape, costs, sizes, limit, split_backward=split_backward)
-        ).value
+        limit_bound = compute_bound(make_limited_problem(limit)).value
         best_bound = max(best_bound, limit_bound, bound_by_limit.get(limit, 0.0))
         bounds.append((limit, best_bound))
     return tuple(reversed(bounds))

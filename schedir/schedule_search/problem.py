@@ -366,10 +366,6 @@ def _require_in_flight(value: object) -> float:
         ) from None
 
 
-def _describe_in_flight(count: float) -> str:
-    return f"{count:g} in flight"
-
-
 def _require_capacity(problem: SchedulingProblem, limit: float | None) -> None:
     """Raise UsageError if a rank cannot run one microbatch at a time within its capacity."""
     for rank in range(problem.shape.ranks):
@@ -377,7 +373,7 @@ def _require_capacity(problem: SchedulingProblem, limit: float | None) -> None:
         if problem.fits_on_rank(min_memory, rank):
             continue
         weights = 0.0 if limit is None else limit - problem.capacity[rank]
-        format_memory = format_bytes if limit is not None else _describe_in_flight
+        format_memory = format_bytes if limit is not None else "{:g} in flight".format
         weights_text = f" and {format_bytes(weights)} for model states" * (weights > 0)
         raise UsageError(
             f"no schedule fits: rank {rank} needs {format_memory(min_memory)} for one "

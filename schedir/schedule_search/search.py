@@ -44,11 +44,6 @@ _PILOT_SECONDS_SHARE: Final = 0.04
 _BUILD_SECONDS_PER_TASK: Final = 2e-5  # Seconds per task, reserved to compile programs.
 
 
-def _require_report(report: object) -> None:
-    if report is not None and not callable(report):
-        raise UsageError(f"report must be a function, not {describe(report)}", fields=["report"])
-
-
 def _require_bound_method(bound: object) -> None:
     if bound not in _BOUND_METHODS:
         raise UsageError(
@@ -217,7 +212,8 @@ def search_schedule(
     max_evaluations = require_evaluations(max_evaluations)
     seed = require_integer(seed, "seed", "seed must be an integer")
     require_type(initial_schedules, "initial_schedules", Sequence, "[schedules.zb_h1]")
-    _require_report(report)
+    if report is not None and not callable(report):
+        raise UsageError(f"report must be a function, not {describe(report)}", fields=["report"])
     _require_bound_method(bound)
     start_time = perf_counter()
     uses_solver = bound == "solver"

@@ -333,16 +333,12 @@ def _require_compute(inspector: Inspector) -> None:
                 inspector.make_key_site(split_op, key),
                 hint="B computes both I and W: keep B, or I and W",
             )
-    if (has_weight & ~has_input).any():
-        inspector.refuse_missing(
-            BACKWARD_INPUT, int((has_weight & ~has_input).argmax()), ", but its W exists"
-        )
-    if (has_input & ~has_weight).any():
-        inspector.refuse_missing(
-            BACKWARD_WEIGHT,
-            int((has_input & ~has_weight).argmax()),
-            ", but its I exists: B computes both",
-        )
+    for is_missing, op, reason in (
+        (has_weight & ~has_input, BACKWARD_INPUT, ", but its W exists"),
+        (has_input & ~has_weight, BACKWARD_WEIGHT, ", but its I exists: B computes both"),
+    ):
+        if is_missing.any():
+            inspector.refuse_missing(op, int(is_missing.argmax()), reason)
     if not (has_backward | has_input | is_frozen).all():
         key = int((~(has_backward | has_input | is_frozen)).argmax())
         rank = int(inspector.shape.rank_of_stage(inspector.stage[key], inspector.mb[key]))

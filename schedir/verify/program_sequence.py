@@ -207,16 +207,12 @@ class _ProgramSequence:
         other_step: _SequenceStep | None,
     ) -> ProgramSequenceError:
         """Return the error for a message that arrives in another step, or never."""
+        pairs = ((one_rank, one_step), (other_rank, other_step))
+        steps = [(rank, step) for rank, step in pairs if step is not None]
         sites = [
-            self.make_site(rank, step.step_number, step.first_position)
-            for rank, step in ((one_rank, one_step), (other_rank, other_step))
-            if step is not None
+            self.make_site(rank, step.step_number, step.first_position) for rank, step in steps
         ]
-        names = [
-            self.get_step_name(rank, step.step_number)
-            for rank, step in ((one_rank, one_step), (other_rank, other_step))
-            if step
-        ]
+        names = [self.get_step_name(rank, step.step_number) for rank, step in steps]
         first_site = sites[0]
         if one_step is None or other_step is None:
             finished_rank = other_rank if other_step is None else one_rank

@@ -237,8 +237,7 @@ def _format_axes(axes: Axes, chart: ChartLayout, style: ResolvedStyle, row_heigh
     rectangles, timeline = chart.rectangles, chart.rectangles.timeline
     axes.set_xlim(*chart.time_range)
     axes.set_ylim(rectangles.height, 0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     # The number of rows that the label of a rank needs.
     rank_step = ceil(8 / (rectangles.pitch * row_height * 72))
     ranks = np.arange(0, timeline.ranks, rank_step)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from schedir.errors import UsageError, describe
 from schedir.ir.isa.instructions import FORWARD, Lane
 from schedir.planner.parallel_plan import PlanEstimate, StepBreakdown
+from schedir.viz.figures.axes_style import add_axes_with_margins, draw_grid
 from schedir.viz.palette import (
     ACCENT_COLOR,
     IDLE_COLOR,
@@ -84,18 +85,8 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
     left = sum(width for _, width, _ in _LEFT_COLUMNS) + 0.2
     right = sum(width for _, width in _RIGHT_COLUMNS) + 0.1
     top, bottom = 0.28, 0.78
-    size = (
-        left + _BARS_WIDTH + right,
-        top + _ROW_HEIGHT * len(plans) + bottom,
-    )
-    figure = Figure(figsize=size)
-    axes = figure.add_axes(
-        (
-            left / size[0],
-            bottom / size[1],
-            _BARS_WIDTH / size[0],
-            _ROW_HEIGHT * len(plans) / size[1],
-        )
+    figure, axes, size = add_axes_with_margins(
+        (_BARS_WIDTH, _ROW_HEIGHT * len(plans)), left, top, right, bottom
     )
     longest = max(plan.step_time for plan in plans)
     unit_time, unit = _choose_time_unit(longest)
@@ -104,15 +95,12 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
     for row, plan in enumerate(plans):
         _draw_bar(axes, row, plan, unit_time)
         _draw_cells(axes, row, plan)
-    _draw_headings(axes)
+    headings = [name for name, *_ in (*_LEFT_COLUMNS, *_RIGHT_COLUMNS)]
+    _draw_row(axes, -0.95, headings, "#555555")
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
-    axes.tick_params(labelsize=7.5)
     axes.set_xlabel(f"time of a step, in {unit}", fontsize=8)
-    axes.grid(axis="x", color="#e6e6e6", linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    draw_grid(axes, hidden_sides=("top", "right", "left"))
     parts = [
         name for name in StepBreakdown._fields if any(getattr(p.breakdown, name) > 0 for p in plans)
     ]
@@ -177,27 +165,21 @@ def _draw_cells(axes: Axes, row: int, plan: PlanEstimate) -> None:
                                          plan.microbatch_size)),
         "yes" if plan.sequence_parallel else "-", plan.schedule, plan.recompute, str(plan.zero),
     ]  # fmt: skip
-    offset = -sum(width for _, width, _ in _LEFT_COLUMNS) - 0.1
-    for cell, (_, width, alignment) in zip(cells, _LEFT_COLUMNS, strict=True):
-        _draw_cell(axes, row, offset, width, alignment, cell)
-        offset += width
     excess = "" if plan.fits else " too much"
-    right_cells = [_format_seconds(plan.step_time), f"{plan.flops_per_second / 1e12:.1f}",
+    cells += [_format_seconds(plan.step_time), f"{plan.flops_per_second / 1e12:.1f}",
             f"{plan.memory.total / 1e9:.1f} GB{excess}"]  # fmt: skip
-    offset = _BARS_WIDTH
-    for cell, (_, width) in zip(right_cells, _RIGHT_COLUMNS, strict=True):
-        _draw_cell(axes, row, offset, width, "right", cell)
-        offset += width
+    _draw_row(axes, row, cells, "black")
 
 
-def _draw_headings(axes: Axes) -> None:
+def _draw_row(axes: Axes, row: float, cells: Sequence[str], colour: str) -> None:
+    """Write the cells of a row to the left and to the right of the bars."""
     offset = -sum(width for _, width, _ in _LEFT_COLUMNS) - 0.1
-    for name, width, alignment in _LEFT_COLUMNS:
-        _draw_cell(axes, -0.95, offset, width, alignment, name, "#555555")
+    for cell, (_, width, alignment) in zip(cells, _LEFT_COLUMNS, strict=False):
+        _draw_cell(axes, row, offset, width, alignment, cell, colour)
         offset += width
     offset = _BARS_WIDTH
-    for name, width in _RIGHT_COLUMNS:
-        _draw_cell(axes, -0.95, offset, width, "right", name, "#555555")
+    for cell, (_, width) in zip(cells[len(_LEFT_COLUMNS) :], _RIGHT_COLUMNS, strict=True):
+        _draw_cell(axes, row, offset, width, "right", cell, colour)
         offset += width
 
 
@@ -208,7 +190,7 @@ def _draw_cell(
     width: float,
     alignment: str,
     text: str,
-    colour: str = "black",
+    colour: str,
 ) -> None:
     """Write a text in a column that begins `offset` inches from the left edge of the bars."""
     x = offset + (width if alignment == "right" else 0.14)
@@ -380,11 +362,7 @@ def _format_axes(axes: Axes) -> None:
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 8 * low else linear_locator)
             axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(formatter)
-    axes.tick_params(labelsize=7.5)
-    axes.grid(color="#e6e6e6", linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    draw_grid(axes)
 
 
 # ---------------------------------------------------------------- over the number of GPUs

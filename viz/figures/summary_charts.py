@@ -14,6 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.predict.timeline import Timeline, require_timeline, require_timelines
+from schedir.viz.figures.axes_style import add_axes_with_margins, draw_grid
 from schedir.viz.palette import ACCENT_COLOR, choose_text_color
 
 if TYPE_CHECKING:
@@ -56,7 +57,9 @@ def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
     """
     require_timelines(timelines)
     has_sizes = all(t.sizes is not None for t in timelines)
-    x = np.array([_find_peak_gigabytes(t) if has_sizes else t.peak_activations for t in timelines])
+    x = np.array(
+        [t.peak_memory.max() / 1e9 if has_sizes else t.peak_activations for t in timelines]
+    )
     y = np.array([t.bubble for t in timelines])
     scale = max(1.0, min(len(timelines) / 12, 1.6))  # many names need more space
     figure = Figure(figsize=(5.2 * scale, 3.7 * scale), layout="constrained")
@@ -158,15 +161,7 @@ def _format_axes(axes: Axes, *, in_bytes: bool) -> None:
         x_label = "peak memory of a rank, in GB"
     axes.set_xlabel(x_label, fontsize=8)
     axes.set_ylabel("bubble", fontsize=8)
-    axes.tick_params(labelsize=7.5)
-    axes.grid(color="#e6e6e6", linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
-def _find_peak_gigabytes(timeline: Timeline) -> float:
-    return float(timeline.peak_memory.max()) / 1e9
+    draw_grid(axes)
 
 
 def _draw_names(
@@ -242,13 +237,9 @@ def idle_map(timeline: Timeline) -> Figure:
     width, height, max_height = _CELL_SIZE
     height = min(height, max_height / len(cells))
     left, top, bottom = 0.7, 0.75 + 0.15 * bool(timeline.causality_warning), 0.15
-    size = (
-        left + width * cells.shape[1] + 0.15,
-        top + height * len(cells) + bottom,
+    figure, axes, size = add_axes_with_margins(
+        (width * cells.shape[1], height * len(cells)), left, top, 0.15, bottom
     )
-    figure = Figure(figsize=size)
-    axes = figure.add_axes((left / size[0], bottom / size[1], width * cells.shape[1] / size[0],
-                            height * len(cells) / size[1]))  # fmt: skip
     max_share = float(cells.max(initial=0)) or 1.0
     axes.imshow(cells, cmap="YlOrBr", vmin=0, vmax=max_share, aspect="auto")
     names = [IdleCause(k).text for k in causes.tolist()]
@@ -258,8 +249,7 @@ def idle_map(timeline: Timeline) -> Figure:
     ranks = range(0, timeline.ranks, rank_step)
     axes.set_yticks([*ranks, timeline.ranks], [*(f"rank {r}" for r in ranks), "mean"], fontsize=7.5)
     axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     axes.axhline(timeline.ranks - 0.5, color="white", linewidth=3)
     axes.axvline(cells.shape[1] - 1.5, color="white", linewidth=3)
     points = min(7.0, height * 72 * 0.6)

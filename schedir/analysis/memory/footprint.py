@@ -566,13 +566,6 @@ def _get_memory_name(kind: Value) -> str:
     return UNSHARDED_LABELS.get(VALUES[kind].size, kind.name.lower())
 
 
-def _compute_value_sizes(program: Program, kind: Value, sizes: Sizes) -> NDArray[np.float64]:
-    """Return the bytes of each value of a kind before changes of form, in lifetime order."""
-    return compute_full_sizes(
-        program, kind, sizes, Dataflow.from_program(program).find_lifetimes(kind).filled_at
-    )
-
-
 def _compute_buffer_memory(
     program: Program, kind: Value, sizes: Sizes
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -581,7 +574,7 @@ def _compute_buffer_memory(
     Each slot has the bytes of the largest value that uses such a slot.
     """
     lives = Dataflow.from_program(program).find_lifetimes(kind)
-    value_sizes = _compute_value_sizes(program, kind, sizes)
+    value_sizes = compute_full_sizes(program, kind, sizes, lives.filled_at)
     if kind not in _SENT_VALUES:
         slots = count_slots(program, [kind])[:, 0]
         return slots, slots * lives.max_per_rank(value_sizes)
@@ -631,6 +624,21 @@ def _find_handover_memory(program: Program, sizes: Sizes) -> ValueLifetimes:
         empty = np.empty(0, np.int64)
         return ValueLifetimes(empty, empty, empty, np.empty(0))
     return ValueLifetimes(*map(np.concatenate, zip(*changes, strict=True)))
+
+
+def compute_peak_bytes(program: Program, sizes: Sizes, tier: str = "device") -> NDArray[np.float64]:
+    """Return the peak memory of each rank on a tier, in the worst case of `compute_footprints`.
+
+    Args:
+        program: A complete program.
+        sizes: The sizes of values.
+        tier: One of `TIERS`.
+
+    Returns:
+        Bytes of shape (ranks,).
+    """
+    footprints = compute_footprints(program, sizes, tier, worst_case=True)
+    return np.array([footprint.total_bytes.max(initial=0.0) for footprint in footprints])
 
 
 def fits_memory_limit(program: Program, sizes: Sizes, limit: float) -> bool:

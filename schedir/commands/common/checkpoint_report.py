@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.checkpoints.manifest import Manifest, TensorMeta
 from schedir.errors import CheckpointError, format_bytes
-from schedir.io.terminal_output import format_table
+from schedir.io.terminal_output import format_table, sanitize_line
 
 _GROUP_NAMES: Final = {
     "weights": "weights", "main": "float32 copies", "optimizer": "optimizer", "buffers": "buffers",
@@ -121,7 +121,7 @@ def format_report(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> 
     ]
     text = format_table(["step", "bytes", "written", "complete"], rows)
     text += "".join(
-        f"step {checkpoint.step}: {sanitize_text(checkpoint.problem)}\n"
+        f"step {checkpoint.step}: {sanitize_line(checkpoint.problem, _MAX_FACT_LENGTH)}\n"
         for checkpoint in checkpoints
         if checkpoint.problem
     )
@@ -136,8 +136,8 @@ def _format_manifest(manifest: Manifest) -> str:
     text = f"step {manifest.step}\n"
     text += "".join(f"  {name}: {value}\n" for name, value in _list_facts(manifest))
     text += "\n" + format_table(["tensor", "shape", "type", "bytes", "float32 copy", "optimizer"], [
-        [sanitize_text(name), "x".join(map(str, kind.shape)) or "scalar", kind.dtype,
-            format_bytes(kind.nbytes),
+        [sanitize_line(name, _MAX_FACT_LENGTH), "x".join(map(str, kind.shape)) or "scalar",
+         kind.dtype, format_bytes(kind.nbytes),
          *(format_bytes(size) if size else "-" for size in sizes)]
         for name, kind, sizes in _list_tensor_rows(manifest)
     ])  # fmt: skip
@@ -165,7 +165,7 @@ def _list_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     for name, value in {**manifest.facts, **other_state}.items():
         if value is not None:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            yield sanitize_text(name), sanitize_text(text)
+            yield sanitize_line(name, _MAX_FACT_LENGTH), sanitize_line(text, _MAX_FACT_LENGTH)
 
 
 def _group_by_section(settings: Mapping[Any, Any]) -> dict[str, str]:
@@ -254,13 +254,3 @@ def _format_write_time(manifest: Manifest | None) -> str:
         )
     except (OverflowError, ValueError, OSError):
         return "-"
-
-
-def sanitize_text(text: str) -> str:
-    """Remove characters that control a terminal from a text.
-
-    Args:
-        text: A text from a file. Unprintable characters become "?", and a long text is cut off.
-    """
-    shortened = text if len(text) <= _MAX_FACT_LENGTH else f"{text[:_MAX_FACT_LENGTH]}..."
-    return "".join(c if c.isprintable() else "?" for c in shortened)

@@ -56,7 +56,6 @@ def calibrate_cluster(args: argparse.Namespace) -> str:
     cluster = resolve_cluster(args)
     runs = read_runs(args.calibrate, model)
     with atomic_write(args.output) as temporary:  # Fail now if the path cannot be written.
-        temporary.touch()
         calibration = calibrate(cluster, stack_preset(args.stack), runs)
         notes = {
             constant.name: f"90 % interval: {constant.low:.3g} to {constant.high:.3g}"

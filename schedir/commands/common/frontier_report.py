@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from schedir.commands.common.progress_bar import show_progress
@@ -17,34 +16,13 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from schedir.ir.cost.costs import Costs
-    from schedir.ir.cost.sizes import Sizes
+    from schedir.io.program_request import Request
     from schedir.ir.program import Program
     from schedir.schedule_search.memory_frontier import MemoryFrontier
     from schedir.schedule_search.search_results import SearchStep
     from schedir.schedules.schedule_algebra import Schedule
 
-_SINGLE_LIMIT_OPTIONS = {"memory_limit": "--memory-limit", "max_in_flight": "--max-in-flight"}
-
-
-@dataclass(frozen=True)
-class FrontierRequest:
-    """The arguments of a search for the memory frontier.
-
-    Args:
-        shape: The shape of the pipeline.
-        costs: The costs of each stage, or None for the defaults.
-        sizes: The sizes of each stage. If None, a memory limit is a number of (stage, microbatch)
-            pairs in flight.
-        initial_schedules: Schedules and programs from which the search starts.
-        unit: The unit of the costs, or "".
-    """
-
-    shape: PipelineShape
-    costs: Costs | None
-    sizes: Sizes | None
-    initial_schedules: Sequence[Schedule | Program]
-    unit: str
+_format_count = "{:g} in flight".format
 
 
 def require_frontier_options(args: argparse.Namespace) -> None:
@@ -56,30 +34,34 @@ def require_frontier_options(args: argparse.Namespace) -> None:
     Raises:
         UsageError: An option does not apply, or the output file has no suffix of a picture.
     """
-    for name in _SINGLE_LIMIT_OPTIONS:
-        if getattr(args, name) is not None:
-            raise UsageError(
-                f"--frontier cannot be combined with {_SINGLE_LIMIT_OPTIONS[name]}",
-                fields=[name],
-            )
-    if args.objective == "active_span":
-        raise UsageError(
-            "--frontier cannot be combined with --objective active_span", fields=["objective"]
-        )
-    if args.bound == "solver":
-        raise UsageError("--frontier cannot be combined with --bound solver", fields=["bound"])
+    for field, option, is_given in (
+        ("memory_limit", "--memory-limit", args.memory_limit is not None),
+        ("max_in_flight", "--max-in-flight", args.max_in_flight is not None),
+        ("objective", "--objective active_span", args.objective == "active_span"),
+        ("bound", "--bound solver", args.bound == "solver"),
+    ):
+        if is_given:
+            raise UsageError(f"--frontier cannot be combined with {option}", fields=[field])
     if args.output is not None:
         from schedir.viz.figures.figure_files import require_figure_suffix
 
         require_figure_suffix(args.output)
 
 
-def report_frontier(args: argparse.Namespace, request: FrontierRequest) -> tuple[str, bool]:
+def report_frontier(
+    args: argparse.Namespace,
+    shape: PipelineShape,
+    request: Request,
+    initial_schedules: Sequence[Schedule | Program],
+) -> tuple[str, bool]:
     """Search at each memory limit, and write the picture if `-o` is given.
 
     Args:
         args: The parsed options of `search`.
-        request: The arguments of the search.
+        shape: The shape of the pipeline.
+        request: The costs, their unit and the sizes. Without sizes, a memory limit is a number of
+            (stage, microbatch) pairs in flight.
+        initial_schedules: Schedules and programs from which the search starts.
 
     Returns:
         The text or JSON of the frontier, and False if the search was interrupted, else True.
@@ -89,7 +71,7 @@ def report_frontier(args: argparse.Namespace, request: FrontierRequest) -> tuple
     """
     if args.output is not None:
         require_writable(args.output)
-    frontier = _search_frontier(args, request)
+    frontier = _search_frontier(args, shape, request, initial_schedules)
     if args.output is not None:
         from schedir.viz import memory_frontier, save
 
@@ -98,7 +80,12 @@ def report_frontier(args: argparse.Namespace, request: FrontierRequest) -> tuple
     return text, frontier.is_complete
 
 
-def _search_frontier(args: argparse.Namespace, request: FrontierRequest) -> MemoryFrontier:
+def _search_frontier(
+    args: argparse.Namespace,
+    shape: PipelineShape,
+    request: Request,
+    initial_schedules: Sequence[Schedule | Program],
+) -> MemoryFrontier:
     from schedir.schedule_search.memory_frontier import memory_frontier
 
     fmt = format_bytes if request.sizes is not None else _format_count
@@ -110,18 +97,14 @@ def _search_frontier(args: argparse.Namespace, request: FrontierRequest) -> Memo
         )
 
     return memory_frontier(
-        request.shape, request.costs, request.sizes,
+        shape, request.costs, request.sizes,
         split_backward=not args.no_split_backward,
         time_limit=args.time_limit,
         max_evaluations=args.max_evaluations,
         seed=args.seed,
-        initial_schedules=request.initial_schedules,
+        initial_schedules=initial_schedules,
         report=report,
     )  # fmt: skip
-
-
-def _format_count(limit: float) -> str:
-    return f"{limit:g} in flight"
 
 
 def _format_text(args: argparse.Namespace, frontier: MemoryFrontier, unit: str) -> str:

@@ -177,10 +177,8 @@ def resolve_cluster(args: argparse.Namespace) -> Cluster:
             "own cluster",
         )
     is_preset = args.cluster in cluster_presets()
-    result = (
-        cluster_preset(args.cluster) if is_preset or not args.cluster.endswith(".toml") else None
-    )
-    result = load_cluster(args.cluster) if result is None else result
+    is_file = args.cluster.endswith(".toml") and not is_preset
+    result = (load_cluster if is_file else cluster_preset)(args.cluster)
     if (
         is_preset
         and args.calibrate is None

@@ -22,17 +22,10 @@ from schedir.io.toml_tables import (
     suggest_file_kind,
     suggest_section,
 )
-from schedir.ir.pipeline.field_schema import YES_OR_NO_TYPE, FieldType
+from schedir.ir.pipeline.field_schema import YES_OR_NO_TYPE, FieldType, make_choice_type
 from schedir.ir.program import HEADER_FIELDS
 from schedir.passes.pass_registry import OPTION_SECTIONS, PASS_OPTIONS
 from schedir.retired_names import RETIRED_HINTS, find_similar_name, get_rename_hint
-
-
-def _parse_buffer_sharing(text: str) -> str:
-    if text not in ("minimal", "latency_preserving"):
-        raise ValueError(f"must be minimal or latency_preserving, not {text!r}")
-    return text
-
 
 # Name that a user may try with -O -> the correct option.
 _OTHER_OPTIONS: Final = {
@@ -75,8 +68,8 @@ def _list_options() -> Iterator[tuple[str, ProgramOption]]:
             "pipeline.overlap",
         ),
     )
-    sharing = FieldType(
-        "must be minimal or latency_preserving", _parse_buffer_sharing, str, metavar="HOW"
+    sharing = make_choice_type(
+        "must be minimal or latency_preserving", ("minimal", "latency_preserving"), "HOW"
     )
     yield (
         "buffer_sharing",
@@ -306,26 +299,19 @@ def _read_options(text: str, path: str) -> dict[str, Any]:
                 hint = RETIRED_HINTS.get(name) or hint or suggest_names(key, known[section])
                 raise make_error(f"no setting {name}", hint, section, key)
     values: dict[str, Any] = {}
-    for name, option in PROGRAM_OPTIONS.items():
-        section, _, key = option.config_key.partition(".")
+    keys = [(name, name, option.config_key) for name, option in PROGRAM_OPTIONS.items()]
+    # Parse memory_limit like the option host_memory_limit, which is also a number of bytes.
+    keys.append(("memory_limit", "host_memory_limit", _get_config_key("memory_limit")))
+    for name, kind_name, config_key in keys:
+        section, _, key = config_key.partition(".")
         value = tables.get(section, {}).get(key) if key else None
-        if value is not None and (name, value) not in (
-            ("buffer_sharing", "auto"),
-            ("buffer_sharing", "none"),
-        ):
-            try:
-                values[name] = _parse_setting(option.config_key, name, value)
-            except UsageError as error:
-                raise make_error(error.fact, error.hint, section, key) from None
-    if (limit := tables.get("memory", {}).get("memory_limit")) is not None:
+        if value is None or (name == "buffer_sharing" and value in ("auto", "none")):
+            continue
         try:
-            # Parse this value like the option host_memory_limit, which is also a number of bytes.
-            values["memory_limit"] = _parse_setting(
-                "memory.memory_limit", "host_memory_limit", limit
-            )
+            values[name] = _parse_setting(config_key, kind_name, value)
         except UsageError as error:
-            hint = 'memory_limit = "40GB"'
-            raise make_error(error.fact, hint, "memory", "memory_limit") from None
+            hint = 'memory_limit = "40GB"' if name == "memory_limit" else error.hint
+            raise make_error(error.fact, hint, section, key) from None
     return values
 
 

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import fields
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -24,10 +24,12 @@ from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.number_parsing import parse_decimal, parse_integer
 from schedir.ir.cost.sizes import Sizes, parse_bytes
-from schedir.ir.pipeline.field_schema import Field, FieldType
+from schedir.ir.pipeline.field_schema import Field
 from schedir.ir.program import HEADER_FIELDS, Program
 from schedir.passes.pass_registry import PASS_OPTIONS
 from schedir.retired_names import RENAMED_COSTS, RENAMED_SIZES, find_similar_name
+
+_Value = TypeVar("_Value")
 
 SOURCE_HELP = (
     "a built-in schedule or file.py:function, with its options in brackets "
@@ -104,8 +106,8 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
     for name in FIELDS_WITH_FLAGS:
         option = PROGRAM_OPTIONS[name]
         group.add_argument(
-            "--" + name.replace("_", "-"), dest=name, type=_make_parser(option.kind), default=None,
-            metavar=option.kind.metavar,
+            "--" + name.replace("_", "-"), dest=name, default=None,
+            type=make_argument_type(option.kind.parse), metavar=option.kind.metavar,
             help=option.help.format(ranks=DEFAULT_RANKS, per_rank=MICROBATCHES_PER_RANK),
         )  # fmt: skip
 
@@ -169,94 +171,46 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
-def _make_parser(kind: FieldType) -> Callable[[str], Any]:
-    """Return a function that parses the values of an option for argparse."""
+def make_argument_type(
+    parse: Callable[[str], _Value], requirement: str = ""
+) -> Callable[[str], _Value]:
+    """Return a function that parses the values of an option for argparse.
 
-    def read(text: str) -> Any:
+    Args:
+        parse: A function that parses a text. It raises ValueError if the text is not valid.
+        requirement: What the value must be, for the error; by default the message of `parse`.
+    """
+
+    def read(text: str) -> _Value:
         try:
-            return kind.parse(text)
+            return parse(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            message = f"{requirement}, not {text!r}" if requirement else str(error)
+            raise argparse.ArgumentTypeError(message) from None
 
     return read
 
 
-def parse_count(text: str) -> int:
-    """Return the value of an option that is an integer.
-
-    Args:
-        text: The text of the option.
-
-    Raises:
-        ArgumentTypeError: The text is not an integer.
-    """
-    try:
-        return parse_integer(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def parse_number(text: str) -> float:
-    """Return the value of an option that is a decimal number.
-
-    Args:
-        text: The text of the option.
-
-    Raises:
-        ArgumentTypeError: The text is not a decimal number.
-    """
+def _parse_seconds(text: str) -> float:
     try:
         return parse_decimal(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    except ValueError:
+        raise ValueError(f"must be a number of seconds, such as 60, not {text!r:.60}") from None
 
 
-def parse_seconds(text: str) -> float:
-    """Return the value of an option that is a number of seconds.
-
-    Args:
-        text: The text of the option.
-
-    Raises:
-        ArgumentTypeError: The text is not a decimal number.
-    """
-    try:
-        return parse_number(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(
-            f"must be a number of seconds, such as 60, not {text!r:.60}"
-        ) from None
-
-
-def parse_positive_number(text: str) -> float:
-    """Return the value of an option that is a decimal number above 0.
-
-    Args:
-        text: The text of the option.
-
-    Raises:
-        ArgumentTypeError: The text is not a decimal number, or the number is not above 0.
-    """
-    if (number := parse_number(text)) <= 0:
-        raise argparse.ArgumentTypeError(f"must be more than 0, not {text!r}")
+def _parse_positive_number(text: str) -> float:
+    if (number := parse_decimal(text)) <= 0:
+        raise ValueError(f"must be more than 0, not {text!r}")
     return number
 
 
-def parse_byte_option(text: str) -> float:
-    """Return the value of an option that is a number of bytes.
-
-    Args:
-        text: The text of the option, such as "40GB".
-
-    Raises:
-        ArgumentTypeError: The text is not a number of bytes.
-    """
-    try:
-        return parse_bytes(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be a number of bytes, such as 40GB, not {text!r}"
-        ) from None
+parse_count: Final = make_argument_type(parse_integer)
+parse_number: Final = make_argument_type(parse_decimal)
+parse_seconds: Final = make_argument_type(_parse_seconds)
+parse_positive_number: Final = make_argument_type(_parse_positive_number)
+parse_byte_option: Final = make_argument_type(
+    parse_bytes, "must be a number of bytes, such as 40GB"
+)
 
 
 def parse_costs(text: str) -> Costs:

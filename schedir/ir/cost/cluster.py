@@ -245,16 +245,13 @@ class Cluster:
             )
         _, node_sizes = np.unique(group // self.gpus_per_node, return_counts=True)
         min_per_node, max_per_node = int(node_sizes.min()), int(node_sizes.max())
-        if len(node_sizes) == 1:
-            bandwidth = inf if len(group) == 1 else self.nvlink_bandwidth
-            return _Ring(
-                len(group), min_per_node, max_per_node, self.latency, self.latency, bandwidth
-            )
+        is_on_one_node = len(node_sizes) == 1
         bandwidth = min(self.nvlink_bandwidth, self.network_bandwidth * min_per_node)
+        if is_on_one_node:
+            bandwidth = inf if len(group) == 1 else self.nvlink_bandwidth
+        latency = self.latency if is_on_one_node else self.max_latency
         mean_latency = self.compute_mean_latency(len(group), len(node_sizes))
-        return _Ring(
-            len(group), min_per_node, max_per_node, self.max_latency, mean_latency, bandwidth
-        )
+        return _Ring(len(group), min_per_node, max_per_node, latency, mean_latency, bandwidth)
 
     def compute_mean_latency(self, size: int, nodes: int) -> float:
         """Return the mean latency of the links of a ring, in seconds.

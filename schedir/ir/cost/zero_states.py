@@ -104,12 +104,12 @@ def zero_model_states(
         >>> zero_model_states(20, 20, 120, zero=3, dp=4, parameter_counts=10)  # 3 per shard
         ModelStates(params=6.0, grads=6.0, optimizer=36.0)
     """
-    if _as_integer(zero, 0) is None or zero >= ZERO_LEVEL_COUNT:
+    if not _is_integer(zero, 0) or zero >= ZERO_LEVEL_COUNT:
         raise UsageError(
             f"zero must be a ZeRO level from 0 to {ZERO_LEVEL_COUNT - 1}, not {describe(zero)}",
             fields=["zero"],
         )
-    if _as_integer(dp, 1) is None:
+    if not _is_integer(dp, 1):
         raise UsageError(
             f"dp must be a number of replicas, 1 or more, not {describe(dp)}", fields=["dp"]
         )
@@ -127,11 +127,9 @@ def zero_model_states(
     return ModelStates(**{name: v if v.ndim else v.item() for name, v in states.items()})
 
 
-def _as_integer(value: object, min_value: int) -> int | None:
-    is_valid = (
-        isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= min_value
-    )
-    return int(value) if is_valid else None  # type: ignore[call-overload]
+def _is_integer(value: object, min_value: int) -> bool:
+    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_number and value >= min_value  # type: ignore[operator]
 
 
 def _to_byte_array(name: str, value: ArrayLike) -> NDArray[np.float64]:

@@ -10,7 +10,7 @@ contradicts a program file.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass
 from operator import index
 from typing import Any
@@ -73,6 +73,23 @@ class FieldType:
         if min_value is not None and max_value is not None and not min_value <= value <= max_value:
             raise ValueError(f"must be an integer from {min_value} to {max_value}, not {text!r}")
         return value
+
+
+def make_choice_type(requirement: str, choices: Collection[str], metavar: str) -> FieldType:
+    """Return a field type that accepts only the given words in a text.
+
+    Args:
+        requirement: The verb phrase of the error, such as "must be early or late".
+        choices: The words.
+        metavar: Placeholder of the value on the command line.
+    """
+
+    def parse_choice(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"{requirement}, not {text!r}")
+        return text
+
+    return FieldType(requirement, parse_choice, str, metavar=metavar)
 
 
 def make_integer_type(min_value: int, max_value: int, subject: str = "an integer") -> FieldType:

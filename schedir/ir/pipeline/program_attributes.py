@@ -13,6 +13,7 @@ from schedir.ir.pipeline.field_schema import (
     YES_OR_NO_TYPE,
     FieldType,
     digest_value,
+    make_choice_type,
     make_field_metadata,
     make_integer_type,
 )
@@ -103,12 +104,7 @@ def _make_choice_type(*choices: str, metavar: str = "WHEN") -> FieldType:
             )
         return str(value)
 
-    def parse_choice(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"{requirement}, not {text!r}")
-        return text
-
-    return FieldType(requirement, parse_choice, str, resolve=resolve_choice, metavar=metavar)
+    return replace(make_choice_type(requirement, choices, metavar), resolve=resolve_choice)
 
 
 def _refuse(fact: str, hint: str, *fields: str) -> NoReturn:

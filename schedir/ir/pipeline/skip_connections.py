@@ -99,10 +99,6 @@ def _make_error(fact: str, hint: str = "") -> ShapeError:
     return ShapeError(fact, hint=hint, fields=["skips"])
 
 
-def _format_skips(skips: Skips, _: object) -> str:
-    return ",".join(f"{begin}={end}" for begin, end in skips) or "no"
-
-
 def _parse_skips(text: str) -> Skips:
     if text == "no":
         return ()
@@ -116,7 +112,7 @@ SKIPS_TYPE: Final = FieldType(
     "must be pairs of stages, from and to, like 0=5,1=4",
     _parse_skips,
     tuple[tuple[int, int], ...],
-    to_text=_format_skips,
+    to_text=lambda skips, _: ",".join(f"{begin}={end}" for begin, end in skips) or "no",
     resolve=lambda _, value, shape: normalize_skips(value, shape),
     metavar="STAGES",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -12,7 +12,7 @@ from schedir.analysis.memory.buffer_slots import count_min_slots, count_slots
 from schedir.ir.instruction_index import NO_POSITION, InstructionIndex
 from schedir.ir.isa.instructions import GRAD_ADDING_OPS, Opcode, Scope, Value, find_producers
 from schedir.ir.program import WORD_DTYPE, Program, is_op, pack
-from schedir.passes.insertion import insert_after, insert_at_positions
+from schedir.passes.insertion import find_ranks, insert_after, insert_at_positions
 from schedir.passes.pass_types import ExpectedInstructions, Mask, Options, Pass, PresenceQuery
 from schedir.passes.stage_runs import find_stage_runs, number_occurrences
 from schedir.passes.update_boundaries import find_update_ends
@@ -33,7 +33,7 @@ def reduce_grads(program: Program) -> Program:
     positions = np.flatnonzero(is_op(fields["op"], GRAD_ADDING_OPS))
     stage = fields["stage"][positions]
     update = fields["mb"][positions] // shape.microbatches_per_update
-    rank = np.searchsorted(program.offsets, positions, side="right") - 1
+    rank = find_ranks(program, positions)
     row = shape.replica_row_of_stage(stage, rank)
     last_positions = np.full(
         (shape.optimizer_steps, shape.placement_rows, shape.stages), NO_POSITION
@@ -181,41 +181,6 @@ def reduce_sequence_grads(program: Program) -> Program:
     return append_to_updates(program, Opcode.ReduceSequenceParallelGrads, stages_by_rank)
 
 
-def reduce_norm(program: Program) -> Program:
-    """Insert the reduction of the global gradient norm for clipping, on all ranks.
-
-    Args:
-        program: The program.
-    """
-    if not (
-        program.clip_grad_norm and program.has_backward and program.norm_check == "before_step"
-    ):
-        return program
-    return append_to_updates(program, Opcode.ReduceNorm, [[0]] * program.shape.ranks)
-
-
-def insert_optimizer_steps(program: Program) -> Program:
-    """Insert the optimizer step at the end of each update of each rank, if the program trains.
-
-    Args:
-        program: The program.
-    """
-    if not program.has_backward:
-        return program
-    return append_to_updates(program, Opcode.OptimizerStep, [[0]] * program.shape.ranks)
-
-
-def insert_norm_validation(program: Program) -> Program:
-    """Insert the reduction of the global gradient norm after the optimizer step (post-validation).
-
-    Args:
-        program: The program.
-    """
-    if not (program.has_backward and program.norm_check == "after_step"):
-        return program
-    return append_to_updates(program, Opcode.ReduceNormAfterStep, [[0]] * program.shape.ranks)
-
-
 def append_to_updates(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Program:
     """Append an instruction for each given stage at the end of each update of each rank.
 
@@ -241,15 +206,9 @@ def append_to_updates(program: Program, op: Opcode, stages: Sequence[Sequence[in
 # ------------------------------------------------------------ expected instructions
 
 
-def _mask_required(program: Program, scope: Scope) -> Mask:
-    """Return a mask of the keys of a scope: True for trained stages, or for every rank.
-
-    With the scope RANK, the keys are the ranks. All entries are False for a program without a
-    backward.
-    """
+def _mask_trained(program: Program) -> Mask:
+    """Return a mask of the keys of stages: True for trained stages of a program with a backward."""
     shape = program.shape
-    if scope is Scope.RANK:
-        return np.full(shape.ranks, program.has_backward)
     is_trained = np.arange(shape.stages) >= program.frozen_stages
     return np.tile(is_trained & program.has_backward, len(shape.replica_ranks))
 
@@ -257,7 +216,7 @@ def _mask_required(program: Program, scope: Scope) -> Mask:
 def _list_stage_reductions(
     program: Program, present: PresenceQuery
 ) -> Iterator[ExpectedInstructions]:
-    required, is_sharded = _mask_required(program, Scope.STAGE), program.zero > 0
+    required, is_sharded = _mask_trained(program), program.zero > 0
     full_reductions = ExpectedInstructions(
         Opcode.ReduceGrads,
         required & (not is_sharded),
@@ -289,7 +248,7 @@ def _list_stage_reductions(
 def _list_replica_reductions(
     program: Program, present: PresenceQuery
 ) -> Iterator[ExpectedInstructions]:
-    required = _mask_required(program, Scope.STAGE) & (program.shape.placement_rows > 1)
+    required = _mask_trained(program) & (program.shape.placement_rows > 1)
     yield ExpectedInstructions(
         Opcode.ReduceReplicatedStages, required, "each stage has one replica"
     )
@@ -317,7 +276,7 @@ def _list_tied_reductions(
 def _list_sequence_reductions(
     program: Program, present: PresenceQuery
 ) -> Iterator[ExpectedInstructions]:
-    required = _mask_required(program, Scope.STAGE) & program.sequence_parallel
+    required = _mask_trained(program) & program.sequence_parallel
     yield ExpectedInstructions(
         Opcode.ReduceSequenceParallelGrads,
         required,
@@ -327,35 +286,31 @@ def _list_sequence_reductions(
     )
 
 
-def _list_norm_reductions(
-    program: Program, present: PresenceQuery
-) -> Iterator[ExpectedInstructions]:
-    required = (
-        _mask_required(program, Scope.RANK)
-        & program.clip_grad_norm
-        & (program.norm_check == "before_step")
-    )
-    reason = (
-        "the program has 'norm_check after_step'"
-        if program.clip_grad_norm
-        else "the program has 'clip_grad_norm no'"
-    )
-    yield ExpectedInstructions(Opcode.ReduceNorm, required, reason)
+def _describe_extra_norm(program: Program) -> str:
+    if program.clip_grad_norm:
+        return "the program has 'norm_check after_step'"
+    return "the program has 'clip_grad_norm no'"
 
 
-def _list_optimizer_steps(
-    program: Program, present: PresenceQuery
-) -> Iterator[ExpectedInstructions]:
-    yield ExpectedInstructions(Opcode.OptimizerStep, _mask_required(program, Scope.RANK))
+def _make_rank_pass(
+    name: str,
+    op: Opcode,
+    is_needed: Callable[[Program], bool],
+    describe_extra: Callable[[Program], str],
+    order: int,
+) -> Pass:
+    """Return a pass that appends one instruction per rank to the updates of programs that train."""
 
+    def lower(program: Program, options: Options) -> Program:
+        if not (program.has_backward and is_needed(program)):
+            return program
+        return append_to_updates(program, op, [[0]] * program.shape.ranks)
 
-def _list_norm_validations(
-    program: Program, present: PresenceQuery
-) -> Iterator[ExpectedInstructions]:
-    required = _mask_required(program, Scope.RANK) & (program.norm_check == "after_step")
-    yield ExpectedInstructions(
-        Opcode.ReduceNormAfterStep, required, "the program does not have 'norm_check after_step'"
-    )
+    def list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
+        required = np.full(program.shape.ranks, program.has_backward and is_needed(program))
+        yield ExpectedInstructions(op, required, describe_extra(program))
+
+    return Pass(name, "ends", lower, list_expected=list_expected, order=order)
 
 
 def _needs_grad_reduction(program: Program, options: Options) -> bool:
@@ -406,25 +361,22 @@ PASSES: Final = (
         list_expected=_list_sequence_reductions,
         order=4,
     ),
-    Pass(
+    _make_rank_pass(
         "reduce_norm",
-        "ends",
-        lambda p, options: reduce_norm(p),
-        list_expected=_list_norm_reductions,
+        Opcode.ReduceNorm,
+        lambda program: program.clip_grad_norm and program.norm_check == "before_step",
+        _describe_extra_norm,
         order=5,
     ),
-    Pass(
-        "optimizer_step",
-        "ends",
-        lambda p, options: insert_optimizer_steps(p),
-        list_expected=_list_optimizer_steps,
-        order=9,
+    _make_rank_pass(
+        "optimizer_step", Opcode.OptimizerStep, lambda program: True, lambda program: "", order=9
     ),
-    Pass(
+    # Post-validation reduces the norm of the gradients after the optimizer step.
+    _make_rank_pass(
         "norm_validation",
-        "ends",
-        lambda p, options: insert_norm_validation(p),
-        list_expected=_list_norm_validations,
+        Opcode.ReduceNormAfterStep,
+        lambda program: program.norm_check == "after_step",
+        lambda program: "the program does not have 'norm_check after_step'",
         order=10,
     ),
 )

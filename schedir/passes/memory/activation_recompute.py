@@ -24,9 +24,9 @@ from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.memory.footprint import Footprint, compute_footprints
 from schedir.errors import UsageError, describe
 from schedir.ir.cost.per_stage_values import look_up
-from schedir.ir.cost.sizes import Sizes, add_tolerance
+from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import BACKWARD_OPS, COMPUTE_OPS, FORWARD_OPS, RECOMPUTE
-from schedir.ir.pipeline.field_schema import FieldType
+from schedir.ir.pipeline.field_schema import make_choice_type
 from schedir.ir.program import (
     ADDRESS_MASK,
     STAGE_SHIFT,
@@ -37,7 +37,7 @@ from schedir.ir.program import (
     replace_opcode,
 )
 from schedir.passes.insertion import insert_before
-from schedir.passes.memory.offload_placement import predict_span
+from schedir.passes.memory.offload_placement import evaluate_program, predict_span
 from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, PresenceQuery
 from schedir.passes.selection import (
     is_fit,
@@ -98,16 +98,8 @@ def _find_candidates(program: Program) -> Words:
     return candidates
 
 
-def _parse_recompute_time(text: str) -> str:
-    if text not in _RECOMPUTE_TIMES:
-        raise ValueError(f"must be early or late, not {text!r}")
-    return text
-
-
 RECOMPUTE_TYPE: Final = make_selection_type("must select the forwards that are recomputed")
-RECOMPUTE_AT_TYPE: Final = FieldType(
-    "must be early or late", _parse_recompute_time, str, metavar="WHEN"
-)
+RECOMPUTE_AT_TYPE: Final = make_choice_type("must be early or late", _RECOMPUTE_TIMES, "WHEN")
 # Rounds that move R earlier.  After a move, another R can fit into an idle time.
 _MAX_ROUNDS: Final = 4
 
@@ -232,13 +224,15 @@ def _place_with_offload(program: Program, candidates: Words, options: Options) -
         run_later_passes=partial(options.run_later_passes, offload=None, offload_to_disk=None),
     )
     fit_addresses = _choose_fewest_to_fit(program, candidates, without_offload)
-    plain_time = _evaluate_draft(program, without_offload)[1] * (1 + 1e-9)
-    best, best_evaluation = program, _evaluate_draft(program, options)
+    plain_time = predict_span(without_offload.run_later_passes(program), without_offload) * (
+        1 + 1e-9
+    )
+    best, best_evaluation = program, evaluate_program(options.run_later_passes(program), options)
 
     def improve(addresses: Words) -> bool:
         nonlocal best, best_evaluation
         trial = _place_recomputes(program, addresses, without_offload)
-        evaluation = _evaluate_draft(trial, options)
+        evaluation = evaluate_program(options.run_later_passes(trial), options)
         if evaluation < (best_evaluation[0], best_evaluation[1] * (1 - 1e-9)):
             best, best_evaluation = trial, evaluation
             return True
@@ -261,16 +255,6 @@ def _place_with_offload(program: Program, candidates: Words, options: Options) -
         if improve(choice):
             addresses = choice
     return best
-
-
-def _evaluate_draft(program: Program, options: Options) -> tuple[float, float]:
-    """Return the bytes above the memory limit after lowering, and the predicted time."""
-    assert options.sizes is not None and options.memory_limit is not None
-    lowered = options.run_later_passes(program)
-    footprints = compute_footprints(lowered, options.sizes, worst_case=True)
-    peak_bytes = max(footprint.total_bytes.max() for footprint in footprints)
-    excess = max(0.0, peak_bytes - add_tolerance(options.memory_limit))
-    return excess, predict_span(lowered, options)
 
 
 def _choose_for_rank(

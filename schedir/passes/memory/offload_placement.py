@@ -21,7 +21,7 @@ from schedir.analysis.memory.buffer_slots import (
     find_host_values,
     number_groups,
 )
-from schedir.analysis.memory.footprint import compute_footprints
+from schedir.analysis.memory.footprint import compute_peak_bytes
 from schedir.ir.cost.cost_fields import COST_BY_OPCODE
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import add_tolerance
@@ -37,7 +37,7 @@ from schedir.ir.isa.instructions import (
     find_modifiers,
 )
 from schedir.ir.program import ADDRESS_MASK, Program, Words, replace_opcode
-from schedir.passes.insertion import insert_at_positions
+from schedir.passes.insertion import find_ranks, insert_at_positions
 from schedir.passes.memory.buffer_sharing import DEFAULT_MESSAGE_COST, reduce_slots
 from schedir.passes.pass_types import Options
 from schedir.passes.selection import split_addresses
@@ -199,7 +199,7 @@ def _insert_round_trip(
     groups = np.append(np.flatnonzero(~program.joined), len(program))
     offload_positions = groups[np.searchsorted(groups, producers, side="right")]
     latest_positions = groups[np.searchsorted(groups, users, side="right") - 1]
-    producer_ranks = _find_ranks(program, producers)
+    producer_ranks = find_ranks(program, producers)
     words = [replace_opcode(address, op) for op in trip]
 
     def insert_moves(reload_positions: Positions) -> Program:
@@ -231,7 +231,7 @@ def _insert_round_trip(
             )
             start = start.copy()
             start[reloads.producer] = _compute_latest_starts(
-                start[reloads.first_user], host_durations, _find_ranks(program, reloads.producer)
+                start[reloads.first_user], host_durations, find_ranks(program, reloads.producer)
             )
         durations = compute_move_costs(program, trip.reload_op, address, options)
         latest_starts = _compute_latest_starts(start[users], durations, producer_ranks)
@@ -261,10 +261,6 @@ def _insert_round_trip(
         if ends.max(initial=0.0) <= max_span:
             return trial
     return best
-
-
-def _find_ranks(program: Program, positions: Positions) -> Positions:
-    return np.searchsorted(program.offsets, positions, side="right") - 1
 
 
 def _compute_latest_starts(start: Floats, durations: Floats, ranks: Positions) -> Floats:
@@ -393,12 +389,23 @@ def compute_peak_memory(program: Program, options: Options, tier: Tier) -> Float
     """
     assert options.sizes is not None
     lowered = options.run_later_passes(program)
-    return np.array(
-        [
-            footprint.total_bytes.max()
-            for footprint in compute_footprints(lowered, options.sizes, tier, worst_case=True)
-        ]
-    )
+    return compute_peak_bytes(lowered, options.sizes, tier)
+
+
+def evaluate_program(lowered: Program, options: Options) -> tuple[float, float]:
+    """Return the bytes above the memory limit, and the predicted time.
+
+    Without a limit, the number of bytes is 0.
+
+    Args:
+        lowered: The program after the later passes.
+        options: The options of the lowering.
+    """
+    excess = 0.0
+    if options.sizes is not None and options.memory_limit is not None:
+        peak_bytes = float(compute_peak_bytes(lowered, options.sizes).max())
+        excess = max(0.0, peak_bytes - add_tolerance(options.memory_limit))
+    return excess, predict_span(lowered, options)
 
 
 def predict_span(program: Program, options: Options) -> float:

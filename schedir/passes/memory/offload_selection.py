@@ -25,6 +25,7 @@ from schedir.ir.cost.sizes import add_tolerance, parse_bytes
 from schedir.ir.isa.instructions import COMPUTE_OPS
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.program import ADDRESS_MASK, Program, Words
+from schedir.passes.insertion import find_ranks
 from schedir.passes.memory.offload_placement import (
     DISK_TRIP,
     HOST_TRIP,
@@ -332,7 +333,7 @@ def _order_candidates(program: Program, candidates: Words, options: Options) -> 
     """
     lifetimes = find_lifetimes(program)
     idle_times = _compute_idle_times(program, lifetimes, options)
-    ranks = np.searchsorted(program.offsets, lifetimes.producer, side="right") - 1
+    ranks = find_ranks(program, lifetimes.producer)
     is_candidate = np.isin(lifetimes.address, candidates)
     candidates_by_rank = []
     for rank in range(program.shape.ranks):
@@ -360,31 +361,15 @@ def _make_van_der_corput(number: int) -> Floats:
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
     """Yield the expected moves: each offload has a reload, and each reload an offload."""
-    reason = "its activations are not moved"
-    yield ExpectedInstructions(
-        HOST_TRIP.reload_op,
-        present(HOST_TRIP.offload_op),
-        f"{reason} to the host",
-        counterpart=HOST_TRIP.offload_op,
-    )
-    yield ExpectedInstructions(
-        HOST_TRIP.offload_op,
-        present(HOST_TRIP.reload_op),
-        "its activations are not moved back",
-        counterpart=HOST_TRIP.reload_op,
-    )
-    yield ExpectedInstructions(
-        DISK_TRIP.reload_op,
-        present(DISK_TRIP.offload_op),
-        f"{reason} to the disk",
-        counterpart=DISK_TRIP.offload_op,
-    )
-    yield ExpectedInstructions(
-        DISK_TRIP.offload_op,
-        present(DISK_TRIP.reload_op),
-        "its activations are not moved back from the disk",
-        counterpart=DISK_TRIP.reload_op,
-    )
+    for op, counterpart, move in (
+        (HOST_TRIP.reload_op, HOST_TRIP.offload_op, "to the host"),
+        (HOST_TRIP.offload_op, HOST_TRIP.reload_op, "back"),
+        (DISK_TRIP.reload_op, DISK_TRIP.offload_op, "to the disk"),
+        (DISK_TRIP.offload_op, DISK_TRIP.reload_op, "back from the disk"),
+    ):
+        yield ExpectedInstructions(
+            op, present(counterpart), f"its activations are not moved {move}", "", counterpart
+        )
 
 
 def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, Any]:

@@ -22,9 +22,7 @@ from numpy.typing import NDArray
 
 from schedir.analysis.critical_path.longest_path import compute_remaining_times
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.memory.footprint import compute_footprints
 from schedir.errors import CommandHint, UsageError, describe
-from schedir.ir.cost.sizes import add_tolerance
 from schedir.ir.instruction_index import NO_POSITION
 from schedir.ir.isa.instructions import (
     BACKWARD_OPS,
@@ -41,7 +39,7 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.stage_segments import has_collectives
 from schedir.ir.program import Program, StreamSlices
-from schedir.passes.memory.offload_placement import predict_span
+from schedir.passes.memory.offload_placement import evaluate_program
 from schedir.passes.pass_types import Options, Pass
 
 _COSTS_HINT: Final = CommandHint(
@@ -154,7 +152,7 @@ def _search_order(
 
     If no order is better than the order of the program, the program itself is returned.
     """
-    best, best_evaluation = program, _evaluate_program(lowered, options)
+    best, best_evaluation = program, evaluate_program(lowered, options)
     for _ in range(_MAX_ROUNDS):
         base = best
         seen_words = {base.words.tobytes()}
@@ -167,7 +165,7 @@ def _search_order(
             if (trial_words := trial.words.tobytes()) in seen_words:
                 continue
             seen_words.add(trial_words)
-            evaluation = _evaluate_program(options.run_later_passes(trial), options)
+            evaluation = evaluate_program(options.run_later_passes(trial), options)
             best_excess, best_time = best_evaluation
             is_better = evaluation < (best_excess, best_time * (1 - 1e-9))
             if evaluation[0] <= best_excess and is_better:
@@ -187,19 +185,6 @@ def _find_max_ahead(op: NDArray[Any], is_trained: NDArray[Any]) -> int:
     """Return the peak number of (stage, microbatch) pairs in flight, for trained stages."""
     changes = np.array([_count_ahead(opcode) for opcode in op.tolist()]) * is_trained
     return int(changes.cumsum().max(initial=0))
-
-
-def _evaluate_program(lowered: Program, options: Options) -> tuple[float, float]:
-    """Return the bytes above the memory limit, and the predicted time.
-
-    Without a limit, the number of bytes is 0.
-    """
-    excess = 0.0
-    if options.sizes is not None and options.memory_limit is not None:
-        footprints = compute_footprints(lowered, options.sizes, worst_case=True)
-        peak_bytes = max(footprint.total_bytes.max(initial=0.0) for footprint in footprints)
-        excess = max(0.0, peak_bytes - add_tolerance(options.memory_limit))
-    return excess, predict_span(lowered, options)
 
 
 class _ProgramSimulation:

@@ -6,11 +6,11 @@ insert no gradient reductions for them.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 from schedir.ir.isa.instructions import TRAINED_STAGE_OPS
-from schedir.ir.program import JOINED_BIT, Program, Stream, is_op
+from schedir.ir.program import WORD_DTYPE, Program, is_op
+from schedir.passes.insertion import drop_instructions
 from schedir.passes.pass_types import Pass
 
 
@@ -24,13 +24,10 @@ def drop_frozen_backwards(program: Program) -> Program:
     """
     if not program.frozen_stages:
         return program
-    streams = []
-    for stream in program.streams:
-        is_dropped = is_op(stream.op, TRAINED_STAGE_OPS) & (stream.stage < program.frozen_stages)
-        words = stream.words.copy()
-        words[1:][is_dropped[:-1]] &= ~JOINED_BIT
-        streams.append(Stream(words[~is_dropped]))
-    return replace(program, streams=tuple(streams))
+    stage = program.words.view(WORD_DTYPE)["stage"]
+    return drop_instructions(
+        program, is_op(program.op, TRAINED_STAGE_OPS) & (stage < program.frozen_stages)
+    )
 
 
 PASSES: Final = (Pass("frozen", "draft", lambda p, options: drop_frozen_backwards(p), order=-1),)

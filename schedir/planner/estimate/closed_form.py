@@ -104,17 +104,13 @@ def estimate_breakdowns(
         """Return, for each plan, the value of the rank group with the most compute."""
         return times[rows, busiest]
 
-    waits, messages, messages_each = _apply_formulas(plans, shares, rank_times, constants)
+    waits, messages, messages_each = _apply_formulas(plans, rank_times, constants)
     placement = place_plans_on_nodes(cluster, plans)
     link_times = compute_link_times(model, cluster, plans, placement)
     v, p = plans.stages_per_rank, plans.pp
-    has_many_stages = np.array(
-        [SCHEDULE_FORMULAS[name].stages_per_rank == "many" for name in SCHEDULE_NAMES]
-    )[plans.schedule]
-    is_vee = np.array([SCHEDULE_FORMULAS[name].is_vee for name in SCHEDULE_NAMES])[plans.schedule]
-    is_breadth_first = np.array(
-        [SCHEDULE_FORMULAS[name].is_breadth_first for name in SCHEDULE_NAMES]
-    )[plans.schedule] & (p > 1)
+    has_many_stages = plans.get_formula_column("stages_per_rank") == "many"
+    is_vee = plans.get_formula_column("is_vee")
+    is_breadth_first = plans.get_formula_column("is_breadth_first") & (p > 1)
     boundaries = np.where(has_many_stages, v * (p - 1) + v - 1, p - 1)
     boundary_time = np.where(
         has_many_stages,
@@ -235,9 +231,7 @@ def _compute_part_work(
 
     The work is computed once for all plans with equal values of the fields that it depends on.
     """
-    has_split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
-        plans.schedule
-    ]
+    has_split = plans.get_formula_column("has_split_backward")
     names = ["tp", "microbatch_size", "recompute", "sequence_parallel", "cp", "ep"]
     names += ["pp"] if constants.crossing_us or bool((plans.ep > 1).any()) else []
     names += ["dp"] if constants.crossing_us else []
@@ -257,7 +251,7 @@ def _compute_part_work(
 
 
 def _apply_formulas(
-    plans: PlanColumns, shares: RankGroupShares, rank_times: RankTimes, constants: SoftwareConstants
+    plans: PlanColumns, rank_times: RankTimes, constants: SoftwareConstants
 ) -> tuple[Floats, Floats, Floats]:
     """Return waiting times, and numbers of messages that do not overlap with compute.
 
@@ -324,11 +318,9 @@ def _estimate_data_parallel(
             strict=True,
         )
     ]
-    scatter = sum(
-        ring.compute_gather_time(state_bytes.grads * params) for ring, params in rings_and_params
-    )
-    gather = sum(
-        ring.compute_gather_time(state_bytes.params * params) for ring, params in rings_and_params
+    scatter, gather = (
+        sum(ring.compute_gather_time(size * params) for ring, params in rings_and_params)
+        for size in (state_bytes.grads, state_bytes.params)
     )
     ring, params = rings_and_params[0]
     # The weights of each replica are copied one by one.
@@ -336,9 +328,7 @@ def _estimate_data_parallel(
     gather = gather + copies * constants.shard_copy_us / 1e6
     more_buckets = constants.count_buckets(params, shares.layers) - 1
     scatter = scatter + (zero == 0) * more_buckets * ring.compute_bucket_latency()
-    is_flushed = np.array(
-        [not SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES]
-    )[plans.schedule][:, None]
+    is_flushed = ~plans.get_formula_column("has_split_backward")[:, None]
     stage_backward = (rank_times.I + rank_times.W) / v  # The backward of one stage.
     reductions = np.where(zero > 0, 1, 2) * scatter
     outer_share = memory_table.outer_stage_params / np.maximum(
@@ -375,8 +365,7 @@ def _estimate_data_parallel(
     exists = shares.rank_count > 0
     slowest_reduction = (exposed_reductions * exists).max(axis=1)
     slowest_gather = (first_gather * exists).max(axis=1)
-    result: Floats = slowest_reduction + slowest_gather + end_reductions
-    return result
+    return slowest_reduction + slowest_gather + end_reductions  # type: ignore[no-any-return]
 
 
 def _count_unshards(plans: PlanColumns) -> Floats:
@@ -417,8 +406,7 @@ def _estimate_tied_reduction(
 
     The two ranks form a ring (SC21, arXiv 2104.04473, section 3; arXiv 1909.08053, appendix).
     """
-    is_vee = np.array([SCHEDULE_FORMULAS[name].is_vee for name in SCHEDULE_NAMES])[plans.schedule]
-    is_reduced = (plans.pp > 1) & ~is_vee & model.tied
+    is_reduced = (plans.pp > 1) & ~plans.get_formula_column("is_vee") & model.tied
     slowest_link = min(cluster.nvlink_bandwidth, cluster.network_bandwidth)
     link = np.where(placement.has_separate_ends, slowest_link, cluster.nvlink_bandwidth)
     latency = np.where(placement.has_separate_ends, cluster.max_latency, cluster.latency)

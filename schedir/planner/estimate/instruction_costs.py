@@ -85,9 +85,8 @@ def compute_costs(
     F, I, W, R = np.array([times.total for times in stage_times]).T
     recompute_costs = R * constants.recompute_ahead * (plan.recompute == "full")
     I = I + R - recompute_costs
-    bytes_of = (state_bytes.params, state_bytes.grads, state_bytes.optimizer)
     numbers = count_stage_params(model, plan, shape)
-    params, grads, optimizer = (_to_tuple(size * numbers.total) for size in bytes_of)
+    params, grads, optimizer = (_to_tuple(size * numbers.total) for size in state_bytes)
     tokens = plan.microbatch_size * (model.sequence // plan.cp)
     sizes = Sizes(
         activation=1.0 * cluster.itemsize * tokens * model.hidden,
@@ -213,12 +212,7 @@ def _compute_expert_costs(
     local_params = parameters.common / (replicas if cut else 1) + parameters.experts / (
         expert_replicas if cut else 1
     )
-    moved = compute_step_bytes(
-        *(
-            size * local_params
-            for size in (state_bytes.params, state_bytes.grads, state_bytes.optimizer)
-        )
-    )
+    moved = compute_step_bytes(*(size * local_params for size in state_bytes))
     step = np.zeros(shape.stages)
     for rank, stages in enumerate(shape.stages_on_rank):
         step[rank] = moved[list(stages)].sum() / cluster.hbm_bandwidth

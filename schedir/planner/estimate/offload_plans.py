@@ -195,9 +195,8 @@ def attach_offload_comparison(
         elif estimate.has_offload and plain is not None:
             text = _describe_comparison(estimate, plain, "the best plan without offload")
         elif estimate is plans[0]:
-            text = "no plan with offload is among the best plans"
             text = (
-                text
+                "no plan with offload is among the best plans"
                 if offloading is None
                 else _describe_comparison(estimate, offloading, "the best plan with offload")
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -163,7 +162,9 @@ def _compute_shares_cached(
     stages = len(layers_per_stage)
     groups = dict[object, RankGroupShare]()
     for rank in range(p):
-        stages_on_rank = [*_iter_stages_on_rank(rank, p, stages // p, vee)]
+        stages_on_rank = [
+            loop * p + (p - 1 - rank if vee and loop % 2 else rank) for loop in range(stages // p)
+        ]
         share = RankGroupShare(
             1,
             rank,
@@ -175,8 +176,3 @@ def _compute_shares_cached(
         group = groups.get(key, share._replace(rank_count=0))
         groups[key] = group._replace(rank_count=group.rank_count + 1)
     return tuple(groups.values())
-
-
-def _iter_stages_on_rank(rank: int, p: int, v: int, vee: bool) -> Iterator[int]:
-    for loop in range(v):
-        yield loop * p + (p - 1 - rank if vee and loop % 2 else rank)

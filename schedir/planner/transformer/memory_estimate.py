@@ -367,9 +367,7 @@ def _estimate_loss_bytes(
     activations. These gradients remain until W.
     """
     t, b, c = _get_columns(plans, "tp", "microbatch_size", "cp")
-    has_split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
-        plans.schedule
-    ][:, None]
+    has_split = plans.get_formula_column("has_split_backward")[:, None]
     logits = 1.0 * b * model.sequence / c * -(-model.vocab // t)
     later_bytes = np.where(has_split, np.minimum(itemsize, 4), 4)
     total = constants.logit_bytes + (loss_microbatches - 1) * later_bytes

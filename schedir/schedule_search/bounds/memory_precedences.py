@@ -103,7 +103,6 @@ class MemoryLags(NamedTuple):
 def _rank_lags(problem: SchedulingProblem, rank: int) -> Iterator[list[MemoryLag]]:
     """Yield the lists `F_after_I`, `F_after_W` and `I_after_W` of a rank."""
     local_stages = problem.stages_of_rank[rank]
-    all_microbatches = problem.microbatches
     saved = problem.saved
     deferred = problem.deferred_wgrad
     capacity, saved_up_to, saved_sum = problem.rounded_capacity[rank], {}, 0.0
@@ -111,50 +110,27 @@ def _rank_lags(problem: SchedulingProblem, rank: int) -> Iterator[list[MemoryLag
         saved_sum += saved[s]
         saved_up_to[s] = saved_sum
     F_I, F_W, I_W = [], [], []
+
+    def fit(free_memory: float, size: float) -> int:
+        return count_fitting(free_memory, size, problem.microbatches)
+
     for s in local_stages:
         saved_below = saved_up_to[s] - saved[s]
         for q in local_stages:
+            free_memory = capacity - abs(saved_up_to[s] - saved_up_to[q])
             if q >= s:
-                free_memory = (
-                    capacity
-                    - (saved_up_to[q] - saved_up_to[s])
-                    - (problem.saved_and_deferred[q] - saved[q])
-                )
-                F_I.append(
-                    MemoryLag(
-                        s, q, max(count_fitting(free_memory, saved_up_to[s], all_microbatches), 1)
-                    )
-                )
-            else:
-                free_memory = capacity - (saved_up_to[s] - saved_up_to[q])
-                F_I.append(
-                    MemoryLag(
-                        s, q, max(count_fitting(free_memory, saved_up_to[q], all_microbatches), 1)
-                    )
-                )
+                free_memory -= problem.saved_and_deferred[q] - saved[q]
+            F_I.append(MemoryLag(s, q, max(fit(free_memory, saved_up_to[min(s, q)]), 1)))
             if not problem.split_backward:
                 continue
             if q > s:
-                count = (
-                    count_fitting(
-                        capacity - saved_up_to[s],
-                        min(saved_up_to[s], deferred[q]),
-                        all_microbatches,
-                    )
-                    + 1
-                )
+                count = fit(capacity - saved_up_to[s], min(saved_up_to[s], deferred[q])) + 1
             elif deferred[q] <= saved_up_to[q]:
-                count = count_fitting(capacity - saved_up_to[s], deferred[q], all_microbatches) + 1
+                count = fit(capacity - saved_up_to[s], deferred[q]) + 1
             else:
-                count = count_fitting(
-                    capacity - (saved_up_to[s] - saved_up_to[q]), saved_up_to[q], all_microbatches
-                )
+                count = fit(capacity - (saved_up_to[s] - saved_up_to[q]), saved_up_to[q])
             F_W.append(MemoryLag(s, q, max(count, 1)))
             if q >= s:  # The stages after s have already run the I of this microbatch.
-                count = count_fitting(
-                    capacity - saved_below - problem.saved_and_deferred[s],
-                    deferred[q],
-                    all_microbatches,
-                ) + (q == s)
-                I_W.append(MemoryLag(s, q, max(count, 0)))
+                free_memory = capacity - saved_below - problem.saved_and_deferred[s]
+                I_W.append(MemoryLag(s, q, max(fit(free_memory, deferred[q]) + (q == s), 0)))
     yield from (F_I, F_W, I_W)

@@ -9,9 +9,8 @@ from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from schedir.analysis.memory.footprint import compute_footprints
+from schedir.analysis.memory.footprint import compute_peak_bytes
 from schedir.compiler.compile import check_memory, compile
 from schedir.errors import MemoryLimitError
 from schedir.ir.cost.costs import Costs
@@ -102,7 +101,7 @@ class ProgramBuilder:
             costs=self._costs,
             buffer_sharing="latency_preserving",
         )
-        peak_bytes = self._compute_peak_bytes(program)
+        peak_bytes = compute_peak_bytes(program, self._sizes)
         excess = np.maximum(peak_bytes - add_tolerance(self._memory_limit), 0).tolist()
         capacity = tuple(
             max(min(capacity - extra / 2, peak * (1 - 1e-6)), problem.get_min_capacity(rank))
@@ -173,20 +172,15 @@ class ProgramBuilder:
         The slots are the last step of `compile`, so the program is lowered only once for all
         choices of `buffer_sharing`.
         """
+        assert self._sizes is not None
         choices = _BUFFER_SHARING_CHOICES if self.counts_messages else _BUFFER_SHARING_CHOICES[:1]
         for sharing in choices:
             candidate = program if sharing is None else share_slots(program, sharing, self._costs)
-            if self._compute_peak_bytes(candidate).max() <= add_tolerance(memory_limit):
+            if compute_peak_bytes(candidate, self._sizes).max() <= add_tolerance(memory_limit):
                 break
         else:
             check_memory(candidate, self._sizes, memory_limit)  # raises the error
         return candidate if candidate is program else check(candidate)
-
-    def _compute_peak_bytes(self, program: Program) -> NDArray[np.float64]:
-        """Return the peak memory of each rank with its messages, shape (ranks,)."""
-        assert self._sizes is not None
-        footprints = compute_footprints(program, self._sizes, worst_case=True)
-        return np.array([footprint.total_bytes.max() for footprint in footprints])
 
 
 def objective_value(timeline: Timeline, objective: Objective) -> float:
