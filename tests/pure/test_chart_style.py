@@ -31,7 +31,7 @@ from schedir.viz.palette import (
     lightness,
     recolor,
 )
-from tests.commands import run_command, run_refused_command
+from tests.commands import run_command
 
 
 @cache
@@ -175,24 +175,3 @@ def test_style_options_of_draw_and_compare(
     assert ">mine</text>" in text and ">in µs</text>" in text and "#ff8800" in text
     run_command(capsys, "compare", "gpipe", "zb_h1", "--title=a", "--title=", "-o", str(file))
     assert ">a</text>" in file.read_text() and "zb_h1" not in file.read_text()
-    for invalid_option, message in (
-        ("--colors=F", "--colors"),
-        ("--time-range=5", "--time-range"),
-        ("--time-range=٣:9", "--time-range"),
-        ("--time-range=9:3", "a time range is (begin, end) with "),
-        ("--palette=x", "palette must be plain or grey or bright"),
-    ):
-        assert message in run_refused_command(
-            capsys, "draw", "gpipe", invalid_option, "-o", "x.svg"
-        )
-    for option in (
-        "--title=x",
-        "--palette=grey",
-        "--colors=F=red",
-        "--axis-label=x",
-        "--time-range=1:2",
-    ):
-        name = option.split("=")[0]
-        assert f"{name} applies to Gantt charts" in run_refused_command(
-            capsys, "draw", "gpipe", option
-        )

@@ -22,7 +22,6 @@ from schedir import (
     schedules,
     simulate,
 )
-from schedir.__main__ import main
 from schedir.analysis.memory.buffer_slots import compute_message_sizes
 from schedir.analysis.memory.footprint import compute_footprints
 from schedir.commands.common.schedule_options import parse_costs, parse_sizes
@@ -352,20 +351,6 @@ def test_stages_are_redistributed_per_microbatch(parts: int, into: int, m: int, 
             expected = np.full((1, 1), rows[0][mb] / into)
         assert redistributed[:, mb] == pytest.approx(expected[:, 0])
     assert to_grid(from_grid(redistributed)).tolist() == redistributed.tolist()
-
-
-REFUSED = (Path(__file__).parents[1] / "golden" / "arrays.txt").read_text().split("\n\n")
-
-
-@pytest.mark.parametrize(
-    "golden_text", REFUSED, ids=lambda golden_text: golden_text.split("\n")[0].split()[-1]
-)
-def test_command_error_matches_golden_text(
-    golden_text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command, message = golden_text.strip().split("\n", 1)
-    assert main(command.removeprefix("$ schedir ").split()) == 2
-    assert capsys.readouterr().err == message + "\n"
 
 
 def test_timeline_file_keeps_sizes(tmp_path: Path) -> None:

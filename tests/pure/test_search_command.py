@@ -17,7 +17,6 @@ import pytest
 
 import schedir
 from schedir import Costs, PipelineShape, from_text, load_timeline, schedules, simulate
-from schedir.__main__ import main
 from schedir.commands.common.schedule_options import parse_costs
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError, SchedirError
@@ -235,37 +234,7 @@ def test_run_with_unsupported_options(tmp_path: Path, capsys: pytest.CaptureFixt
     assert from_text(Path(best).read_text()).clip_grad_norm
 
 
-def test_unwritable_file_is_refused_before_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder.sched").mkdir()
-    for name in ("no/such/x.sched", "x.csv", "folder.sched"):
-        assert name in run_refused_command(
-            capsys, "search", *OPTIONS, "--time-limit=500", "-o", name
-        )
-    (tmp_path / "old.sched").write_text("old")
-    run_refused_command(capsys, "search", *OPTIONS, "--max-in-flight=0", "-o", "old.sched")
-    assert (tmp_path / "old.sched").read_text() == "old"
-    assert {path.name for path in tmp_path.iterdir()} == {"folder.sched", "old.sched"}
-
-
-def test_pipe_gets_no_progress_output(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["search", *OPTIONS]) == 0
-    assert capsys.readouterr().err == ""
-
-
 # ---------------------------------------------------------------- refusals
-
-REFUSED = (Path(__file__).parents[1] / "golden" / "search.txt").read_text().split("\n\n")
-
-
-@pytest.mark.parametrize("example", REFUSED, ids=lambda example: example.split("\n")[0][17:])
-def test_refusals_match_golden_file(example: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line, message = example.strip().split("\n", 1)
-    assert main(line.removeprefix("$ schedir ").split()) == 2
-    out, err = capsys.readouterr()
-    assert (out, err) == ("", message + "\n")
 
 
 @pytest.mark.parametrize(
