@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
-from schedir.errors import CompletenessError, SchedirError, ShapeError
+from schedir.errors import CompletenessError, ShapeError
 from schedir.ir.isa.instructions import BACKWARD, FORWARD, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import NAMED_PLACEMENTS, format_placement
@@ -153,22 +153,6 @@ def test_random_stage_replicas_compile_and_reduce(
         ]
     # The span is at least the compute of one replica of a stage.
     assert simulate(program).span >= 3 * shape.microbatch_row_offsets[1]
-
-
-def test_missing_replica_reduction_is_named() -> None:
-    """The error names the stage replica without a reduction."""
-    shape = PipelineShape(3, 3, placement=((0, 1), (1, 2), (2, 0)))
-    text = to_text(compile(random_compute_program(shape, random.Random(0))), folded=False)
-    for k in range(text.count("\n  reduce_replicated_stages 1\n")):
-        head, *pieces = text.split("\n  reduce_replicated_stages 1\n")
-        without = "\n  reduce_replicated_stages 1\n".join([head, *pieces[:k]]) + "\n" * (
-            k < len(pieces)
-        )
-        incomplete_text = without + "\n  reduce_replicated_stages 1\n".join(pieces[k:])
-        with pytest.raises(
-            SchedirError, match=f"reduce_replicated_stages 1 is missing on rank {k}"
-        ):
-            check(from_text(incomplete_text))
 
 
 def test_microbatch_of_other_replica_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -28,7 +27,7 @@ from schedir import (
 )
 from schedir.commands.simulate import count_sent_bytes
 from schedir.compiler.relower import extract_compute, infer_options
-from schedir.errors import CompletenessError, SchedirError
+from schedir.errors import SchedirError
 from schedir.ir.isa.instructions import BACKWARD_OPS, COMPUTE_OPS, Lane, Opcode
 from schedir.ir.pipeline.placement import find_named_placement
 from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
@@ -199,31 +198,6 @@ def test_segment_collectives_take_their_cost(boundaries: str, costs: Costs) -> N
     two = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
     for blocks in (False, True):
         assert simulate(two, Costs(F=2, tp_gather=2), blocking_hosts=blocks).span == 8
-
-
-def test_checker_requires_gathers() -> None:
-    program = compile_segments(schedules.one_f_one_b, PipelineShape(1, 1), "fg")
-    for line in ("  tp_gather_act 1.0\n", "  tp_gather_grad 1.0\n", "  tp_reduce_act 2.0\n"):
-        text = to_text(program, folded=False)
-        assert text.count(line) == 1
-        with pytest.raises(CompletenessError, match=rf"{line.strip()} is missing"):
-            check(from_text(text.replace(line, "")))
-        with pytest.raises(CompletenessError, match="exists twice"):
-            check(from_text(text.replace(line, 2 * line)))
-    with_extra_gather = from_text(
-        to_text(program, folded=False).replace(
-            "  tp_gather_act 1.0\n", "  tp_gather_act 1.0\n  tp_gather_act 2.0\n"
-        )
-    )
-    with pytest.raises(
-        CompletenessError, match=r"tp_gather_act 2\.0 is not needed: .* no such collective"
-    ):
-        check(with_extra_gather)
-    with pytest.raises(
-        SchedirError,
-        match=r"tp_gather_act 1\.0 has no tp_scatter_act .*\n(.*\n)* .*sequence_parallel yes",
-    ):
-        check(replace(program, sequence_parallel=False))
 
 
 def test_gather_waits_are_filled_and_advised() -> None:

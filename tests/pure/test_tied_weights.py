@@ -12,7 +12,7 @@ import pytest
 import schedir
 from schedir import PipelineShape, TiedWeights, from_text, to_text
 from schedir.__main__ import main
-from schedir.errors import ParseError, ReductionError, ShapeError, UsageError
+from schedir.errors import ParseError, ShapeError, UsageError
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.pipeline.tied_weights import number_tied_groups
 from schedir.schedules import dualpipe, one_f_one_b, zb_v
@@ -145,12 +145,6 @@ def test_ranks_of_tied_reduction(shape: PipelineShape, tied: Any, party: list[in
         if {*rank_stages} & {s for t in tied for s in t}
     ]
     assert len({*node}) == len({party[r] for r in held})
-
-
-def test_missing_tied_reduction_is_named() -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(4, 4), tied_weights=((1, 2),))
-    with pytest.raises(ReductionError, match="reduce_tied 1 is missing on rank 1"):
-        schedir.check(from_text(to_text(program).replace("  reduce_tied 1\n", "")))
 
 
 def test_tied_weights_option_of_commands(

@@ -19,10 +19,7 @@ from schedir.analysis.memory.footprint import compute_footprints, count_peak_ver
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
 from schedir.errors import (
-    CompletenessError,
     OrderError,
-    ReductionError,
-    SchedirError,
     ScheduleError,
     ShapeError,
 )
@@ -188,40 +185,6 @@ def test_weight_delay_changes_digest() -> None:
     assert "optimizer_steps 3  weight_delay 1  #" in text
     longer_delay = from_text(text.replace("weight_delay 1 ", "weight_delay 2 "))
     assert check(longer_delay).digest != PROGRAMS[0].digest
-
-
-REFUSED = {
-    "no step": [(r"  step 1\n", "")],
-    "two steps": [(r"  step 1\n", "  step 1\n  step 1\n")],
-    "no reduction": [(r"  reduce_grads 0.1\n", "")],
-    "reduced twice": [(r"  reduce_grads 0.1\n", "  reduce_grads 0.1\n  reduce_grads 0.1\n")],
-    "a step too many": [(r"  step 1\n", "  step 1\n  step 3\n")],
-    "a reduction too many": [(r"  reduce_grads 0.2", "  reduce_grads 0.3")],
-    "updates the other way round": [(r"  step\n", "  step X\n"), ("step 1", "step"),
-                                    ("step X", "step 1")],
-    "step too late": [(r"  step\n", ""), (r"  B 0.3\n", "  B 0.3\n  step\n")],
-    "step before its reduction": [(r"  reduce_grads 0\n", ""),
-                                  (r"  step\n", "  step\n  reduce_grads 0\n")],
-    "reduce before the last backward": [(r"  reduce_grads 0.1\n", ""),
-                                        (r"  B 0.5\n", "  reduce_grads 0.1\n  B 0.5\n")],
-    "weights too late": [(r"  step\n", ""), (r"  F 0.7\n", "  F 0.7\n  step\n")],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_wrong_update_order_is_refused(name: str) -> None:
-    program = PROGRAMS[0]
-    text = to_text(program, folded=False)
-    for old, new in REFUSED[name]:
-        assert re.search(old, text), old
-        text = re.sub(old, new, text, count=1)
-    with pytest.raises(SchedirError) as caught:
-        check(from_text(text.replace("X", "9")))
-    count_words = ("no", "two", "twice", "many")
-    kind = (
-        (ReductionError, CompletenessError) if any(w in name for w in count_words) else OrderError
-    )
-    assert isinstance(caught.value, kind)
 
 
 @pytest.mark.parametrize(
