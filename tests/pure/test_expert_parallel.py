@@ -32,7 +32,6 @@ from schedir.errors import (
 )
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
-from schedir.io.torch_compatibility import require_torch_support
 from schedir.ir.isa.instructions import BACKWARD_OPS, EP_COLLECTIVE_OPS, Opcode
 from schedir.predict.bubble_causes import IdleCause, idleness
 from tests.mutants import built_in_schedules
@@ -128,12 +127,6 @@ def test_invalid_ep_or_segment_boundaries_are_refused(
     with pytest.raises(ShapeError) as caught:
         replace(program, **change)
     assert {*caught.value.fields} == fields
-
-
-def test_torch_support_refuses_expert_parallel_program() -> None:
-    program = compile(schedules.gpipe, PipelineShape(2, 2), **EXPERTS)
-    with pytest.raises(UsageError, match="between the segments"):
-        require_torch_support(program, compute_only=False, supported_ops=frozenset(Opcode))
 
 
 def test_peak_memory_includes_routed_rows_and_expert_buffer() -> None:

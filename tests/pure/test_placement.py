@@ -18,9 +18,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import NAMED_PLACEMENTS, format_placement
 from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
-from schedir.schedules import dualpipe
 from schedir.schedules.schedule_algebra import B, F, RankSchedule
-from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing.strategies import random_compute_program, shapes
 from schedir.verify.check import check
 
@@ -161,11 +159,3 @@ def test_microbatch_of_other_replica_is_refused() -> None:
 
     with pytest.raises(CompletenessError, match="runs microbatch 2 on rank 1, not on rank 0"):
         compile(greedy, PipelineShape(2, 4, placement=((0, 1), (1, 0))))
-
-
-def test_placement_name_and_rows_give_same_draft() -> None:
-    rows = ((0, 1, 2, 3), (3, 2, 1, 0))
-    by_name, by_rows = (
-        expand_schedule(dualpipe, PipelineShape(4, 8, 2, p)) for p in ("mirror", rows)
-    )
-    assert [*by_name.streams] == [*by_rows.streams]

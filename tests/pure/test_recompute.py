@@ -18,7 +18,6 @@ from schedir.errors import (
     ScheduleError,
     UsageError,
 )
-from schedir.io import torch_csv
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import FORWARD, RECOMPUTE
@@ -374,13 +373,6 @@ def test_invalid_recompute_is_refused(how: Any) -> None:
 def test_recompute_at_must_be_early_or_late() -> None:
     with pytest.raises(UsageError, match="early or late"):
         compile(one_f_one_b, PipelineShape(4, 8), recompute="all", recompute_at="soon")
-
-
-def test_torch_csv_refuses_recompute() -> None:
-    program = compile(one_f_one_b, PipelineShape(2, 4), recompute="all")
-    for form in torch_csv.CSV_FORMATS:
-        with pytest.raises(UsageError, match="only inside a backward"):
-            torch_csv.to_csv(program, form)
 
 
 def test_memory_curve_counts_recomputed_activations() -> None:

@@ -19,7 +19,7 @@ from schedir.compiler.compile import lower
 from schedir.errors import UsageError
 from schedir.predict.calibrate import calibrate, fill_missing_backwards, format_costs
 from schedir.predict.timeline_diff import compare_timelines
-from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
+from schedir.schedules import gpipe, interleaved, one_f_one_b
 from tests.commands import run_command, run_refused_command
 from tests.strategies import compute_programs, costs
 
@@ -72,15 +72,6 @@ def test_calibrate_adds_host_delay_to_instruction() -> None:
         # The first instruction begins the run, so its delay is unknown.
         assert np.allclose(getattr(calibrated, name), getattr(delayed_costs, name), atol=0.07), name
         assert getattr(calibrated, name) != getattr(true_costs, name) or name == "send"
-
-
-def test_calibrate_finds_pair_cost() -> None:
-    program = schedir.compile(dualpipe_v, PipelineShape(4, 10, 2, "vee"))
-    true_costs = Costs(F=1, I=1, W=1, FB=2.5, send=0.25)
-    timeline = schedir.simulate(program, true_costs)
-    calibrated = calibrate(timeline)
-    assert schedir.simulate(program, calibrated).span == pytest.approx(timeline.span)
-    assert calibrated.FB is not None and {*np.round(calibrated.FB, 9)} <= {0.0, 2.5}
 
 
 def test_formatted_costs_parse() -> None:

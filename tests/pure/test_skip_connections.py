@@ -28,7 +28,6 @@ from schedir.analysis.memory.buffer_slots import SLOT_KINDS, count_min_slots
 from schedir.analysis.memory.footprint import compute_footprints
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import DeadlockError, ShapeError, UsageError
-from schedir.io import torch_csv
 from schedir.ir.dataflow import Dataflow
 from schedir.ir.isa.instructions import INSTRUCTIONS, Opcode, PeerRule, Value
 from schedir.ir.pipeline.skip_connections import Skips
@@ -228,11 +227,6 @@ def test_invalid_skips_are_refused(skips: Any, fact: str, hint: str) -> None:
         compile(schedules.gpipe, PipelineShape(5, 4), skips=skips)
     assert fact in caught.value.fact and hint in caught.value.hint
     assert [*caught.value.fields] == ["skips"]
-
-
-def test_torch_csv_refuses_skips() -> None:
-    with pytest.raises(UsageError, match="has skip connections, but torch's stages"):
-        torch_csv.to_csv(compile(schedules.gpipe, PipelineShape(3, 3), skips=((0, 2),)))
 
 
 def test_eager_limit_needs_skip_size() -> None:
