@@ -12,15 +12,9 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from schedir.compiler.compile import compile
 from schedir.errors import UsageError
-from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.predict.simulate import simulate
-from schedir.predict.timeline import Timeline
-from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1
-from schedir.schedules.schedule_algebra import Schedule
+from schedir.schedules import gpipe, interleaved, zb_h1
 from schedir.viz import bubble_vs_memory, compare, gantt
 from schedir.viz.palette import (
     IDLE_COLOR,
@@ -32,14 +26,10 @@ from schedir.viz.palette import (
     recolor,
 )
 from tests.commands import run_command
+from tests.pure.test_pictures import simulate_schedule
 
 
 @cache
-def simulate_schedule(schedule: Schedule = one_f_one_b, m: int = 8, **cost: float) -> Timeline:
-    costs = Costs(**cost)
-    return simulate(compile(schedule, PipelineShape(4, m), costs=costs), costs)
-
-
 def read_box_colours(figure: Figure) -> set[str]:
     """Return the colours of the boxes."""
     return {to_hex(face) for face in np.asarray(figure.axes[0].collections[2].get_facecolor())}

@@ -33,13 +33,10 @@ from schedir.analysis.progress_models import MODELS
 from schedir.errors import (
     SchedirError,
     ShapeError,
-    UsageError,
 )
-from schedir.io import torch_csv
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.ir.isa.instructions import OPTIMIZER_STEP_OPS, TRAINED_STAGE_OPS, Opcode
-from schedir.ir.pipeline.placement import find_named_placement
 from schedir.ir.program import Program
 from schedir.passes.splitting.frozen_stages import drop_frozen_backwards
 from schedir.schedules import one_f_one_b, pipedream_2bw
@@ -48,6 +45,7 @@ from schedir.testing import compute_programs, shapes
 from schedir.verify.check import check, check_draft
 from tests.mutants import built_in_schedules
 from tests.oracle_threads import verdict
+from tests.pure.test_stage_segments import shape_of
 from tests.strategies import costs
 
 O = Opcode
@@ -89,11 +87,8 @@ def test_freezing_removes_only_backwards_of_frozen_stages(data: st.DataObject) -
     if isinstance(source, Program):
         shape = source.shape
     else:
-        placement, v = getattr(source, "placed", ("loop", None))
-        shape = PipelineShape(
-            2 * data.draw(st.integers(1, 2)), 2 * data.draw(st.integers(1, 3)),
-            v or find_named_placement(placement).stages_per_rank, placement,
-        )  # fmt: skip
+        ranks, microbatches = 2 * data.draw(st.integers(1, 2)), 2 * data.draw(st.integers(1, 3))
+        shape = shape_of(source, ranks, microbatches)
     frozen = data.draw(st.integers(0, shape.stages - 1))
     options = {"clip_grad_norm": data.draw(st.booleans()), "tp": data.draw(st.integers(1, 2))}
     source_shape = None if isinstance(source, Program) else shape
@@ -233,13 +228,6 @@ def test_weight_tied_between_frozen_and_trained_stage_is_refused() -> None:
     assert reduced == [[], [], [2], [3]]  # if all copies are frozen, there is nothing to sum
     program = compile(one_f_one_b, SHAPE, frozen_stages=2, tied_weights=[(0, 1)])
     assert not [i for s in program.streams for i in s if i.op is O.ReduceTied]
-
-
-def test_torch_csv_export_of_frozen_stages_is_refused() -> None:
-    program = compile(one_f_one_b, SHAPE, frozen_stages=2)
-    for form in torch_csv.CSV_FORMATS:
-        with pytest.raises(UsageError, match="frozen"):
-            torch_csv.to_csv(program, form)
 
 
 # ---------------------------------------------------------------- drafts
