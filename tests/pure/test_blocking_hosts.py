@@ -8,7 +8,6 @@ import pytest
 
 from schedir.errors import DeadlockError
 from schedir.ir.cost.costs import Costs
-from schedir.ir.isa.instructions import INSTRUCTIONS, Lane, Opcode
 from schedir.ir.program import Program
 from schedir.passes.communication.transfer_overlap import post_receives_early, start_gathers_early
 from schedir.predict.simulate import simulate
@@ -16,7 +15,7 @@ from schedir.verify.check import check
 from tests.cases import ALL
 from tests.edits import written
 from tests.mutants import FEW, any_legal, refusal, reordered
-from tests.oracle import Machine
+from tests.oracle_threads import verdict
 from tests.strategies import with_slots
 
 SECOND_RANK = (
@@ -100,49 +99,6 @@ def move_gather(program: Program, rank: int, gather: str, target: str) -> Progra
     return written(*map("; ".join, lists), header="stages_per_rank 2 tp 2")
 
 
-def blocking_hosts_finish(program: Program) -> bool:
-    """Return whether hosts that make one call after the other finish, under `per_edge`.
-
-    A host only starts transfers and reductions of gradients. A compute waits for the messages of
-    its inputs, and for the messages that empty its slot. Other reductions wait for all earlier
-    reductions. A reduction of stage replicas waits only if there are data-parallel replicas.
-    """
-    machine = Machine(program, "per_edge", Costs())
-    machine.run()  # fills the tables of the machine
-    positions, lists = [0] * len(program.streams), machine.lists
-    started: set[tuple[int, int]] = set()
-
-    def arrived(rank: int, k: int) -> bool:
-        """Return whether all sides of a transfer or collective have started."""
-        return all(side in started for side in machine._partners(rank, lists[rank][k]))
-
-    def can_issue(rank: int, k: int) -> bool:
-        spec = INSTRUCTIONS[lists[rank][k].op]
-        if spec.peer or spec.op is Opcode.ReduceGrads:
-            return True
-        if spec.op is Opcode.ReduceReplicatedStages and program.dp == 1:
-            return True
-        if spec.lane is Lane.DP or spec.op is Opcode.OptimizerStep:
-            earlier_reductions = [
-                j for j in range(k) if INSTRUCTIONS[lists[rank][j].op].lane is Lane.DP
-            ]
-            return all(arrived(rank, j) for j in earlier_reductions)
-        needs = [j for _, j in machine._needs(rank, lists[rank][k])]
-        needs += machine.left[rank].get(k, [])
-        needs += [j for need in needs for _, j in machine._needs(rank, lists[rank][need])]
-        return all(arrived(rank, j) for j in needs if INSTRUCTIONS[lists[rank][j].op].peer)
-
-    has_advanced = True
-    while has_advanced:
-        has_advanced = False
-        for rank, instructions in enumerate(lists):
-            while positions[rank] < len(instructions) and can_issue(rank, positions[rank]):
-                started.add((rank, positions[rank]))
-                positions[rank] += 1
-                has_advanced = True
-    return all(k == len(instructions) for k, instructions in zip(positions, lists, strict=True))
-
-
 @pytest.mark.parametrize("slots", [False, True])
 def test_check_accepts_programs_that_blocking_hosts_finish(slots: bool) -> None:
     deadlocks = 0
@@ -156,11 +112,12 @@ def test_check_accepts_programs_that_blocking_hosts_finish(slots: bool) -> None:
         program = with_slots(program, rng) if slots else program
         if refusal(program, "per_edge"):
             continue
+        finishes = verdict(program, "per_edge", seed, blocking_hosts=True).kind
         try:
             check(program, "per_edge", blocking_hosts=True)
         except DeadlockError as error:
             deadlocks += 1
-            assert str(error) and not blocking_hosts_finish(program), seed
+            assert str(error) and finishes != "ok", seed
         else:
-            assert blocking_hosts_finish(program), seed
+            assert finishes == "ok", seed
     assert deadlocks

@@ -12,15 +12,9 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from schedir.compiler.compile import compile
 from schedir.errors import UsageError
-from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.predict.simulate import simulate
-from schedir.predict.timeline import Timeline
-from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1
-from schedir.schedules.schedule_algebra import Schedule
+from schedir.schedules import gpipe, interleaved, zb_h1
 from schedir.viz import bubble_vs_memory, compare, gantt
 from schedir.viz.palette import (
     IDLE_COLOR,
@@ -31,15 +25,11 @@ from schedir.viz.palette import (
     lightness,
     recolor,
 )
-from tests.commands import run_command, run_refused_command
+from tests.commands import run_command
+from tests.pure.test_pictures import simulate_schedule
 
 
 @cache
-def simulate_schedule(schedule: Schedule = one_f_one_b, m: int = 8, **cost: float) -> Timeline:
-    costs = Costs(**cost)
-    return simulate(compile(schedule, PipelineShape(4, m), costs=costs), costs)
-
-
 def read_box_colours(figure: Figure) -> set[str]:
     """Return the colours of the boxes."""
     return {to_hex(face) for face in np.asarray(figure.axes[0].collections[2].get_facecolor())}
@@ -175,24 +165,3 @@ def test_style_options_of_draw_and_compare(
     assert ">mine</text>" in text and ">in µs</text>" in text and "#ff8800" in text
     run_command(capsys, "compare", "gpipe", "zb_h1", "--title=a", "--title=", "-o", str(file))
     assert ">a</text>" in file.read_text() and "zb_h1" not in file.read_text()
-    for invalid_option, message in (
-        ("--colors=F", "--colors"),
-        ("--time-range=5", "--time-range"),
-        ("--time-range=٣:9", "--time-range"),
-        ("--time-range=9:3", "a time range is (begin, end) with "),
-        ("--palette=x", "palette must be plain or grey or bright"),
-    ):
-        assert message in run_refused_command(
-            capsys, "draw", "gpipe", invalid_option, "-o", "x.svg"
-        )
-    for option in (
-        "--title=x",
-        "--palette=grey",
-        "--colors=F=red",
-        "--axis-label=x",
-        "--time-range=1:2",
-    ):
-        name = option.split("=")[0]
-        assert f"{name} applies to Gantt charts" in run_refused_command(
-            capsys, "draw", "gpipe", option
-        )

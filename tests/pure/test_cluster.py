@@ -20,7 +20,6 @@ from schedir import (
     Sizes,
     compile,
     load_cluster,
-    save_timeline,
     schedules,
     simulate,
 )
@@ -366,30 +365,6 @@ def test_simulate_lists_costs_that_stay_zero(capsys: pytest.CaptureFixture[str])
     assert "reduce_tied" not in run_command(
         capsys, *command[:-3], command[-3] + ",reduce_tied=0.001", "-O", "tied_weights"
     )
-
-
-REFUSED = (ROOT / "tests" / "golden" / "cluster.txt").read_text().split("\n\n")
-
-
-@pytest.mark.parametrize("golden_text", REFUSED, ids=range(len(REFUSED)))
-def test_command_error_matches_golden_text(
-    golden_text: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = (ROOT / "examples" / "selene.toml").read_text()
-    Path("selene.toml").write_text(text)
-    Path("bits.toml").write_text(text.replace("25GB/s", "200Gb/s"))
-    Path("misspelt.toml").write_text(text.replace("nvlink_bandwidth", "nvlnk_bandwidth"))
-    Path("less.toml").write_text(text.replace("network_bandwidth", "# network_bandwidth"))
-    Path("negative.toml").write_text(text.replace('"80GB"', "-80e9"))
-    Path("broken.toml").write_text("nodes = \n")
-    save_timeline(simulate(compile(schedules.gpipe, PipelineShape(4, 4))), "run.timeline")
-    command, message = golden_text.strip().split("\n", 1)
-    assert main(command.removeprefix("$ schedir ").split()) == 2
-    assert capsys.readouterr().err == message + "\n"
 
 
 def test_command_in_example_file_runs(

@@ -22,10 +22,10 @@ from schedir import (
 )
 from schedir.errors import SchedirError, UsageError
 from schedir.ir.isa.instructions import BACKWARD_WEIGHT_OPS
-from schedir.ir.pipeline.placement import find_named_placement
 from tests.cases import each_value
 from tests.mutants import built_in_schedules
 from tests.oracle_threads import verdict
+from tests.pure.test_stage_segments import shape_of
 
 SEGMENTS = 5
 SHARES = (0.2, 1, 0.2, 1, 0.2)
@@ -58,8 +58,7 @@ def test_filled_built_in_schedules_keep_work_and_are_no_slower(schedule: Any, fi
 
     It reduces in the same order, and has no more forwards in flight.
     """
-    placement, v = getattr(schedule, "placed", ("loop", None))
-    shape = PipelineShape(2, 4, v or find_named_placement(placement).stages_per_rank, placement)
+    shape = shape_of(schedule)
     try:
         plain = simulate_filled(schedule, shape, None)
     except SchedirError:

@@ -86,31 +86,6 @@ def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= 120
 
 
-EXAMPLE = "examples/mine.py:in_pairs --ranks 4 --microbatches 8"
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        f"print {EXAMPLE}",
-        f"check {EXAMPLE}",
-        f"simulate {EXAMPLE} --costs F=1,B=2,send=0.1",
-        f"explain {EXAMPLE} --costs F=1,B=2,send=0.1",
-        f"draw {EXAMPLE}",
-        f"draw {EXAMPLE} --show arrows,path,phases -o mine.pdf",
-        f"compare one_f_one_b {EXAMPLE} -o both.png",
-    ],
-)
-def test_commands_accept_example_schedule(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from schedir.__main__ import main
-
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.chdir(tmp_path)
-    assert main(command.split()) == 0
-
-
 def test_import_traces_page_matches_explain_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,16 +25,13 @@ from schedir import (
 )
 from schedir.compiler.compile import check_memory
 from schedir.errors import (
-    CompletenessError,
     MemoryLimitError,
-    OrderError,
     SchedirError,
     ShapeError,
     UsageError,
 )
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
-from schedir.io.torch_compatibility import require_torch_support
 from schedir.ir.isa.instructions import BACKWARD_OPS, EP_COLLECTIVE_OPS, Opcode
 from schedir.predict.bubble_causes import IdleCause, idleness
 from tests.mutants import built_in_schedules
@@ -112,22 +109,6 @@ def test_no_all_to_alls_without_expert_parallelism() -> None:
     assert {Opcode.TPReduceAct, Opcode.Combine} <= with_tp.used_opcodes
 
 
-def test_missing_late_or_extra_all_to_all_is_refused() -> None:
-    program = compile(schedules.one_f_one_b, ranks=2, microbatches=2, **EXPERTS)
-    text = to_text(program, folded=False)
-    for line in ("  dispatch 4.0\n", "  combine_grad 4.0\n"):
-        assert text.count(line) == 1
-        with pytest.raises(CompletenessError) as missing:
-            check(from_text(text.replace(line, "")))
-        assert line.strip() in str(missing.value)
-    late_text = text.replace("  dispatch 4.0\n  F 4.0\n", "  F 4.0\n  dispatch 4.0\n")
-    assert late_text != text
-    with pytest.raises(OrderError, match=r"F 4\.0"):
-        check(from_text(late_text))
-    with pytest.raises(CompletenessError, match=r"combine 4\.0"):
-        check(from_text(text.replace("  dispatch 4.0\n", "  dispatch 4.0\n  combine 4.0\n")))
-
-
 @pytest.mark.parametrize(
     ("change", "fields"),
     [
@@ -146,12 +127,6 @@ def test_invalid_ep_or_segment_boundaries_are_refused(
     with pytest.raises(ShapeError) as caught:
         replace(program, **change)
     assert {*caught.value.fields} == fields
-
-
-def test_torch_support_refuses_expert_parallel_program() -> None:
-    program = compile(schedules.gpipe, PipelineShape(2, 2), **EXPERTS)
-    with pytest.raises(UsageError, match="between the segments"):
-        require_torch_support(program, compute_only=False, supported_ops=frozenset(Opcode))
 
 
 def test_peak_memory_includes_routed_rows_and_expert_buffer() -> None:

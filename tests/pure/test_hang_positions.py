@@ -119,24 +119,6 @@ def test_stopped_rank_is_cause_at_any_instruction(tmp_path: Path, data: st.DataO
             assert not placed.surely_ended[stop]
 
 
-@pytest.mark.parametrize("blocking_hosts", [True, False])
-def test_waiting_ranks_are_at_their_transfers(tmp_path: Path, blocking_hosts: bool) -> None:
-    program = compile_case("one_f_one_b")
-    graph = Graph(program, "per_device", blocking_hosts=blocking_hosts)
-    stop = int(program.offsets[2]) + 8
-    assert str(graph.index.locate(stop)[2]) == "B 2.0"
-    (verdict,) = diagnose(
-        write_and_read_dumps(tmp_path, record(stop_at(graph, stop, blocking_hosts), before=2)),
-        program,
-    )
-    instructions = [
-        None if p.position is None else str(graph.index.locate(p.position)[2])
-        for p in verdict.positions
-    ]
-    assert instructions == ["recv_grad 0.0", "recv_grad 1.0", "send_grad 2.0", "recv_act 3.2"]
-    assert [p.is_late for p in verdict.positions] == [False, False, blocking_hosts, False]
-
-
 CASES = {case.name: case for case in museum_cases()}
 DEADLOCKS = [
     (name, model)

@@ -15,7 +15,6 @@ import schedir
 from schedir import Cluster, Costs, PipelineShape, Program, Sizes
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import (
-    CompletenessError,
     DeadlockError,
     MemoryLimitError,
     OrderError,
@@ -83,58 +82,6 @@ def test_frozen_and_forward_only_stages_have_no_host_step() -> None:
 
 
 # ---------------------------------------------------------------- refusals
-
-
-def move_instruction(text: str, instruction: str, target: str) -> Program:
-    """Move an instruction of rank 1 before another one, or remove it if `target` is ""."""
-    head, text = text.split("\nrank 1\n", 1)
-    assert text.count(f"  {instruction}\n") == 1, instruction
-    text = text.replace(f"  {instruction}\n", "")
-    if target:
-        assert text.count(f"  {target}\n") == 1, target
-        text = text.replace(f"  {target}\n", f"  {instruction}\n  {target}\n")
-    return schedir.from_text(f"{head}\nrank 1\n{text}")
-
-
-@pytest.mark.parametrize(
-    ("instruction", "target", "error", "message"),
-    [
-        ("offload_grads 3", "reduce_grads 3", OrderError, "reduce_grads 3 gives only later"),
-        ("offload_grads 1", "reduce_tied 5", None, ""),
-        ("offload_grads 5", "reduce_tied 5", OrderError, "reduce_tied 5 gives only later"),
-        ("host_step 3", "offload_grads 3", OrderError, "gives only later"),
-        ("host_step 3", "offload_grads 1", OrderError, "gives only later"),
-        ("reduce_norm", "host_step 1", OrderError, "gives only later"),
-        ("reload_weights 3", "host_step 3", OrderError, "host_step 3 gives only later"),
-        ("step", "reload_weights 1", OrderError, "gives only later"),
-        ("offload_grads 3", "", CompletenessError, "offload_grads 3"),
-        ("host_step 3", "", CompletenessError, "host_step 3"),
-        ("reload_weights 3", "", CompletenessError, "reload_weights 3"),
-    ],
-)
-def test_wrong_order_of_host_step_is_refused(
-    instruction: str, target: str, error: Any, message: str
-) -> None:
-    """Refuse incomplete gradients, steps that are too early, and old weights."""
-    text = schedir.to_text(compile_host_steps(clip_grad_norm=True, tied_weights=True), folded=False)
-    program = move_instruction(text, instruction, target)
-    if error is None:
-        schedir.check(program, blocking_hosts=True)
-        return
-    with pytest.raises(error, match=message):
-        schedir.check(program, blocking_hosts=True)
-
-
-@pytest.mark.parametrize("op", ["offload_grads", "host_step", "reload_weights"])
-def test_duplicate_or_unexpected_host_step_is_refused(op: str) -> None:
-    text = schedir.to_text(compile_host_steps(), folded=False)
-    with pytest.raises(SchedirError):
-        schedir.check(schedir.from_text(text.replace(f"  {op} 3\n", f"  {op} 3\n  {op} 3\n")))
-    for header in ("", "optimizer_placement device\n", "optimizer_placement host\n"):
-        with pytest.raises(
-            CompletenessError, match=r"optimizer_placement (device|host)|load_state"
-        ):
-            schedir.check(schedir.from_text(text.replace("optimizer_placement cpu_step\n", header)))
 
 
 def test_early_gradient_offload_deadlocks_blocking_hosts() -> None:
@@ -295,47 +242,6 @@ def test_host_step_overlaps_next_update() -> None:
     assert [str(i) for i in flush.streams[0]][5:10] == [  # without a delay, compute waits
         "offload_grads 0", "check_grads_finite", "host_step 0", "reload_weights 0", "step",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("instruction", "target", "message"),
-    [
-        (
-            "check_grads_finite",
-            "offload_grads 1",
-            "check_grads_finite needs the gradient on the host",
-        ),
-        ("host_step 1", "check_grads_finite", "host_step 1 needs the check of the gradients"),
-        ("B 1.3", "check_grads_finite", "B 1.3 is in update 1"),
-        ("offload_grads 1.1", "step", "offload_grads 1.1 needs the weights"),
-        ("reduce_norm 1", "step", "reduce_norm 1 of update 1 comes before step"),
-        ("check_grads_finite 1", "step", "gives only later|comes before step"),
-        ("step", "reload_weights 1", "gives only later"),
-        ("check_grads_finite", "", "check_grads_finite is missing on rank 1"),
-    ],
-)
-def test_mixed_updates_are_refused(instruction: str, target: str, message: str) -> None:
-    program = move_instruction(
-        schedir.to_text(compile_delayed_updates(clip_grad_norm=True), folded=False),
-        instruction,
-        target,
-    )
-    with pytest.raises(SchedirError, match=message):
-        schedir.check(program, blocking_hosts=True)
-
-
-def test_single_update_refuses_gradient_check() -> None:
-    text = schedir.to_text(compile_host_steps(), folded=False).replace(
-        "  host_step 3\n", "  check_grads_finite\n  host_step 3\n"
-    )
-    with pytest.raises(CompletenessError, match="the program has one update only"):
-        schedir.check(schedir.from_text(text))
-    text = schedir.to_text(
-        schedir.compile(pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)),
-        folded=False,
-    )
-    with pytest.raises(CompletenessError, match="optimizer_placement device"):
-        schedir.check(schedir.from_text(text.replace("  step\n", "  check_grads_finite\n  step\n")))
 
 
 @settings(max_examples=30)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import json
-import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from zipfile import ZipFile
 
-import numpy as np
 import pytest
 
-import schedir
 from schedir import Costs, PipelineShape, compile, planner, schedules, simulate
 from schedir.__main__ import main
-from schedir.errors import CostsError, SchedirError, TraceError, UsageError, describe
-from schedir.ir.cost.cluster import Cluster
+from schedir.errors import CostsError, SchedirError, UsageError, describe
 from schedir.ir.cost.sizes import Sizes
 
 HUGE_INTEGER = "9" * 400  # Python converts it to an int, but not to a float
@@ -66,14 +60,6 @@ def test_huge_number_in_model_file_is_refused(
     assert name in text or "is not known" in text
 
 
-@pytest.mark.parametrize("option", ["batch", "layers", "hidden", "gpus", "pp", "microbatch-size"])
-def test_huge_option_of_plan_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = MODEL | {"batch": "8", "gpus": "8"} | {option: "8" * 18}
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    text = read_refusal(["plan", "--cluster=a100", *arguments], capsys)
-    assert re.search(r"must be (at most|an integer from 1 to) \d+", text), text
-
-
 def test_huge_layer_count_in_train_config_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,26 +72,11 @@ def test_huge_layer_count_in_train_config_is_refused(
 def test_errors_do_not_print_huge_integers() -> None:
     assert describe(10**30 - 1) == "9" * 30
     assert describe(10**5000) == describe(-(10**30)) == "an integer of more than 30 digits"
+    cluster = planner.cluster_preset("a100")
     huge = 10**5000  # Python refuses to write its digits
     constructors: dict[str, Callable[[], object]] = {
-        "cluster": lambda: Cluster(
-            huge,
-            1,
-            flops=1e14,
-            memory=8e10,
-            hbm_bandwidth=2e12,
-            nvlink_bandwidth=3e11,
-            network_bandwidth=2e10,
-        ),
-        "rate": lambda: Cluster(
-            1,
-            1,
-            flops=huge,
-            memory=8e10,
-            hbm_bandwidth=2e12,
-            nvlink_bandwidth=3e11,
-            network_bandwidth=2e10,
-        ),
+        "cluster": lambda: replace(cluster, nodes=huge),
+        "rate": lambda: replace(cluster, flops=huge),
         "model": lambda: planner.TransformerSpec(huge, 64, 4, vocab=128, sequence=32),
         "choice": lambda: planner.ParallelPlan(pp=huge),
         "layers_of": lambda: planner.ParallelPlan(layers_per_stage=(huge,)),
@@ -126,46 +97,7 @@ def test_size_above_limit_is_refused() -> None:
 
 def test_too_large_sum_of_costs_is_refused() -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 8))
-    with pytest.raises(CostsError, match=r"add up to more than 1e\+300"):
-        simulate(program, Costs(F=1e300, B=0))
+    for forward in (1e300, 1e308):
+        with pytest.raises(CostsError, match=r"add up to more than 1e\+300"):
+            simulate(program, Costs(F=forward, B=0))
     simulate(program, Costs(F=1e298, B=0)).idle.sum()
-
-
-def test_overflowing_cost_fraction_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "finite" in read_refusal(["recommend", "--costs", "B=1e300/1e308"], capsys)
-
-
-@pytest.mark.parametrize("command", [[], ["-o", "a.svg"]])
-def test_timeline_with_huge_end_time_is_refused(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    run = simulate(compile(schedules.one_f_one_b, PipelineShape(2, 3)))
-    schedir.save_timeline(run, "right.timeline")
-    with ZipFile("right.timeline") as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    for last_end, code in ((1e299, 0), (1e308, 2)):
-        end = np.load(io.BytesIO(members["end.npy"]))
-        end[-1] = last_end
-        file = io.BytesIO()
-        np.save(file, end)
-        with ZipFile("late.timeline", "w") as archive:
-            for name, member in (members | {"end.npy": file.getvalue()}).items():
-                archive.writestr(name, member)
-        assert main(["draw", "late.timeline", *command]) == code
-    text = capsys.readouterr().err
-    assert "end.npy has the time 1e+308; times are at most 1e+300" in text
-
-
-def test_timeline_with_huge_clock_error_is_refused(tmp_path: Path) -> None:
-    run = simulate(compile(schedules.one_f_one_b, PipelineShape(2, 3)))
-    schedir.save_timeline(run, tmp_path / "right.timeline")
-    with ZipFile(tmp_path / "right.timeline") as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    header = json.loads(members["header.json"]) | {"clock_error": int(HUGE_INTEGER)}
-    with ZipFile(tmp_path / "wrong.timeline", "w") as archive:
-        for name, member in (members | {"header.json": json.dumps(header).encode()}).items():
-            archive.writestr(name, member)
-    with pytest.raises(TraceError):
-        schedir.load_timeline(tmp_path / "wrong.timeline")

@@ -16,17 +16,12 @@ from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile
 from schedir.errors import (
     ChannelMismatchError,
-    CompletenessError,
-    CostsError,
     DeadlockError,
     GroupError,
-    OrderError,
     SchedirError,
 )
-from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
-from schedir.predict.simulate import simulate
 from schedir.schedules import one_f_one_b
 from schedir.verify.check import check
 from tests.edits import written
@@ -103,31 +98,6 @@ def test_progress_models_that_accept_program(model: str) -> None:
 
 
 # ---------------------------------------------------------------- only with unbounded buffers
-
-
-def test_sends_before_receives_deadlock_on_one_communicator() -> None:
-    """A transport with buffered sends finishes. On one NCCL communicator, both ranks wait."""
-    program = written(
-        "F 0.0; send_act 0.0; F 0.1; send_act 0.1; recv_act 3.0; recv_act 3.1; F 3.0; F 3.1",
-        "recv_act 1.0; F 1.0; F 2.0; send_act 2.0; recv_act 1.1; F 1.1; F 2.1; send_act 2.1",
-        microbatches=2, header=VEE,
-    )  # fmt: skip
-    assert list_accepting_models(program) == ["per_edge"]
-    error = read_refusal(program, "per_pair")
-    assert isinstance(error, DeadlockError)
-    assert [(w.rank, str(w.instr), str(w.needed_instr)) for w in error.cycle] == [
-        (0, "send_act 0.1", "recv_act 1.1"), (1, "send_act 2.0", "recv_act 3.0"),
-    ]  # fmt: skip
-
-
-def test_receives_in_other_order_than_sends_deadlock() -> None:
-    """Only a transport that matches messages by name would finish."""
-    program = written(
-        "F 0.0; F 0.1; send_act 0.0; send_act 0.1", "recv_act 1.1; recv_act 1.0; F 1.0; F 1.1",
-        microbatches=2,
-    )  # fmt: skip
-    assert list_accepting_models(program) == []
-    assert isinstance(read_refusal(program), DeadlockError)
 
 
 # ---------------------------------------------------------------- groups
@@ -214,60 +184,10 @@ def test_one_sided_group_is_accepted() -> None:
         assert isinstance(read_refusal(program, "torch_lazy"), ChannelMismatchError)
 
 
-def test_one_sided_group_that_waits_for_itself_deadlocks() -> None:
-    """A member of a group must not wait, through other ranks, for an effect of another member."""
-    program = written(
-        "F 0.0; send_act 0.0 & recv_act 3.1; F 3.1; F 0.1; send_act 0.1; recv_act 3.0; F 3.0",
-        "recv_act 1.0; F 1.0; F 2.0; recv_act 1.1; F 1.1; F 2.1; send_act 2.1; send_act 2.0",
-        microbatches=2, header=VEE,
-    )  # fmt: skip
-    assert list_accepting_models(program) == []
-    assert isinstance(read_refusal(program), DeadlockError)
-
-
 # ---------------------------------------------------------------- collectives
 
 
-def test_collectives_in_different_order_are_refused() -> None:
-    """The sum of tied weights and the norm are in different groups of ranks."""
-    first = "F 0.0; send_act 0.0; recv_grad 0.0; B 0.0; reduce_grads 0;"
-    second = "recv_act 1.0; F 1.0; B 1.0; send_grad 1.0; reduce_grads 1;"
-    norm_last, norm_first = "; reduce_norm; step", "reduce_norm; "
-    header = "tied_weights yes clip_grad_norm yes"
-    rank_0, rank_1 = f"{first} reduce_tied 0{norm_last}", f"{second} reduce_tied 1{norm_last}"
-    assert list_accepting_models(written(rank_0, rank_1, header=header)) == [*MODELS]
-    mixed = written(rank_0, f"{second} {norm_first} reduce_tied 1; step", header=header)
-    assert list_accepting_models(mixed) == []
-    error = read_refusal(mixed)
-    assert isinstance(error, OrderError)
-    assert [(s.rank, str(s.instr)) for s in error.sites] == [
-        (1, "reduce_norm"), (1, "reduce_tied 1"),
-    ]  # fmt: skip
-
-
-def test_collective_before_awaited_message_deadlocks_one_queue() -> None:
-    """Reductions have their own queue, except in models with a single queue."""
-    error = read_refusal(PROGRAM_BY_STRICTEST_MODEL["per_device"], "blocking_serial")
-    assert isinstance(error, DeadlockError)
-    assert {str(w.instr) for w in error.cycle} == {"recv_grad 0.0", "reduce_tied 1"}
-
-
 # ---------------------------------------------------------------- forwards only
-
-
-def test_gradient_without_backward_is_refused() -> None:
-    """The messages are complete, in order and without a cycle, but no backward computes one."""
-    program = written(
-        "F 0.0; send_act 0.0; recv_grad 0.0", "recv_act 1.0; F 1.0; send_grad 1.0"
-    )  # fmt: skip
-    assert list_accepting_models(program) == []
-    assert isinstance(read_refusal(program), CompletenessError)
-
-
-def test_infinite_sum_of_costs_is_no_deadlock() -> None:
-    program = compile(one_f_one_b, PipelineShape(2, 4), costs=Costs(F=1e308))
-    with pytest.raises(CostsError, match="add up"):
-        simulate(program, Costs(F=1e308))
 
 
 def test_longest_path_ends_for_duplicate_instructions() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,25 +29,36 @@ from schedir.schedules.schedule_algebra import F, I, Schedule, W
 from schedir.testing import compute_programs
 from tests.commands import run_command
 from tests.oracle import Machine
+from tests.pure.test_microbatch_costs import draw_values, get_value
 from tests.strategies import costs, with_slots
 
 
 @st.composite
 def sizes(draw: st.DrawFn, shape: PipelineShape) -> Sizes:
     """Draw integer sizes, so that sums are exact."""
-
-    def draw_size() -> float | tuple[float, ...]:
-        number = st.integers(0, 9).map(float)
-        per_stage = st.lists(number, min_size=shape.stages, max_size=shape.stages).map(tuple)
-        return draw(number | per_stage)
-
-    names = ("activation", "activation_grad", "saved", "deferred_wgrad", "model_states")
-    drawn = Sizes(**{name: draw_size() for name in names if draw(st.booleans())})
+    names = ("activation", "activation_grad", "saved", "deferred_wgrad")
+    drawn = Sizes(
+        **{name: draw(draw_values(shape, 9)) for name in names if draw(st.booleans())},
+        model_states=draw(st.tuples(*[st.integers(0, 9)] * shape.stages) | st.integers(0, 9)),
+    )
     if draw(st.booleans()):
-        saved, tape = (drawn.for_stages(name, shape.stages) for name in ("saved", "deferred_wgrad"))
-        new = [draw(st.integers(0, int(n))) for n in np.minimum(saved, tape)]
-        drawn = replace(drawn, saved_and_deferred=tuple(np.maximum(saved, tape) + new))
+        grid = np.array([
+            [[get_size(drawn, name, s, mb) for mb in range(shape.microbatches)]
+             for s in range(shape.stages)] for name in ("saved", "deferred_wgrad")
+        ])  # fmt: skip
+        new = [[draw(st.integers(0, int(n))) for n in row] for row in grid.min(0)]
+        drawn = replace(drawn, saved_and_deferred=cast("Any", grid.max(0) + new))
     return drawn
+
+
+def get_size(sizes: Sizes, name: str, stage: int, mb: int) -> float:
+    """Return a size of one microbatch in one stage, or what it defaults to."""
+    if (value := getattr(sizes, name)) is not None:
+        return get_value(value, stage, mb)
+    if name == "saved_and_deferred":
+        return max(get_size(sizes, part, stage, mb) for part in ("saved", "deferred_wgrad"))
+    defaults = {"activation_grad": "activation", "deferred_wgrad": "saved"}
+    return get_size(sizes, defaults[name], stage, mb)
 
 
 def compute_reference(machine: Machine, value_sizes: Sizes, rank: int) -> list[dict[str, float]]:
@@ -55,12 +68,10 @@ def compute_reference(machine: Machine, value_sizes: Sizes, rank: int) -> list[d
     """
     program = machine.program
     shape, stream = program.shape, program.streams[rank]
-    size = {name: value_sizes.for_stages(name, shape.stages).tolist() for name in
-            ("activation", "activation_grad", "saved", "deferred_wgrad", "saved_and_deferred",
-             "model_states")}  # fmt: skip
+    size = partial(get_size, value_sizes)
     values, position_of = machine.values(rank), {i: k for k, i in enumerate(stream)}
     slot_of = assign_reference_slots(machine, rank)
-    fixed = {"model_states": sum(size["model_states"][s] for s in shape.stages_on_rank[rank])}
+    fixed = {"model_states": sum(size("model_states", s, 0) for s in shape.stages_on_rank[rank])}
     handed_over: list[tuple[int, int, float]] = []  # (first index, last index, bytes)
     for kind in SlotCounts._fields:
         largest, slot_shares = 0.0, set[tuple[int, float]]()  # (slot, its share of a boundary)
@@ -68,7 +79,9 @@ def compute_reference(machine: Machine, value_sizes: Sizes, rank: int) -> list[d
             if value_kind != kind:
                 continue
             edge = stage - 1 if kind in ("act_in", "grad_out") else stage
-            value_size = size["activation" if kind.startswith("act") else "activation_grad"][edge]
+            value_size = size(
+                "activation" if kind.startswith("act") else "activation_grad", edge, mb
+            )
             out = {"act_out": Opcode.TPScatterAct, "grad_out": Opcode.TPScatterGrad}.get(kind)
             scatter = position_of.get(Instr(out, stage, mb)) if out is not None else None
             has_slot = out is None or stream[free].op in SEND_OPS
@@ -82,27 +95,29 @@ def compute_reference(machine: Machine, value_sizes: Sizes, rank: int) -> list[d
         fixed[kind] = largest * sum(share for _, share in slot_shares)
     holds, live = [], {"saved": 0.0, "deferred_wgrad": 0.0, "handed_over": 0.0}
     for group in machine.groups[rank]:
-        rows = [(INSTRUCTIONS[stream[k].op], stream[k].stage) for k in group]
+        rows = [(INSTRUCTIONS[stream[k].op], stream[k][1:]) for k in group]
         live["handed_over"] += sum(
             value_size for fill, _, value_size in handed_over if fill in group
         )
-        for row, stage in rows:
+        for row, place in rows:
             for token in (
                 {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.gives} if program.has_backward else ()
             ):
-                live[token.name.lower()] += size[token.name.lower()][stage]
+                live[token.name.lower()] += size(token.name.lower(), *place)
         # I frees saved activations while it creates deferred tensors. Some of them are shared.
         shared = sum(
-            size["saved"][stage] + size["deferred_wgrad"][stage] - size["saved_and_deferred"][stage]
-            for row, stage in rows
+            size("saved", *place)
+            + size("deferred_wgrad", *place)
+            - size("saved_and_deferred", *place)
+            for row, place in rows
             if row.op is Opcode.BackwardInput
         )
         live["deferred_wgrad"] -= shared
         holds += [fixed | live] * len(group)
         live["deferred_wgrad"] += shared
-        for row, stage in rows:
+        for row, place in rows:
             for token in {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.frees}:
-                live[token.name.lower()] -= size[token.name.lower()][stage]
+                live[token.name.lower()] -= size(token.name.lower(), *place)
         live["handed_over"] -= sum(value_size for _, end, value_size in handed_over if end in group)
     assert not any(live.values())
     return holds

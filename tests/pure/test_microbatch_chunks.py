@@ -22,13 +22,13 @@ from schedir import (
     split_costs,
     to_text,
 )
-from schedir.errors import CompletenessError, OrderError, SchedirError, ShapeError, UsageError
+from schedir.errors import SchedirError, ShapeError, UsageError
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import COMPUTE_OPS, Instr, Opcode, find_segment_collectives
 from tests.commands import run_command
 from tests.mutants import built_in_schedules
 from tests.oracle_threads import verdict
-from tests.pure.test_stage_segments import NAMES, edited, refused, shape_of
+from tests.pure.test_stage_segments import NAMES, refused, shape_of
 
 
 @pytest.mark.parametrize("schedule", built_in_schedules(), ids=NAMES)
@@ -203,23 +203,6 @@ def test_invalid_chunks_are_refused() -> None:
     refused(
         lambda: split_costs(Costs(), 1, odd_shape, chunks=0), ShapeError, "chunks must be from 1"
     )
-
-
-def test_check_requires_all_chunks() -> None:
-    program = compile(
-        schedules.one_f_one_b, PipelineShape(1, 1), tp=2, stage_segments="g", microbatch_chunks=2
-    )
-    for instruction, missing in {
-        "  F 0.1\n": "F 0.1 is missing on rank 0",
-        "  tp_reduce_act 1.1\n": "tp_reduce_act 1.1 is missing on rank 0",
-        "  B 1.0\n": "microbatch 0 has no backward in stage 1 (rank 0)",
-    }.items():
-        refused(lambda s=instruction: check(edited(program, s, "")), CompletenessError, missing)
-        refused(lambda s=instruction: check(edited(program, s, 2 * s)), CompletenessError, "twice")
-    late = edited(
-        edited(program, "  tp_reduce_act 1.1\n", ""), "  B 1.0\n", "  tp_reduce_act 1.1\n  B 1.0\n"
-    )
-    refused(lambda: check(late), OrderError, "F 1.1", "tp_reduce_act 1.1")
 
 
 # ---------------------------------------------------------------- skips, holders, evaluation

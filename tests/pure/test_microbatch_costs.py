@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,15 +17,13 @@ from schedir import (
     Sizes,
     check,
     compile,
-    expand_schedule,
     schedules,
     simulate,
 )
-from schedir.__main__ import main
 from schedir.analysis.memory.buffer_slots import compute_message_sizes
 from schedir.analysis.memory.footprint import compute_footprints
 from schedir.commands.common.schedule_options import parse_costs, parse_sizes
-from schedir.errors import CostsError, MemoryLimitError, UsageError
+from schedir.errors import CostsError, UsageError
 from schedir.io.timeline_file import load_timeline, save_timeline
 from schedir.ir.cost.per_stage_values import (
     PerStage,
@@ -42,10 +39,7 @@ from schedir.ir.isa.instructions import (
     BACKWARD_WEIGHT,
     FORWARD,
     SEND_OPS,
-    VALUES,
-    Instr,
     Opcode,
-    Value,
 )
 from schedir.ir.program import Program
 from schedir.predict.calibrate import calibrate, fill_missing_backwards, format_costs, round_costs
@@ -54,7 +48,6 @@ from schedir.schedules.greedy import greedy_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import parse_eager_limit
 from tests.oracle import Machine
-from tests.strategies import with_slots
 
 COSTS = ("F", "I", "W", "B", "send", "tp_scatter", "tp_gather")
 SIZES = ("activation", "activation_grad", "saved", "deferred_wgrad")
@@ -121,66 +114,6 @@ def test_number_per_stage_equals_array_of_equal_numbers(drafted: Program, data: 
     ]
     for footprint, array_footprint in zip(*footprints, strict=True):
         assert footprint.total_bytes.tolist() == array_footprint.total_bytes.tolist()
-
-
-def sweep_peak_memory(program: Program, rank: int, sizes: Sizes) -> float:
-    """Return the peak memory of a rank, by adding the sizes of all live values.
-
-    It supports only programs without split backwards. Values of messages count with their slots.
-    A slot has the size of the largest value of its kind.
-    """
-    instructions = list(program.streams[rank])
-    machine = Machine(program, "per_device", Costs())
-    machine.lists = [list(s) for s in program.streams]
-    kinds: dict[str, list[float]] = {}
-    for kind, s, mb in machine.values(rank):
-        row = VALUES[Value[kind.upper()]]
-        ops = {"act_out": Opcode.SendAct, "grad_out": Opcode.SendGrad}
-        if kind in ops and Instr(ops[kind], s, mb) not in instructions:
-            continue  # the next stage is on the same rank, so the value has no slot
-        grad_size = (
-            sizes.activation_grad
-            if row.size == "activation_grad" and sizes.activation_grad is not None
-            else None
-        )
-        value = sizes.activation if grad_size is None else grad_size
-        kinds.setdefault(kind, []).append(
-            get_value(value, s - (kind in ("act_in", "grad_out")), mb)
-        )
-    total = 0.0
-    for kind, sizes_of_kind in kinds.items():
-        slot_count = program.slots[rank]._asdict()[kind] if program.slots else len(sizes_of_kind)
-        total += min(slot_count, len(sizes_of_kind)) * max(sizes_of_kind)
-    saved = peak = 0.0
-    for instr in instructions:
-        if instr.op is Opcode.Forward:
-            saved += get_value(sizes.saved, instr.stage, instr.mb)
-        peak = max(peak, saved)
-        if instr.op is Opcode.Backward:
-            saved -= get_value(sizes.saved, instr.stage, instr.mb)
-    return total + peak
-
-
-@given(st.integers(1, 4), st.integers(1, 6), st.data())
-def test_peak_memory_equals_reference_sweep(ranks: int, microbatches: int, data: Any) -> None:
-    """The programs have one stage per rank and full backwards."""
-    shape = PipelineShape(ranks, microbatches)
-    schedule = data.draw(st.sampled_from([schedules.gpipe, schedules.one_f_one_b]))
-    program = with_slots(compile(schedule, shape), random.Random(data.draw(st.integers(0, 9))))
-    sizes = Sizes(
-        **{
-            name: data.draw(draw_values(shape), name)
-            for name in ("activation", "activation_grad", "saved")
-        }
-    )
-    footprints = compute_footprints(program, sizes)
-    peaks = [float(footprint.total_bytes.max()) for footprint in footprints]
-    assert peaks == [sweep_peak_memory(program, rank, sizes) for rank in range(ranks)]
-    if max(peaks) > 0:
-        with pytest.raises(MemoryLimitError) as caught:
-            compile(expand_schedule(schedule, shape), sizes=sizes, memory_limit=0.0)
-        assert caught.value.limit_bytes == 0
-    assert simulate(program, sizes=sizes).peak_memory.tolist() == peaks
 
 
 @given(compute_programs(), st.data())
@@ -352,20 +285,6 @@ def test_stages_are_redistributed_per_microbatch(parts: int, into: int, m: int, 
             expected = np.full((1, 1), rows[0][mb] / into)
         assert redistributed[:, mb] == pytest.approx(expected[:, 0])
     assert to_grid(from_grid(redistributed)).tolist() == redistributed.tolist()
-
-
-REFUSED = (Path(__file__).parents[1] / "golden" / "arrays.txt").read_text().split("\n\n")
-
-
-@pytest.mark.parametrize(
-    "golden_text", REFUSED, ids=lambda golden_text: golden_text.split("\n")[0].split()[-1]
-)
-def test_command_error_matches_golden_text(
-    golden_text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command, message = golden_text.strip().split("\n", 1)
-    assert main(command.removeprefix("$ schedir ").split()) == 2
-    assert capsys.readouterr().err == message + "\n"
 
 
 def test_timeline_file_keeps_sizes(tmp_path: Path) -> None:

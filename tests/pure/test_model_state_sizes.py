@@ -84,18 +84,6 @@ def test_model_states_with_separate_size_is_refused(name: str) -> None:
     assert Sizes().static_sizes == Sizes(model_states=1).static_sizes == ("model_states",)
 
 
-REFUSED = (GOLDEN / "at_rest.txt").read_text().split("\n\n")
-
-
-@pytest.mark.parametrize("golden_text", REFUSED)
-def test_command_error_matches_golden_text(
-    golden_text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command, message = golden_text.strip().split("\n", 1)
-    assert main(command.removeprefix("$ schedir ").split()) == 2
-    assert capsys.readouterr().err == message + "\n"
-
-
 def test_memory_limit_counts_all_sizes() -> None:
     sizes = Sizes(saved=1, params=2, grads=3, optimizer=4, buffers=5)
     compile(gpipe, PipelineShape(1, 2), sizes=sizes, memory_limit=16)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from schedir.compiler.compile import compile
-from schedir.errors import CompletenessError, OrderError, SchedirError, SlotError
 from schedir.io import perfetto, torch_csv
 from schedir.io.timeline_file import load_timeline, save_timeline
 from schedir.ir.cost.costs import Costs
@@ -52,15 +51,6 @@ rank 0  unsharded_params 2
 """
 
 
-def move_instruction(instruction: str, successor: str) -> str:
-    """Return the text with an instruction moved before another, or deleted."""
-    assert TEXT.count(f"  {instruction}\n") == 1
-    text = TEXT.replace(f"  {instruction}\n", "")
-    return (
-        text.replace(f"  {successor}\n", f"  {instruction}\n  {successor}\n") if successor else text
-    )
-
-
 def test_text_numbers_occurrences() -> None:
     program = check(from_text(TEXT))
     assert from_text(to_text(program)) == program and to_text(program, folded=False) == TEXT
@@ -84,26 +74,6 @@ def test_unshard_waits_for_reshard_that_frees_slot(time: float) -> None:
     (curve,) = run.memory
     assert max(curve.by_kind["unsharded weights"]) == 200 and max(curve.by_kind["saved"]) == 30
     assert run.span == {0.0: 9, 0.25: 9.25, 9.0: 5 * 9 + 2}[time]
-
-
-@pytest.mark.parametrize(
-    ("instruction", "successor", "error", "sites"),
-    [
-        ("unshard 2", "B 2.0", OrderError, ["F 2.0", "unshard 2"]),
-        ("reshard 1", "B 1.0", OrderError, None),
-        ("reshard 1.1", "B 1.0", OrderError, ["reshard 1.1", "B 1.0"]),
-        ("unshard 1.1", "unshard 0", CompletenessError, ["unshard 1.1"]),
-        ("reshard 1", "", CompletenessError, ["reshard 1.1"]),
-        ("unshard 2", "F 0.0", SlotError, ["unshard 2", "reshard 0"]),
-    ],
-)
-def test_wrong_occurrence_order_is_refused(
-    instruction: str, successor: str, error: type[SchedirError], sites: list[str] | None
-) -> None:
-    with pytest.raises(error) as caught:
-        check(from_text(move_instruction(instruction, successor)))
-    assert type(caught.value) is error
-    assert sites is None or [str(site.instr) for site in caught.value.sites] == sites
 
 
 def test_second_unshard_waits_for_reshard_of_same_stage() -> None:

@@ -16,10 +16,7 @@ from schedir import Costs, PipelineShape, Program, Sizes
 from schedir.analysis.memory.footprint import compute_footprints
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import (
-    CompletenessError,
     MemoryLimitError,
-    OrderError,
-    SchedirError,
     ShapeError,
     UsageError,
 )
@@ -127,56 +124,6 @@ def test_frozen_or_evaluated_stage_loads_no_state() -> None:
 
 
 # ---------------------------------------------------------------- refusals
-
-
-def move_line(text: str, line: str, next_line: str) -> Program:
-    """Move the line of an instruction of rank 1 before another line, or delete it."""
-    rank_0_text, text = text.split("rank 1", 1)
-    assert text.count(f"  {line}\n") == 1, line
-    text = text.replace(f"  {line}\n", "")
-    if next_line:
-        assert text.count(f"  {next_line}\n") == 1, next_line
-        text = text.replace(f"  {next_line}\n", f"  {line}\n  {next_line}\n")
-    return schedir.from_text(f"{rank_0_text}rank 1{text}")
-
-
-@pytest.mark.parametrize(
-    ("line", "next_line", "error", "message"),
-    [
-        ("stage_step 5", "reload_state 5", OrderError, "reload_state 5 gives only later"),
-        ("offload_state 5", "stage_step 5", OrderError, "offload_state 5 has moved to the host"),
-        ("offload_state 5", "reload_state 5", OrderError, "gives only later"),
-        ("reload_state 5", "reduce_grads 5", OrderError, "reduce_grads 5 gives only later"),
-        ("reload_state 3", "reduce_grads 3", OrderError, "reduce_grads 3 gives only later"),
-        ("reduce_norm", "step", OrderError, "reduce_norm gives only later"),
-        ("step", "stage_step 1", OrderError, "offload_state 1 gives only later"),
-        ("reload_state 1", "offload_state 5", SchedirError, "2 state slots"),
-        ("reload_state 3", "", CompletenessError, "reload_state 3"),
-        ("stage_step 3", "", CompletenessError, "stage_step 3"),
-        ("offload_state 3", "", CompletenessError, "offload_state 3"),
-    ],
-)
-def test_wrong_order_is_refused(line: str, next_line: str, error: Any, message: str) -> None:
-    text = schedir.to_text(compile_on_host(clip_grad_norm=True), folded=False)
-    with pytest.raises(error, match=message):
-        schedir.check(move_line(text, line, next_line), blocking_hosts=True)
-
-
-def test_step_before_last_gradient_of_rank_is_refused() -> None:
-    """A step waits without a norm too, since all gradients must be finite before any step."""
-    text = schedir.to_text(compile_on_host(clip_grad_norm=False), folded=False)
-    with pytest.raises(OrderError, match="stage_step 5 needs the reduced gradient"):
-        schedir.check(move_line(text, "reduce_grads 1", "reload_state 1"))
-
-
-@pytest.mark.parametrize("op", STATE_OP_NAMES)
-def test_repeated_or_unrequested_state_moves_are_refused(op: str) -> None:
-    text = schedir.to_text(compile_on_host(), folded=False)
-    with pytest.raises(SchedirError):
-        schedir.check(schedir.from_text(text.replace(f"  {op} 3\n", f"  {op} 3\n  {op} 3\n")))
-    for header in ("", "optimizer_placement device\n"):
-        with pytest.raises(CompletenessError, match="optimizer_placement device"):
-            schedir.check(schedir.from_text(text.replace("optimizer_placement host\n", header)))
 
 
 def test_incompatible_options_are_refused() -> None:

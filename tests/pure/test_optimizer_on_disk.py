@@ -10,7 +10,7 @@ import pytest
 import schedir
 from schedir import Cluster, Costs, PipelineShape, Program, Sizes
 from schedir.analysis.memory.footprint import compute_footprints
-from schedir.errors import CompletenessError, MemoryLimitError, OrderError, SlotError, UsageError
+from schedir.errors import MemoryLimitError, UsageError
 from schedir.ir.isa.instructions import Opcode
 from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.schedules import interleaved, looped_bfs
@@ -106,55 +106,7 @@ def test_chart_names_tiers_of_offloaded_activations_only() -> None:
 # ---------------------------------------------------------------- refusals
 
 
-def move_line(text: str, line: str, next_line: str) -> Program:
-    """Move the line of an instruction of rank 1 before another line, or delete it."""
-    rank_0_text, text = text.split("rank 1", 1)
-    assert text.count(f"  {line}\n") == 1, line
-    text = text.replace(f"  {line}\n", "")
-    if next_line:
-        assert text.count(f"  {next_line}\n") == 1, next_line
-        text = text.replace(f"  {next_line}\n", f"  {line}\n  {next_line}\n")
-    return schedir.from_text(f"{rank_0_text}rank 1{text}")
-
-
-@pytest.mark.parametrize(
-    ("line", "next_line", "error", "message"),
-    [
-        (
-            "reload_state 5",
-            "read_state_from_disk 5",
-            OrderError,
-            "read_state_from_disk 5 gives only later",
-        ),
-        ("write_state_to_disk 5", "offload_state 5", OrderError, "gives only later"),
-        ("step", "write_state_to_disk 1", OrderError, "write_state_to_disk 1 gives only later"),
-        (
-            "read_state_from_disk 3",
-            "reload_state 5",
-            SlotError,
-            "1 state_host slot, but read_state_from_disk 3",
-        ),
-        ("read_state_from_disk 3", "", CompletenessError, "read_state_from_disk 3"),
-        ("write_state_to_disk 3", "", CompletenessError, "write_state_to_disk 3"),
-    ],
-)
-def test_wrong_order_is_refused(line: str, next_line: str, error: Any, message: str) -> None:
-    host_buffers = 1 if error is SlotError else 2
-    text = schedir.to_text(
-        compile_on_disk(clip_grad_norm=True, optimizer_host_buffers=host_buffers), folded=False
-    )
-    with pytest.raises(error, match=message):
-        schedir.check(move_line(text, line, next_line), blocking_hosts=True)
-
-
 def test_incompatible_options_are_refused() -> None:
-    text = schedir.to_text(compile_on_disk(), folded=False)
-    with pytest.raises((CompletenessError, OrderError)):
-        schedir.check(
-            schedir.from_text(
-                text.replace("optimizer_placement disk\n", "optimizer_placement host\n")
-            )
-        )
     with pytest.raises(
         UsageError, match="optimizer_host_buffers is 2, but optimizer_placement is 'host'"
     ):

@@ -234,22 +234,3 @@ def test_picture_options_of_draw_and_compare(
     ):
         assert main([*argv, "--microbatches", "4", "-o", "x.svg"]) == 0, argv
         Path("x.svg").unlink()
-    for argv in (
-        ["draw", "gpipe", "--show", "colour"],
-        ["draw", "gpipe", "--width", "poster"],
-        ["draw", "gpipe", "--width", "0"],
-        ["draw", "gpipe", "gpipe", "--idle-map"],
-        ["draw", "gpipe", "--idle-map", "--show", "path"],
-        ["compare", "gpipe", "--tradeoff", "--width", "column"],
-    ):
-        assert main([*argv, "-o", "x.pdf"]) == 2, argv
-        assert not Path("x.pdf").exists()
-    for argv in (  # options without effect are refused
-        ["draw", "gpipe", "--show", "path"],
-        ["draw", "gpipe", "--width", "7", "-o", "x.html"],
-        ["draw", "gpipe", "--idle-map", "-o", "x.html"],
-        ["compare", "gpipe", "--tradeoff"],
-        ["compare", "gpipe", "--show", "path"],
-    ):
-        assert main(argv) == 2, argv
-        assert not Path("x.html").exists()

@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
-from schedir.errors import CompletenessError, SchedirError, ShapeError
+from schedir.errors import CompletenessError, ShapeError
 from schedir.ir.isa.instructions import BACKWARD, FORWARD, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import NAMED_PLACEMENTS, format_placement
 from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
-from schedir.schedules import dualpipe
 from schedir.schedules.schedule_algebra import B, F, RankSchedule
-from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing.strategies import random_compute_program, shapes
 from schedir.verify.check import check
 
@@ -155,33 +153,9 @@ def test_random_stage_replicas_compile_and_reduce(
     assert simulate(program).span >= 3 * shape.microbatch_row_offsets[1]
 
 
-def test_missing_replica_reduction_is_named() -> None:
-    """The error names the stage replica without a reduction."""
-    shape = PipelineShape(3, 3, placement=((0, 1), (1, 2), (2, 0)))
-    text = to_text(compile(random_compute_program(shape, random.Random(0))), folded=False)
-    for k in range(text.count("\n  reduce_replicated_stages 1\n")):
-        head, *pieces = text.split("\n  reduce_replicated_stages 1\n")
-        without = "\n  reduce_replicated_stages 1\n".join([head, *pieces[:k]]) + "\n" * (
-            k < len(pieces)
-        )
-        incomplete_text = without + "\n  reduce_replicated_stages 1\n".join(pieces[k:])
-        with pytest.raises(
-            SchedirError, match=f"reduce_replicated_stages 1 is missing on rank {k}"
-        ):
-            check(from_text(incomplete_text))
-
-
 def test_microbatch_of_other_replica_is_refused() -> None:
     def greedy(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         return F[0].at(2) + F[0].at(0)
 
     with pytest.raises(CompletenessError, match="runs microbatch 2 on rank 1, not on rank 0"):
         compile(greedy, PipelineShape(2, 4, placement=((0, 1), (1, 0))))
-
-
-def test_placement_name_and_rows_give_same_draft() -> None:
-    rows = ((0, 1, 2, 3), (3, 2, 1, 0))
-    by_name, by_rows = (
-        expand_schedule(dualpipe, PipelineShape(4, 8, 2, p)) for p in ("mirror", rows)
-    )
-    assert [*by_name.streams] == [*by_rows.streams]

@@ -73,56 +73,6 @@ def test_each_option_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> 
         assert parse_option(name) == (name, True)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("check gpipe --tp 2", "did you mean -O tp=N?"),
-        ("check gpipe --overlap", "did you mean -O overlap?"),
-        ("check gpipe --limit 1GB", "--limit is now --memory-limit"),
-        ("check gpipe --model edge", "--model is now --progress-model"),
-        ("check gpipe --ties 0=3", "--ties is now -O tied_weights=STAGES"),
-        ("check gpipe --explain-start 0:1", "schedir draw -o FILE.html"),
-        ("check gpipe --cost F=1", "did you mean --costs?"),
-        ("check gpipe --xyz", "see schedir check --help"),
-        ("simulate gpipe --stages 2", "did you mean --stages-per-rank?"),
-        ("simulate gpipe --pp 2", "did you mean --ranks?"),
-        ("simulate gpipe --num-microbatches 2", "did you mean --microbatches?"),
-        ("simulate gpipe --memory 2GB", "did you mean --memory-limit?"),
-        ("simulate gpipe --tensor-model-parallel-size 2", "did you mean -O tp=N?"),
-        ("plan --ranks 4", "did you mean --pp?"),
-        ("train run.toml --ranks 2", "--set pipeline.ranks=VALUE"),
-        ("train run.toml --steps 2", "--set train.steps=VALUE"),
-        ("simulate gpipe zb_h1", "schedir compare SCHEDULE zb_h1"),
-        ("simulate gpipe -o x.svg", "schedir draw SCHEDULE -o x.svg"),
-        ("simulate gpipe -o x.sched", "schedir compile SCHEDULE -o x.sched"),
-        ("compile gpipe -o x.timeline", "schedir simulate SCHEDULE -o x.timeline"),
-        ("simulate gpipe --cluster h100 --sizes saved=1GB", "clusters/h100.toml"),
-        ("simulate gpipe --ranks 4 --ranks 8", "--ranks is given twice"),
-        ("simulate gpipe --costs F=1 --costs F=2", "--costs is given twice"),
-        ("search --seed 1 --seed 1", "--seed is given twice"),
-        ("simulate gpipe -O frozen_stages=0,1", "-O frozen_stages"),
-        ("check gpipe --stages_per_rank 2", "did you mean --stages-per-rank?"),
-        (
-            "search --zero 3",
-            "-O zero is an option of the lowering, but schedir search only orders compute "
-            "instructions",
-        ),
-        ("import x.csv -o x.sched --updates 2", "the CSV or the traces already give the shape"),
-        ("print gpipe --in-flight 3", "see schedir print --help"),
-        ("check gpipe -O limit=3GB", "--memory-limit BYTES"),
-        ("diagnose dumps -O zero=3", "-O needs --program"),
-        ("best", "it is now schedir recommend"),
-        ("where x", "it is now schedir diagnose"),
-        ("show gpipe", "it is now schedir print"),
-        ("simulat gpipe", "did you mean schedir simulate?"),
-    ],
-)
-def test_wrong_command_names_right_one(
-    old: str, new: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert new in run_refused_command(capsys, *old.split())
-
-
 def test_config_file_sets_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[pipeline]\ntp = 2\noverlap = true\n[memory]\nrecompute = "all"\n')

@@ -416,9 +416,6 @@ def test_check_command_prints_eager_limit(
 def test_check_command_with_lazy_communicators(capsys: pytest.CaptureFixture[str]) -> None:
     out = run_command(capsys, "check", "gpipe", "--ranks", "3", "--lazy-communicators")
     assert out.endswith("and blocking_serial, if each communicator is created at its first use\n")
-    assert "--lazy-communicators and --blocking-hosts cannot both be given" in refuses(
-        capsys, "check", "gpipe", "--lazy-communicators", "--blocking-hosts"
-    )
     for option, known in (("--lazy-communicators", False), ("--host-device-sync", True)):
         facts = json.loads(run_command(capsys, "check", "gpipe", "--json", option))
         assert ("progress_models_with_blocking_hosts" in facts) == known

@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 import schedir
-from docs import schedules_page, which_schedule
+from docs import which_schedule
 from schedir import Costs, PipelineShape, Sizes, Timeline
 from schedir.__main__ import main
 from schedir.commands.common import schedule_ranking
@@ -300,59 +299,6 @@ def test_documented_file_has_every_size() -> None:
 def test_documented_rules_hold_in_all_cells(rule: which_schedule.Rule) -> None:
     sizes_asked = [size for size in which_schedule.list_table_cells() if rule.where(size)]
     assert len(sizes_asked) >= 10 and all(rule.holds(size) for size in sizes_asked)
-
-
-class Formula(NamedTuple):
-    """A published formula of the idle time of a rank.
-
-    With `own`, it is the idle time in the rank's active span. With `most`, it is an upper limit.
-    """
-
-    name: str
-    v: int
-    text: str
-    source: str
-    value: Callable[[int], float]  # number of ranks -> idle time, for F = I = W = 1 of a rank
-    own: bool = False
-    most: bool = False
-
-
-FORMULAS = [
-    Formula("gpipe", 1, "(P-1)(F+B)", "arXiv 1811.06965", lambda P: 3 * (P - 1)),
-    Formula("one_f_one_b", 1, "(P-1)(F+B)", "arXiv 2104.04473, section 2.2", lambda P: 3 * (P - 1)),
-    Formula("interleaved", 2, "(P-1)(F+B)/v", "arXiv 2104.04473, section 2.2",
-            lambda P: 3 * (P - 1) / 2),
-    Formula("interleaved", 4, "(P-1)(F+B)/v", "arXiv 2104.04473, section 2.2",
-            lambda P: 3 * (P - 1) / 4),
-    Formula("looped_bfs", 4, "(P-1)(F+B)/v", "arXiv 2211.05953", lambda P: 3 * (P - 1) / 4),
-    Formula("zb_h1", 1, "(P-1)(F+I-W)", "arXiv 2401.10241, section 2", lambda P: P - 1),
-    Formula("zb_h2", 1, "(P-1)(F+I-2W)", "arXiv 2401.10241, section 2", lambda P: 0, own=True),
-    Formula("zb_v", 2, "0", "arXiv 2401.10241", lambda P: 0, own=True),
-    Formula("v_half", 2, "at most 1/2 (P-1)(F+B)", "arXiv 2405.15362", lambda P: 3 * (P - 1) / 2,
-            most=True),
-    Formula("v_min", 2, "at most 2/3 (P-1)(F+B)", "arXiv 2405.15362", lambda P: 2 * (P - 1),
-            most=True),
-    Formula("dualpipe", 2, "(P/2-1)(FB+B-3W)", "arXiv 2412.19437, table 2", lambda P: P - 2),
-    Formula("dualpipe_v", 2, "(P-1)(FB+B-3W)/v", "github.com/deepseek-ai/DualPipe, README",
-            lambda P: P - 1),
-    Formula("interleaved_zb", 2, "(P-1)(F+I-W)/v", "as ZB-H1, of stages", lambda P: (P - 1) / 2),
-    Formula("interleaved_zb", 4, "(P-1)(F+I-W)/v", "as ZB-H1, of stages", lambda P: (P - 1) / 4),
-]  # fmt: skip
-
-
-def compute_idle_times(formula: Formula, P: int, m: int) -> tuple[float, float]:
-    """Return the largest idle time of a rank, until the end of the run and in its active span."""
-    run = schedules_page.simulate_schedule(formula.name, P, m, v=formula.v)
-    longest = int(run.active_span.argmax())
-    return round(float(run.idle.max()), 9), round(float(run.idle_in_active_span[longest]), 9)
-
-
-@pytest.mark.parametrize("formula", FORMULAS, ids=lambda f: f"{f.name} x {f.v}")
-@pytest.mark.parametrize(("P", "m"), [(8, 32), (4, 8)])
-def test_published_formulas_hold(formula: Formula, P: int, m: int) -> None:
-    until_end, in_active_span = compute_idle_times(formula, P, m)
-    simulated, value = in_active_span if formula.own else until_end, formula.value(P)
-    assert simulated <= value + 1e-9 if formula.most else simulated == pytest.approx(value)
 
 
 def test_page_has_min_microbatches() -> None:

@@ -14,14 +14,10 @@ from schedir.__main__ import main
 from schedir.compiler.compile import compile
 from schedir.compiler.relower import Lowering
 from schedir.errors import (
-    CompletenessError,
     MemoryLimitError,
-    OrderError,
-    SchedirError,
     ScheduleError,
     UsageError,
 )
-from schedir.io import torch_csv
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import FORWARD, RECOMPUTE
@@ -52,10 +48,6 @@ SIZES = Sizes(saved=10, recompute_inputs=1)
 def list_recomputes(program: Program) -> list[list[str]]:
     """Return the R instructions of each rank in order."""
     return [[str(i) for i in stream if i.op is RECOMPUTE] for stream in program.streams]
-
-
-def to_flat_text(program: Program) -> str:
-    return to_text(program, folded=False)
 
 
 # ---------------------------------------------------------------- words
@@ -381,45 +373,6 @@ def test_invalid_recompute_is_refused(how: Any) -> None:
 def test_recompute_at_must_be_early_or_late() -> None:
     with pytest.raises(UsageError, match="early or late"):
         compile(one_f_one_b, PipelineShape(4, 8), recompute="all", recompute_at="soon")
-
-
-def assert_refused(text: str, kind: type[SchedirError], *names: str) -> None:
-    with pytest.raises(kind) as caught:
-        check(from_text(text))
-    assert [str(site.instr) for site in caught.value.sites] == [*names]
-
-
-def move_line(text: str, line: str, next_line: str) -> str:
-    text = text.replace(f"  {line}\n", "", 1)
-    return text.replace(f"  {next_line}\n", f"  {line}\n  {next_line}\n", 1)
-
-
-def test_misplaced_recompute_is_refused() -> None:
-    text = to_flat_text(compile(one_f_one_b, PipelineShape(2, 4), recompute="all"))
-    assert_refused(move_line(text, "R 0.0", "F 0.0"), OrderError, "R 0.0", "F 0.0")
-    assert_refused(move_line(text, "R 0.0", "B 0.1"), OrderError, "B 0.0", "R 0.0")
-    repeated = text.replace("  R 0.0\n", "  R 0.0\n  R 0.0\n")
-    assert_refused(repeated, CompletenessError, "R 0.0", "R 0.0")
-    wrong_stage = text.replace("  R 0.0\n", "  R 1.0\n", 1)
-    assert_refused(wrong_stage, CompletenessError, "R 1.0")
-    check(from_text(text.replace("  R 0.0\n", "")))  # without R, the forward keeps its activations
-
-
-def test_recompute_without_backward_is_refused() -> None:
-    for text in (
-        "schedir 1\nprogram x\nranks 1  microbatches 1\n\nrank 0\n  F 0.0; R 0.0\n",
-        to_flat_text(compile(one_f_one_b, PipelineShape(2, 2), frozen_stages=1)).replace(
-            "  F 0.0\n", "  F 0.0\n  R 0.0\n"
-        ),
-    ):
-        assert_refused(text, CompletenessError, "R 0.0")
-
-
-def test_torch_csv_refuses_recompute() -> None:
-    program = compile(one_f_one_b, PipelineShape(2, 4), recompute="all")
-    for form in torch_csv.CSV_FORMATS:
-        with pytest.raises(UsageError, match="only inside a backward"):
-            torch_csv.to_csv(program, form)
 
 
 def test_memory_curve_counts_recomputed_activations() -> None:

@@ -3,7 +3,6 @@
 import importlib
 from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +13,6 @@ from schedir import Costs, PipelineShape, Sizes, planner
 from schedir.call_errors import explain_wrong_calls
 from schedir.errors import ParseError, SchedirError, UsageError
 from schedir.retired_names import OTHER_ATTRIBUTES, RETIRED_HINTS
-from schedir.training.config.config_file import read_config
 
 shape = PipelineShape(2, 4)
 program: Any = schedir.compile(schedir.schedules.gpipe, shape)
@@ -78,26 +76,6 @@ def test_wrong_call_has_hint(call: Callable[[Any], object], message: str) -> Non
     with pytest.raises(UsageError) as caught:
         call(lambda name: name)
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("setting", "hint"),
-    [
-        ("train.bf16=true", "did you mean train.precision?"),
-        ("train.gradient_clip=1", "did you mean train.clip_grad_norm?"),
-        ("train.warmup_steps=10", "did you mean train.warmup?"),
-        ("train.eval_interval=10", "did you mean train.evaluate_every?"),
-        ("model.max_position_embeddings=64", "did you mean model.context?"),
-        ("model.num_key_value_heads=2", "kv_heads is a setting of kind = llama"),
-        ("model.kv_heads=2", "it is a setting of kind = llama"),
-        ("model.num_experts=4", "experts is a setting of kind = moe"),
-    ],
-)
-def test_settings_of_other_libraries_get_hint(tmp_path: Path, setting: str, hint: str) -> None:
-    (tmp_path / "run.toml").write_text("")
-    with pytest.raises(UsageError, match="no setting") as caught:
-        read_config(str(tmp_path / "run.toml"), [setting])
-    assert caught.value.hint == hint
 
 
 def test_type_error_inside_function_is_kept() -> None:

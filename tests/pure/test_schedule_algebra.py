@@ -18,7 +18,6 @@ from schedir.errors import CostsError, ScheduleError, ShapeError, UsageError
 from schedir.io import torch_csv
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.input_trust import input_limits
 from schedir.ir.isa.instructions import INSTRUCTIONS, Opcode, Scope
 from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, PipelineShape
 from schedir.ir.text_format import to_text
@@ -206,20 +205,6 @@ def test_bad_shape_numbers_are_refused(bad: object, field: str) -> None:
     with pytest.raises(ShapeError) as caught:
         PipelineShape(**{"ranks": 2, "microbatches": 4, field: bad})  # type: ignore[arg-type]
     assert field in caught.value.fact
-
-
-@pytest.mark.parametrize("bad", ["ring", (0, 2), (0, 0), (0, 1, -1), 7, (0, "x"), ()])
-def test_bad_placements_are_refused(bad: object) -> None:
-    with pytest.raises(ShapeError):
-        PipelineShape(2, 4, placement=bad)  # type: ignore[arg-type]
-    with pytest.raises(ShapeError):
-        PipelineShape(2, 4, 3, placement=(0, 1, 1))
-
-
-def test_too_large_shape_is_refused() -> None:
-    """The test sets a limit, since programs built in Python have none by default."""
-    with input_limits(max_instructions=10**8), pytest.raises(ShapeError):
-        PipelineShape(2**14, MAX_MICROBATCHES)
 
 
 def test_costs_fill_defaults_and_refuse_bad_values() -> None:

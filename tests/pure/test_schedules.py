@@ -84,10 +84,3 @@ def test_group_size_trades_memory_for_slack() -> None:
         for g in (4, 6, 8)
     ]
     assert peaks == [11, 13, 15]
-
-
-def test_idle_time_of_step_and_active_span_differ() -> None:
-    """1F1B's last rank is never idle in its active span, but waits before and after it."""
-    timeline = simulate(compile(one_f_one_b, PipelineShape(4, 8), costs=UNIT), UNIT)
-    assert timeline.idle.tolist() == [9.0] * 4
-    assert timeline.idle_in_active_span.tolist() == [9.0, 6.0, 3.0, 0.0]

@@ -82,22 +82,6 @@ def test_byte_limit_includes_messages_and_weights() -> None:
     assert roomy.span < tight.span
 
 
-def test_equal_seed_and_evaluations_give_equal_result() -> None:
-    first_result, second_result = (
-        search_schedule(
-            PipelineShape(4, 8),
-            Costs(F=3, I=(4, 5, 6, 5), W=2),
-            max_in_flight=3,
-            time_limit=600,
-            max_evaluations=5000,
-            seed=7,
-        )
-        for _ in "12"
-    )
-    assert to_text(first_result.program) == to_text(second_result.program)
-    assert first_result.num_evaluated == second_result.num_evaluated <= 5000
-
-
 def test_no_move_is_tried_after_time_limit() -> None:
     problem = make_problem(PipelineShape(4, 8), Costs(F=2, I=2, W=1), max_in_flight=3)
     order = order_of_program(compile(schedules.zb_h1, problem.shape), split_backward=True)
@@ -165,6 +149,7 @@ def test_interrupt_during_compile_keeps_result(
     def compile_with_interrupt(*args: Any, **more: Any) -> Any:
         calls.append(args)
         if len(calls) == 1:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
             signal.raise_signal(signal.SIGINT)
         return compile(*args, **more)
 
@@ -188,28 +173,6 @@ def test_numpy_numbers_are_accepted() -> None:
     assert to_text(result.program) == to_text(plain.program)
     limit: Any = np.float32(20)
     assert lower_bound(shape, EVEN, sizes, limit) == lower_bound(shape, EVEN, sizes, 20)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"max_in_flight": True}, {"memory_limit": 10**400}, {"memory_limit": float("-inf")},
-        {"time_limit": 10**400},
-        {"seed": True}, {"max_evaluations": 2.5}, {"report": 5},
-    ],
-)  # fmt: skip
-def test_wrong_numbers_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        search_schedule(PipelineShape(2, 3), EVEN, Sizes(saved=10.0), **wrong)
-    for seconds in (0, -1, float("nan"), "1", None):
-        with pytest.raises(UsageError):
-            lower_bound(PipelineShape(2, 3), EVEN, time_limit=seconds)  # type: ignore[arg-type]
-
-
-def test_huge_in_flight_limit_is_no_limit() -> None:
-    assert lower_bound(PipelineShape(2, 3), EVEN, max_in_flight=10**400) == lower_bound(
-        PipelineShape(2, 3), EVEN
-    )
 
 
 @pytest.mark.parametrize("shape, costs, in_flight", [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -19,23 +18,16 @@ from schedir import (
     Sizes,
     check,
     compile,
-    evaluation_program,
-    from_text,
     schedules,
     simulate,
     split_costs,
-    to_text,
 )
 from schedir.commands.simulate import count_sent_bytes
-from schedir.compiler.relower import extract_compute, infer_options
-from schedir.errors import CompletenessError, SchedirError
+from schedir.errors import SchedirError
 from schedir.ir.isa.instructions import BACKWARD_OPS, COMPUTE_OPS, Lane, Opcode
-from schedir.ir.pipeline.placement import find_named_placement
 from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.predict.what_if import advise
 from tests.edits import Edit, move, pull, push
-from tests.mutants import built_in_schedules
-from tests.oracle import Machine
 from tests.oracle_threads import verdict
 
 O = Opcode
@@ -48,44 +40,6 @@ def compile_segments(
     return compile(
         schedule, shape, tp=2, stage_segments=segments, sequence_parallel=True, **options
     )
-
-
-def make_shape(schedule: Any) -> PipelineShape:
-    placement, v = getattr(schedule, "placed", ("loop", None))
-    return PipelineShape(2, 4, v or find_named_placement(placement).stages_per_rank, placement)
-
-
-@pytest.mark.parametrize("schedule", built_in_schedules(), ids=lambda schedule: schedule.__name__)
-def test_built_in_schedules_compile_with_segments(schedule: Any) -> None:
-    """Programs are complete and in order, and have as many gathers as sums.
-
-    Both independent machines agree. If collectives take no time, the run takes as long as without
-    segments, except pairs, which are interleaved.
-    """
-    shape = make_shape(schedule)
-    try:
-        uncut = compile(schedule, shape, tp=2, sequence_parallel=True)
-    except SchedirError:
-        pytest.skip("not for this shape")
-    program = compile_segments(schedule, shape)
-    assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
-    assert from_text(to_text(program)) == program
-    costs = Costs(F=1, B=2, I=1, W=1, send=0.5, tp_reduce=0.75, tp_gather=0.25)
-    machine = Machine(program, "per_edge", costs)
-    assert machine.run()
-    assert max(machine.ended.values()) == pytest.approx(
-        simulate(program, costs, progress_model="per_edge").span
-    )
-    for has_direction, ops in (
-        (1, SEGMENT_COLLECTIVES[:2]),
-        (uncut.has_backward, SEGMENT_COLLECTIVES[2:]),
-    ):
-        counts = [int(np.sum(program.op == op)) for op in ops]
-        assert counts == [has_direction * shape.stages * shape.microbatches] * 2
-    if not uncut.joined.any():
-        full_costs = Costs(F=5, B=10, I=5, W=5, send=0.5)
-        span = simulate(program, split_costs(full_costs, 3, shape, (1, 3, 1))).span
-        assert span == pytest.approx(simulate(uncut, full_costs).span)
 
 
 @settings(max_examples=60)
@@ -160,70 +114,6 @@ def test_instruction_order_with_segments() -> None:
     assert collectives == ["tp_gather_act 1.0", "tp_reduce_act 2.0", "tp_gather_act 4.0",
                     "tp_reduce_act 5.0", "tp_gather_grad 4.0",
                     "tp_reduce_grad 3.0"]  # fmt: skip
-
-
-def test_relowered_program_is_unchanged() -> None:
-    program = compile_segments(
-        schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip_grad_norm=True
-    )
-    drafted = extract_compute(program)
-    assert compile(drafted, **infer_options(program, "per_device", drafted)) == program
-    evaluation = evaluation_program(program)
-    assert evaluation.sequence_parallel
-    assert {*evaluation.used_opcodes} & {*SEGMENT_COLLECTIVES} == {
-        O.TPGatherAct,
-        O.TPReduceAct,
-    }
-    grouped = compile_segments(
-        schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip_grad_norm=True, overlap=True
-    )
-    assert sorted(map(str, grouped.streams[0])) == sorted(map(str, program.streams[0]))
-
-
-@pytest.mark.parametrize(("boundaries", "costs"), [
-    ("f", Costs(F=2, B=2, tp_gather=1, tp_reduce=2)),
-    ("g", Costs(F=2, B=2, tp_gather=2, tp_reduce=1)),
-    ("fg", Costs(F=2, B=2, tp_gather=1, tp_reduce=0.5)),
-])  # fmt: skip
-def test_segment_collectives_take_their_cost(boundaries: str, costs: Costs) -> None:
-    """A blocking host continues during a collective too."""
-    program = compile_segments(schedules.gpipe, PipelineShape(1, 1), boundaries)
-    collective_time = 3 if len(boundaries) == 1 else 2 * 1.5
-    for blocks in (False, True):
-        assert (
-            simulate(program, costs, blocking_hosts=blocks).span
-            == 4 * (len(boundaries) + 1) + collective_time
-        )
-    text = "F 0.0; tp_gather_act 1.0; F 0.1; tp_gather_act 1.1; F 1.0; F 1.1"
-    header = "stages_per_rank 2 placement 0,0 tp 2\nmeets f sequence_parallel yes"
-    two = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
-    for blocks in (False, True):
-        assert simulate(two, Costs(F=2, tp_gather=2), blocking_hosts=blocks).span == 8
-
-
-def test_checker_requires_gathers() -> None:
-    program = compile_segments(schedules.one_f_one_b, PipelineShape(1, 1), "fg")
-    for line in ("  tp_gather_act 1.0\n", "  tp_gather_grad 1.0\n", "  tp_reduce_act 2.0\n"):
-        text = to_text(program, folded=False)
-        assert text.count(line) == 1
-        with pytest.raises(CompletenessError, match=rf"{line.strip()} is missing"):
-            check(from_text(text.replace(line, "")))
-        with pytest.raises(CompletenessError, match="exists twice"):
-            check(from_text(text.replace(line, 2 * line)))
-    with_extra_gather = from_text(
-        to_text(program, folded=False).replace(
-            "  tp_gather_act 1.0\n", "  tp_gather_act 1.0\n  tp_gather_act 2.0\n"
-        )
-    )
-    with pytest.raises(
-        CompletenessError, match=r"tp_gather_act 2\.0 is not needed: .* no such collective"
-    ):
-        check(with_extra_gather)
-    with pytest.raises(
-        SchedirError,
-        match=r"tp_gather_act 1\.0 has no tp_scatter_act .*\n(.*\n)* .*sequence_parallel yes",
-    ):
-        check(replace(program, sequence_parallel=False))
 
 
 def test_gather_waits_are_filled_and_advised() -> None:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import schedir
-from schedir.analysis.dependency_graph import Graph
-from schedir.ir.dataflow import Dataflow
-from schedir.ir.instruction_index import InstructionIndex
 from schedir.training.config.config_file import read_config
 from schedir.training.train import build_program
 from tests.check_calls import record_checks
@@ -114,24 +109,3 @@ def test_config_is_pickled_without_schedule_file() -> None:
     config = read_config("run.toml")
     assert pickle.loads(pickle.dumps(config)) == config
     assert Path("loaded").read_text() == "once\n"
-
-
-def test_index_flow_and_graph_are_created_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft and the program have one index, one dataflow and one graph each."""
-    counts: Counter[str] = Counter()
-    for kind in (InstructionIndex, Dataflow, Graph):
-
-        def count_creation(
-            self: Any, *args: Any, _init: Any = kind.__init__, **options: Any
-        ) -> None:
-            counts[type(self).__name__] += 1
-            _init(self, *args, **options)
-
-        monkeypatch.setattr(kind, "__init__", count_creation)
-    program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))
-    assert counts == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}
-    schedir.check(program)
-    run = schedir.simulate(program, sizes=schedir.Sizes(activation=1, saved=1))
-    assert run.peak_memory.size and run.critical_path.size and run.peak_in_flight.size
-    assert schedir.viz.text_chart(run, 80) and schedir.to_text(program)
-    assert counts == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}

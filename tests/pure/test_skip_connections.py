@@ -28,13 +28,11 @@ from schedir.analysis.memory.buffer_slots import SLOT_KINDS, count_min_slots
 from schedir.analysis.memory.footprint import compute_footprints
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import DeadlockError, ShapeError, UsageError
-from schedir.io import torch_csv
 from schedir.ir.dataflow import Dataflow
 from schedir.ir.isa.instructions import INSTRUCTIONS, Opcode, PeerRule, Value
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.ir.program import Program, Stream
 from schedir.ir.stream import OP_SHIFT
-from schedir.ir.text_format import from_text as read
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import random_compute_program
 from tests.cases import ALL
@@ -124,22 +122,6 @@ def test_mutated_skip_agrees_with_oracle(
                     )
                     num_refused += bool(error)
     assert num_refused
-
-
-def test_missing_skip_errors_name_instructions() -> None:
-    program = compile(schedules.one_f_one_b, PipelineShape(3, 2), skips=((0, 2),))
-    text = to_text(program, folded=False)
-    for lost, present, place in (
-        ("send_skip 0.1", "recv_skip 2.1", "rank 2"),
-        ("recv_skip_grad 0.0", "send_skip_grad 2.0", "rank 2"),
-    ):
-        with pytest.raises(Exception, match=rf"{present} has no {lost} on rank 0\n +{place} "):
-            check(read(text.replace(f"  {lost}\n", "")))
-    without_skip = text.replace("  send_skip 0.1\n", "").replace("  recv_skip 2.1\n", "")
-    with pytest.raises(Exception, match=r"send_skip 0.1 and its receive are missing"):
-        check(read(without_skip))
-    with pytest.raises(Exception, match=r"send_skip 0.0 is not needed: no skip leads from"):
-        check(replace(program, skips=()))
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(MODELS), st.sampled_from(["", "minimal"]))
@@ -245,11 +227,6 @@ def test_invalid_skips_are_refused(skips: Any, fact: str, hint: str) -> None:
         compile(schedules.gpipe, PipelineShape(5, 4), skips=skips)
     assert fact in caught.value.fact and hint in caught.value.hint
     assert [*caught.value.fields] == ["skips"]
-
-
-def test_torch_csv_refuses_skips() -> None:
-    with pytest.raises(UsageError, match="has skip connections, but torch's stages"):
-        torch_csv.to_csv(compile(schedules.gpipe, PipelineShape(3, 3), skips=((0, 2),)))
 
 
 def test_eager_limit_needs_skip_size() -> None:

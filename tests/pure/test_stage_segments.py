@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from schedir import (
@@ -39,6 +40,7 @@ from schedir.passes.splitting.stage_segmentation import count_segments, divide_o
 from tests import commands
 from tests.cases import each_value
 from tests.mutants import built_in_schedules
+from tests.oracle import Machine
 from tests.oracle_threads import verdict
 
 _SUMS = {*find_segment_collectives(sequence_parallel=False)}
@@ -52,27 +54,31 @@ def shape_of(schedule: Any, ranks: int = 2, microbatches: int = 4) -> PipelineSh
     return PipelineShape(ranks, microbatches, v, placement)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("schedule", built_in_schedules(), ids=NAMES)
-def test_built_in_schedules_compile_with_segments(schedule: Any) -> None:
-    """All built-in schedules are legal with stage segments.
+def test_built_in_schedules_compile_with_segments(schedule: Any, sequence_parallel: bool) -> None:
+    """All built-in schedules are legal with stage segments, for both independent machines.
 
     If collectives take no time, they take as long as without segments, except for pairs of a
     forward and a backward.
     """
     shape = shape_of(schedule)
     try:
-        uncut = compile(schedule, shape, tp=2)
+        uncut = compile(schedule, shape, tp=2, sequence_parallel=sequence_parallel)
     except SchedirError:
         pytest.skip("not for this shape")
-    program = compile(schedule, shape, tp=2, stage_segments=3)
+    program = compile(schedule, shape, tp=2, sequence_parallel=sequence_parallel, stage_segments=3)
     assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
     assert from_text(to_text(program)) == program and program.shape.stages == 3 * shape.stages
+    costs = Costs(F=1, B=2, I=1, W=1, send=0.5, tp_reduce=0.75, tp_gather=0.25)
+    machine = Machine(program, "per_edge", costs)
+    assert machine.run()
+    span = simulate(program, costs, progress_model="per_edge").span
+    assert max(machine.ended.values()) == pytest.approx(span)
     number = shape.stages * shape.microbatches
-    trains = 1 + uncut.has_backward
-    assert (
-        sum(program.op == Opcode.TPReduceAct) + sum(program.op == Opcode.TPReduceGrad)
-        == number * trains
-    )
+    for kind in ("Reduce", "Gather") if sequence_parallel else ("Reduce",):
+        counts = [np.sum(program.op == Opcode[f"TP{kind}{of}"]) for of in ("Act", "Grad")]
+        assert counts == [number, number * uncut.has_backward]
     if not uncut.joined.any():
         span = simulate(program, split_costs(FULL_COSTS, 3, shape, (1, 3, 1))).span
         assert span == pytest.approx(simulate(uncut, FULL_COSTS).span)
@@ -126,32 +132,55 @@ def test_segments_without_tensor_parallelism_have_no_sums() -> None:
     )
 
 
-def test_relowered_program_is_unchanged() -> None:
-    program = compile(schedules.one_f_one_b, PipelineShape(2, 4), tp=2, stage_segments="fg")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_relowered_program_is_unchanged(sequence_parallel: bool) -> None:
+    options: dict[str, Any] = {"tp": 2, "stage_segments": "fg", "clip_grad_norm": True}
+    options["sequence_parallel"] = sequence_parallel
+    program = compile(schedules.one_f_one_b, PipelineShape(2, 4), **options)
     draft = extract_compute(program)
     assert compile(draft, **infer_options(program, "per_device", draft)) == program
     evaluation = evaluation_program(program)
     assert evaluation.segment_boundaries == program.segment_boundaries
-    assert (evaluation.op == Opcode.TPReduceAct).any()
+    assert evaluation.sequence_parallel == sequence_parallel
+    collectives = {*find_segment_collectives(sequence_parallel)} & evaluation.used_opcodes
+    gathers = {Opcode.TPGatherAct} if sequence_parallel else set()
+    assert collectives == {Opcode.TPReduceAct, *gathers}
+    grouped = compile(schedules.one_f_one_b, PipelineShape(2, 4), overlap=True, **options)
+    assert sorted(map(str, grouped.streams[0])) == sorted(map(str, program.streams[0]))
 
 
 @pytest.mark.parametrize(
-    ("segments", "after"),
-    [("g", Costs(F=2, B=2, tp_reduce=3)), ("f", Costs(F=2, B=2, tp_reduce=3))],
+    ("boundaries", "sequence_parallel", "costs", "collective_time"),
+    [
+        ("g", False, Costs(F=2, B=2, tp_reduce=3), 3),
+        ("f", False, Costs(F=2, B=2, tp_reduce=3), 3),
+        ("f", True, Costs(F=2, B=2, tp_gather=1, tp_reduce=2), 3),
+        ("g", True, Costs(F=2, B=2, tp_gather=2, tp_reduce=1), 3),
+        ("fg", True, Costs(F=2, B=2, tp_gather=1, tp_reduce=0.5), 2 * 1.5),
+    ],
 )
-def test_segment_sums_take_their_cost(segments: str, after: Costs) -> None:
-    program = compile(schedules.gpipe, PipelineShape(1, 2), tp=2, stage_segments=segments)
+def test_segment_collectives_take_their_cost(
+    boundaries: str, sequence_parallel: bool, costs: Costs, collective_time: float
+) -> None:
+    """A blocking host continues during a collective too."""
+    options: dict[str, Any] = {"tp": 2, "sequence_parallel": sequence_parallel}
+    shape = PipelineShape(1, 1)
+    program = compile(schedules.gpipe, shape, stage_segments=boundaries, **options)
     for blocks in (False, True):
-        assert simulate(program, after, blocking_hosts=blocks).span == 2 * (2 * 2 + 2 * 2) + 2 * 3
+        span = simulate(program, costs, blocking_hosts=blocks).span
+        assert span == 4 * (len(boundaries) + 1) + collective_time
 
 
-def test_host_continues_during_collective() -> None:
+@pytest.mark.parametrize(("op", "segments"), [
+    ("tp_reduce", "g"), ("tp_gather", "f sequence_parallel yes"),
+])  # fmt: skip
+def test_host_continues_during_collective(op: str, segments: str) -> None:
     """Instructions between a collective and its use run during the collective."""
-    text = "F 0.0; tp_reduce_act 1.0; F 0.1; tp_reduce_act 1.1; F 1.0; F 1.1"
-    header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
+    text = f"F 0.0; {op}_act 1.0; F 0.1; {op}_act 1.1; F 1.0; F 1.1"
+    header = f"stages_per_rank 2 placement 0,0 tp 2\nmeets {segments}"
     program = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
     for blocks in (False, True):
-        assert simulate(program, Costs(F=2, tp_reduce=2), blocking_hosts=blocks).span == 8
+        assert simulate(program, Costs(F=2, **{op: 2}), blocking_hosts=blocks).span == 8
 
 
 def test_compare_divides_segments_over_stages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,12 +402,7 @@ def test_wrong_segments_are_refused() -> None:
         UsageError,
         "has segments already",
     )
-    for form in ("torch", "torch-2.13"):
-        refused(
-            lambda f=form: torch_csv.to_csv(program, f),
-            UsageError,
-            "collectives between the segments",
-        )
+    for form in torch_csv.CSV_FORMATS:
         assert torch_csv.to_csv(compile(schedules.gpipe, shape, stage_segments=3), form)
     for shares, message in (
         ((1, -1, 1), "not be negative"),

@@ -18,17 +18,15 @@ from schedir.__main__ import main
 from schedir.compiler.compile import compile, lower
 from schedir.errors import UsageError
 from schedir.io.terminal_output import color_lines
-from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
-from schedir.predict.timeline import Timeline
 from schedir.schedules import dualpipe_v, interleaved, one_f_one_b
-from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import compute_programs
 from schedir.viz.palette import choose_box_color, format_hex
 from schedir.viz.terminal_chart import text_chart
+from tests.pure.test_pictures import simulate_schedule
 from tests.strategies import costs
 
 STUCK = """schedir 1
@@ -38,13 +36,6 @@ ranks 1  microbatches 1
 rank 0
   B 0.0; F 0.0; reduce_grads 0; step
 """
-
-
-def simulate_schedule(
-    schedule: Schedule = one_f_one_b, ranks: int = 4, m: int = 8, v: int = 1, **cost: float
-) -> Timeline:
-    priced = Costs(**cost)
-    return simulate(compile(schedule, PipelineShape(ranks, m, v), costs=priced), priced)
 
 
 # ---------------------------------------------------------------- on a terminal

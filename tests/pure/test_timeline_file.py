@@ -222,6 +222,7 @@ UNFOLDING_PROGRAM = (
         (lambda: forge(header_json=make_header(progress_model=[])), "model"),
         (lambda: forge(header_json=make_header(blocking_hosts=1)), "blocking_hosts: 1"),
         (lambda: forge(header_json=make_header(clock_error=float("nan"))), "clock_error: nan"),
+        (lambda: forge(header_json=make_header(clock_error=10**400)), "not a Timeline file: int"),
         (lambda: forge(header_json=make_header(digest="0")), "digest"),
         (lambda: forge(header_json=make_header(sizes=[1])), "sizes must be an object with"),
         (lambda: forge(header_json=make_header(sizes={"save": 1})), "sizes must be an object with"),
@@ -245,6 +246,8 @@ UNFOLDING_PROGRAM = (
         (lambda: forge(end_npy=encode_npy(END + np.inf)), "finite"),
         (lambda: forge(end_npy=encode_npy(END - 100)), "before its start"),
         (lambda: forge(end_npy=encode_npy(END + 0.5)), "before its rank's last compute ends"),
+        (lambda: forge(end_npy=encode_npy([*END[:-1], 1e308])),
+         r"end\.npy has the time 1e\+308; times are at most 1e\+300"),
         (lambda: forge(extra=b""), "must contain exactly"),
     ],
 )  # fmt: skip
@@ -260,6 +263,12 @@ def test_forged_files_are_refused(forged: Callable[[], None], says: str) -> None
     finally:
         tracemalloc.stop()
     assert re.search(says, str(refusal.value)), refusal.value
+
+
+@pytest.mark.parametrize("options", [[], ["-o", "a.svg"]])
+def test_huge_end_time_is_drawn(options: list[str]) -> None:
+    forge(end_npy=encode_npy([*END[:-1], 1e299]))
+    assert main(["draw", str(FILE), *options]) == 0
 
 
 def test_forged_size_does_not_allocate_memory() -> None:

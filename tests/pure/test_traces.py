@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from schedir import schedules
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
-from schedir.errors import SchedirError, TraceError, UsageError
+from schedir.errors import TraceError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import COMPUTE_OPS, SEND_OPS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -211,6 +211,15 @@ def test_wrong_files_are_refused(
     assert not out.exists()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_error_of_truncated_file_has_its_path(packed: bool, tmp_path: Path) -> None:
+    runs = [simulate_random_costs(PROGRAMS[1], 1)]
+    path = kineto.write_traces(tmp_path, runs, 1, unit=UNIT, packed=packed)[0]
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(TraceError, match=re.escape(str(path))):
+        read_trace(path)
+
+
 def test_result_files_are_not_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "summary.json").write_text('{"steps": 20}')
     text = run_refused_command(capsys, "import", str(tmp_path), "-o", str(tmp_path / "x.timeline"))
@@ -314,51 +323,6 @@ def test_import_options_and_file_names(traces: Path, capsys: pytest.CaptureFixtu
     text = run_command(capsys, "import", str(traces / "*.json"), "-o", str(traces / "x.sched"))
     assert "2 ranks, 2 stages, 3 microbatches" in text
     assert "complete and in order" in run_command(capsys, "check", str(traces / "x.sched"))
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(0, 2**31), st.booleans())
-def test_truncated_files_are_refused(seed: int, packed: bool) -> None:
-    program = PROGRAMS[1]
-    rng = np.random.default_rng(seed)
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        path = kineto.write_traces(
-            folder, [simulate_random_costs(program, 1)], 1, unit=UNIT, packed=packed
-        )[0]
-        content = path.read_bytes()
-        path.write_bytes(content[: rng.integers(0, len(content) - 2)])
-        with pytest.raises(TraceError) as caught:
-            read_trace(path)
-        assert str(path) in str(caught.value) and len(str(caught.value)) < 400
-
-
-@settings(max_examples=60)
-@given(st.integers(0, 2**31))
-def test_damaged_files_are_read_or_refused(seed: int) -> None:
-    """Damaged files are read, or refused with an error message and no traceback."""
-    rng = np.random.default_rng(seed)
-    odd: list[Any] = [None, -1, 1e18, "x", [], {}, True, 2**70, "PP:0F0", "kernel", 1.5]
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        paths = kineto.write_traces(
-            folder, [simulate_random_costs(PROGRAMS[1], 1)], seed % 7, unit=UNIT
-        )
-        content = json.loads(paths[0].read_text())
-        for _ in range(rng.integers(1, 6)):
-            value: Any = content
-            while isinstance(value, dict | list) and value:
-                keys = list(value) if isinstance(value, dict) else range(len(value))
-                key = keys[rng.integers(len(keys))]
-                if rng.random() < 0.3 or not isinstance(value[key], dict | list):
-                    value[key] = odd[rng.integers(len(odd))]
-                    break
-                value = value[key]
-        paths[0].write_text(json.dumps(content))
-        try:
-            read_run([folder])
-        except (SchedirError, UsageError) as error:
-            assert len(str(error)) < 2000
 
 
 def test_all_gpu_progress_models_are_tried() -> None:

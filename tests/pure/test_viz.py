@@ -20,7 +20,7 @@ from schedir.ir.text_format import from_text
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, build_spans
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, Schedule, W, overlapped_pair
+from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, overlapped_pair
 from schedir.viz import compare, gantt, save
 from schedir.viz.layout import ChartRectangles
 from schedir.viz.palette import (
@@ -32,16 +32,10 @@ from schedir.viz.palette import (
     mix_to_lightness,
     to_linear_light,
 )
+from tests.pure.test_pictures import simulate_schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 LETTERS = (Opcode.Forward, Opcode.BackwardInput, Opcode.BackwardWeight, Opcode.Backward)
-
-
-def simulate_schedule(
-    schedule: Schedule = one_f_one_b, ranks: int = 4, m: int = 8, v: int = 1, **cost: float
-) -> Timeline:
-    costs = Costs(**cost)
-    return simulate(compile(schedule, PipelineShape(ranks, m, v), costs=costs), costs)
 
 
 def split_backwards(r: int, P: int, m: int) -> RankSchedule:

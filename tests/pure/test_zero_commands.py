@@ -8,31 +8,10 @@ from pathlib import Path
 import pytest
 
 from schedir import PipelineShape, compile, schedules
-from schedir.__main__ import main
 from schedir.analysis.memory.unshard_counts import count_unshards, describe_sharding
 from schedir.ir.text_format import to_text
 from tests.cases import cases, each_value
 from tests.commands import run_command
-
-ROOT = Path(__file__).parents[2]
-REFUSED = (ROOT / "tests" / "golden" / "zero.txt").read_text().split("\n\n")
-
-
-@pytest.mark.parametrize("example", REFUSED, ids=lambda example: example.split("\n")[0][10:])
-def test_refusals_match_golden_file(
-    example: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    program = compile(schedules.one_f_one_b, PipelineShape(2, 2), dp=2, zero=3)
-    Path("parts.sched").write_text(to_text(program))
-    line, message = example.strip().split("\n", 1)
-    assert main(line.removeprefix("$ schedir ").split()) == 2
-    out, err = capsys.readouterr()
-    assert (out, err) == ("", message + "\n")
-
 
 SHAPE_OPTIONS = ["--ranks=2", "--microbatches=4", "--stages-per-rank=4"]
 
