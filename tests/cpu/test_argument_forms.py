@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from schedir import compile
 from schedir.errors import ExecutionError, ModelError, SchedirError, UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.models.huggingface import cut
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary, ModelBoundaries
 from schedir.runtime.boundaries.size_measurement import measure_sizes
@@ -28,6 +29,7 @@ from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import one_f_one_b
 from schedir.transports.gloo import GlooTransport
+from schedir.transports.transport import PeerLeft
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "given.txt"
 PROGRAM = compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True)
@@ -46,6 +48,17 @@ class WithoutGradient(nn.Linear):
     @torch.no_grad()
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input)
+
+
+class DistributedDataParallel(nn.Sequential):
+    """A wrapper with the name of torch's class, which needs no process group."""
+
+
+class LostPeer(nn.Linear):
+    """A stage that fails as a message does if only one rank makes a step and the other ends."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        raise PeerLeft("rank 1 has ended")
 
 
 class WithoutReturn(nn.Linear):
@@ -113,12 +126,6 @@ def test_invalid_boundary_dtype_is_refused(dtype: Any) -> None:
         Boundary((2, 3), dtype)
 
 
-def test_boundary_shape_without_brackets_gets_hint() -> None:
-    with pytest.raises(ModelError, match=r"must be a torch\.dtype, not 8") as caught:
-        Boundary(2, 8)  # type: ignore[arg-type]
-    assert caught.value.hint == "put the shape in brackets: Boundary((2, ...))"
-
-
 def test_stages_are_accepted_as_sequence_or_mapping() -> None:
     losses = [
         float(world(stages=stages).step(X, X))
@@ -136,6 +143,13 @@ def test_stages_are_accepted_as_sequence_or_mapping() -> None:
 
 def make_scheduler(parameters: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(parameters, 0.1), 1)
+
+
+def share_optimizer() -> InProcessExecutor:
+    """Create an executor that would step one optimizer once for each rank."""
+    stages = make_stages()
+    optimizer = torch.optim.SGD([p for stage in stages for p in stage.parameters()])
+    return world(stages=stages, optimizer=lambda _: optimizer)
 
 
 WRONG: dict[str, Callable[[], object]] = {
@@ -238,12 +252,44 @@ WRONG: dict[str, Callable[[], object]] = {
         loss=None,  # type: ignore[arg-type]
         boundary=(2, 3),
     ),
+    "a boundary without brackets": lambda: Boundary(2, 8),  # type: ignore[arg-type]
+    "a stage in a wrapper": lambda: world(stages=[DistributedDataParallel(*make_stages())] * 2),
+    "a module of a stage in a wrapper": lambda: world(
+        stages=[nn.Sequential(nn.DataParallel(nn.Linear(3, 3))), nn.Linear(3, 3)]
+    ),
+    "a lazy stage": lambda: world(stages=[nn.LazyLinear(3), nn.Linear(3, 3)]),
+    "no process group": lambda: GlooTransport(PROGRAM),
+    "one optimizer of several ranks": share_optimizer,
+    "a loss that fails": lambda: world(loss=lambda y, t: {}["y"]).step(X, X.int()),
+    "a scale rounded to 0": lambda: world().step(X, X, grad_scale=1 // 4),
+    "a step on one rank": lambda: world(stages=[LostPeer(3, 3), nn.Linear(3, 3)]).step(X, X),
+    "a step without targets": lambda: world().step(X),  # type: ignore[call-arg]
+    "a step without arguments": lambda: world().step(),  # type: ignore[call-arg]
+    "a step with another name": lambda: world().step(input=X, targets=X),  # type: ignore[call-arg]
+    "an evaluation without targets": lambda: world().evaluate(X),  # type: ignore[call-arg]
+    "a step with a program": lambda: world().step(X, X, 1.0, None, (), PROGRAM),  # type: ignore[misc]
+    "a training without backwards": lambda: world(
+        program=compile("forward_only", PipelineShape(2, 4)), optimizer=torch.optim.AdamW
+    ).step(X, X),
+    "a boundary of two microbatches": lambda: world(boundary=(4, 3)).step(X, X),
+    "a boundary of all microbatches": lambda: world(boundary=(4, 2, 3)).step(X, X),
+    "a boundary of one sample": lambda: world(boundary=(3,)).step(X, X),
+    "a boundary in float32": lambda: world(stages=[s.double() for s in make_stages()]).step(
+        X.double(), X.double()
+    ),
+    "a norm for a switch": lambda: compile("gpipe", PipelineShape(2, 4), clip_grad_norm=0.5),
+    "the step of another trainer": lambda: world().train_step,
+    "the zero_grad of torch": lambda: world().zero_grad,
+    "the state of torch": lambda: world().state_dict,
+    "the eval of torch": lambda: world().eval,
+    "a model's name to cut": lambda: cut("gpt2", 2),
+    "numbers of layers to cut": lambda: cut(nn.Linear(3, 3), [1, 1]),
     "splits of stages": lambda: make_backward_splittable(make_stages()),  # type: ignore[arg-type]
 }
 
 
 def read_error(call: Callable[[], object]) -> str:
-    with pytest.raises((ModelError, UsageError, ExecutionError)) as error:
+    with pytest.raises((ModelError, UsageError, ExecutionError, AttributeError)) as error:
         call()
     return f"{type(error.value).__name__}: {error.value}"
 
@@ -283,6 +329,14 @@ def test_argument_that_is_no_program_is_refused() -> None:
 def test_seed_accepts_any_integer_type() -> None:
     for seed in (np.int64(3), torch.tensor(3), -1, 2**70, True):
         world(seed=seed).step(X, X)
+
+
+def test_refused_step_keeps_executor() -> None:
+    executor = world()
+    for arguments in ((), (X,)):
+        with pytest.raises(UsageError):
+            executor.step(*arguments)
+    executor.step(X, X)
 
 
 def test_undivided_batch_is_refused_with_hint() -> None:

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from schedir.errors import ExecutionError, ModelError
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.sequential_reference import run_sequential
 from tests.cpu.function_stages import (
@@ -23,6 +21,7 @@ from tests.cpu.function_stages import (
     multiply_first_input,
     return_two_outputs,
 )
+from tests.cpu.test_argument_forms import read_error
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "boundaries.txt"
 
@@ -88,12 +87,6 @@ WRONG: dict[str, Callable[[], object]] = {
         loss=nn.MSELoss(),
     ),
 }
-
-
-def read_error(call: Callable[[], object]) -> str:
-    with pytest.raises((ModelError, ExecutionError)) as error:
-        call()
-    return f"{type(error.value).__name__}: {error.value}"
 
 
 def test_wrong_boundary_tensors_raise_expected_errors() -> None:
