@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -24,7 +23,7 @@ from schedir.schedules import dualpipe, forward_only, gpipe, one_f_one_b, zb_h1
 from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import copy_gradients, have_same_bits
+from tests.cpu.tiny_stages import copy_gradients
 
 BOUNDARY = Boundary((2, WIDTH), torch.float64)
 
@@ -108,40 +107,6 @@ def test_frozen_stage_with_trainable_parameter_is_refused() -> None:
     InProcessExecutor(evaluation, stages, loss=squared_error, boundary=BOUNDARY).step(
         *make_batch(4)
     )
-
-
-def test_frozen_parameters_without_frozen_stages_train_correctly() -> None:
-    """Without `frozen_stages` the program has needless backwards, but the results are equal."""
-    stages, plain = make_stages(3, 2), make_stages(3, 2)
-    ranks = InProcessExecutor(
-        compile(one_f_one_b, PipelineShape(3, 4)), stages, loss=squared_error, boundary=BOUNDARY
-    )
-    total = ranks.step(*make_batch(4))
-    assert torch.equal(total, run_sequential(plain, *make_batch(4), loss=squared_error))
-    assert have_same_bits(copy_gradients(stages), copy_gradients(plain))
-
-
-def test_frozen_stage_may_send_integers() -> None:
-    """A tokenizer is an example of a stage that needs no gradient."""
-
-    class RoundToIntegers(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.abs().round().long().clamp(max=7)
-
-    stages: Sequence[nn.Module] = [RoundToIntegers(), nn.Sequential(nn.Embedding(8, WIDTH), Last())]
-    program = compile(one_f_one_b, PipelineShape(2, 4), frozen_stages=1)
-    boundary = Boundary((2, WIDTH), torch.int64)
-    x, target = make_batch(4)
-    ranks = InProcessExecutor(program, stages, loss=squared_error, boundary=boundary)
-    ranks.step(x, target)
-    actual = copy_gradients(stages)
-    run_sequential(stages, x, target, loss=squared_error, program=program)
-    assert have_same_bits(actual, copy_gradients(stages)) and actual[1]
-
-
-class Last(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1).double()
 
 
 def test_frozen_stages_save_no_activations() -> None:
