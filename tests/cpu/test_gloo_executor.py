@@ -29,13 +29,10 @@ from tests.cpu.tiny_stages import (
     BOUNDARY,
     HIDDEN,
     PLANS,
-    copy_gradients,
     gpt_config,
     gpt_executor,
-    gpt_stages,
     gradients_by_stage,
     have_same_bits,
-    make_batch,
     make_replica_batch,
     run_reference,
     split_1f1b,
@@ -43,9 +40,8 @@ from tests.cpu.tiny_stages import (
 from tests.pure.test_blocking_hosts import sends
 
 
-def _train_rank(rank: int, schedule: Any, shape: PipelineShape, options: dict[str, Any]) -> Any:
+def _train_rank(rank: int, program: Program) -> Any:
     """Run two steps on a rank, and return gradients by stage, loss and gradient norm."""
-    program = compile(schedule, shape, progress_model="per_edge", tied_weights=True, **options)
     transport = GlooTransport(program)
     executor = gpt_executor(
         program,
@@ -62,8 +58,18 @@ def _train_rank(rank: int, schedule: Any, shape: PipelineShape, options: dict[st
 
 
 def step_on_gloo(schedule: Any, shape: PipelineShape, **options: Any) -> list[Any]:
-    world = shape.ranks * options.get("tp", 1) * options.get("dp", 1)
-    return run(_train_rank, world, schedule, shape, options)
+    program = compile(schedule, shape, progress_model="per_edge", tied_weights=True, **options)
+    return run(_train_rank, shape.ranks * program.tp * program.dp, program)
+
+
+def assert_reference_bits(results: list[Any], schedule: Any, shape: PipelineShape) -> None:
+    """Assert that the ranks have the gradients and the loss of the reference."""
+    program = compile(schedule, shape)
+    loss, expected_gradients = run_reference(shape, program=program)
+    actual = {s: g for grads, _, _ in results for s, g in grads.items()}
+    assert have_same_bits([actual[s] for s in range(shape.stages)], expected_gradients)
+    losses = [rank_loss for _, rank_loss, _ in results if rank_loss is not None]
+    assert [torch.equal(rank_loss, loss) for rank_loss in losses] == [True]
 
 
 @pytest.mark.parametrize(
@@ -71,13 +77,7 @@ def step_on_gloo(schedule: Any, shape: PipelineShape, **options: Any) -> list[An
     cases([PLANS[k] for k in (3, 4, 6)], [PLANS[k] for k in (0, 1, 2, 5, 7, 8)]),
 )
 def test_gloo_steps_equal_reference(schedule: Any, shape: PipelineShape) -> None:
-    loss, expected_gradients = run_reference(shape)
-    results = step_on_gloo(schedule, shape)
-    actual = {s: g for grads, _, _ in results for s, g in grads.items()}
-    assert have_same_bits([actual[s] for s in range(shape.stages)], expected_gradients)
-    assert [
-        torch.equal(rank_loss, loss) for _, rank_loss, _ in results if rank_loss is not None
-    ] == [True]
+    assert_reference_bits(step_on_gloo(schedule, shape), schedule, shape)
 
 
 def tensors_close(first: Tensor, second: Tensor, tolerance: float) -> bool:
@@ -169,10 +169,7 @@ def test_gloo_runs_programs_that_need_separate_queues() -> None:
             if _passes_check(candidate, "per_edge") and not _passes_check(candidate, "per_pair"):
                 reordered = candidate
     assert reordered is not None
-    _, expected_gradients = run_reference(shape)
-    results = run(_run_program, 2, reordered)
-    actual = {s: g for grads in results for s, g in grads.items()}
-    assert have_same_bits([actual[s] for s in range(shape.stages)], expected_gradients)
+    assert_reference_bits(run(_train_rank, 2, reordered), interleaved, shape)
 
 
 def test_program_with_deadlocked_hosts_is_refused() -> None:
@@ -210,14 +207,6 @@ def _passes_check(program: Program, model: Any) -> bool:
     except DeadlockError:
         return False
     return True
-
-
-def _run_program(rank: int, program: Program) -> dict[int, dict[str, Tensor]]:
-    transport = GlooTransport(program)
-    stages = {s: m for s, m in enumerate(gpt_stages(4)) if s in program.shape.stages_on_rank[rank]}
-    executor = Executor(program, rank, stages, transport, loss=gpt.loss, boundary=BOUNDARY)
-    executor.step(*make_batch(program.shape.microbatches))
-    return {s: copy_gradients([m])[0] for s, m in stages.items()}
 
 
 class OutOfMemoryStage(nn.Module):
