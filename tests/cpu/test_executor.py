@@ -28,7 +28,6 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.runtime.services.pending_sends import PendingSends
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.schedules.schedule_algebra import F
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import RankError, run
 from tests.cpu.tiny_stages import (
@@ -40,7 +39,6 @@ from tests.cpu.tiny_stages import (
     gpt_stages,
     have_same_bits,
     make_batch,
-    run_reference,
     split_1f1b,
 )
 
@@ -183,16 +181,6 @@ def test_gradients_may_be_none_between_steps() -> None:
     assert not have_same_bits(
         trained[0], [dict(s.named_parameters()) for s in gpt_stages(2, False)]
     )
-
-
-def test_forward_only_program_leaves_no_gradients() -> None:
-    shape = PipelineShape(2, 3)
-    program = compile(lambda r, P, m: m * F, shape)
-    stages = gpt_stages(2, tied=False)
-    loss, _ = run_reference(shape, tied=False)
-    actual = _make_executor(program, stages).step(*make_batch(3))
-    assert torch.equal(actual, loss)
-    assert not any(g.any() for grads in copy_gradients(stages) for g in grads.values())
 
 
 def test_instructions_use_values_of_their_table_row() -> None:
