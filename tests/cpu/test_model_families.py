@@ -1,7 +1,6 @@
-"""Tests of models in pipelines, with tensor-parallel ranks and replicas, against a plain loop.
+"""Tests of models in pipelines, with tensor-parallel ranks and replicas, against one process.
 
-Any schedule equals the reference bit for bit. Tensor-parallel ranks and replicas sum in another
-order, so they are only close to it.
+Tensor-parallel ranks and replicas sum in another order, so they are only close to it.
 """
 
 from __future__ import annotations
@@ -22,22 +21,18 @@ from schedir.models import llama
 from schedir.models.llama_config import LlamaConfig
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.schedules.schedule_algebra import get_placement_mark
 from schedir.tensor_parallel.mappings import get_shard_dim
 from schedir.transports.gloo import GlooTransport
-from tests.cases import cases, each_value
+from tests.cases import cases
 from tests.cpu.gloo_processes import run
-from tests.cpu.test_built_in_schedules import ZOO, program_of
-from tests.cpu.tiny_models import KINDS, Kind, copy_gradients
-from tests.cpu.tiny_stages import have_same_bits
+from tests.cpu.test_built_in_schedules import program_of
+from tests.cpu.tiny_models import KINDS, Kind
 
 torch.set_num_threads(1)
 M = 4
 SGD = partial(torch.optim.SGD, lr=0.5)
-USUAL = [interleaved, zb_h1]
-SCHEDULES = cases(USUAL, [s for s in ZOO.values() if s not in USUAL])
 
 
 def compile_for(schedule: Any, kind: Kind, microbatches: int = M, **options: Any) -> Program:
@@ -46,33 +41,6 @@ def compile_for(schedule: Any, kind: Kind, microbatches: int = M, **options: Any
         2, microbatches, schedule_shape.stages_per_rank, get_placement_mark(schedule)[0] or "loop"
     )
     return compile(schedule, shape, tied_weights=kind.tied(shape.stages), **options)
-
-
-@pytest.mark.parametrize(("name", "options"), each_value([*KINDS], [{}, {"recompute": "all"}]))
-def test_schedules_equal_reference(name: str, options: Any) -> None:
-    kind = KINDS[name]
-    data = kind.batch(M, 0)
-    for schedule in SCHEDULES:
-        program = compile_for(schedule, kind, **options)
-        count = program.shape.stages
-        stages, reference_stages = kind.stages(count), kind.stages(count)
-        ranks = InProcessExecutor(program, stages, loss=kind.loss, boundary=kind.boundary(count))
-        loss = ranks.step(data.inputs, data.targets, data.scale, keywords=data.keywords)
-        order = None if program.reduces_in_microbatch_order else program
-        expected_loss = run_sequential(
-            reference_stages, data.inputs, data.targets, loss=kind.loss, grad_scale=data.scale,
-            program=order,
-            keywords=data.keywords,
-        )  # fmt: skip
-        assert torch.equal(loss, expected_loss) and loss > 10, schedule.__name__
-        assert have_same_bits(copy_gradients(stages), copy_gradients(reference_stages)), (
-            schedule.__name__
-        )
-        assert all(
-            g.norm() > 0
-            for stage_gradients in copy_gradients(stages)
-            for g in stage_gradients.values()
-        )
 
 
 class Case(NamedTuple):
@@ -102,10 +70,8 @@ PARALLEL_CASES = [
         for case in cases([SPLIT, ZERO_3], [TP, RECOMPUTED, ZERO_2, *MORE_CASES])
     ),
     *(("bert", case) for case in cases([TP], [ZERO_2, SPLIT, RECOMPUTED, ZERO_3, *MORE_CASES])),
-    *(
-        ("encoder_decoder", case)
-        for case in cases([RECOMPUTED], [TP, SPLIT, ZERO_2, ZERO_3, *MORE_CASES])
-    ),
+    ("uneven", RECOMPUTED),
+    *(("encoder_decoder", case) for case in cases([], [TP, SPLIT, ZERO_2, ZERO_3, *MORE_CASES])),
 ]
 Weights = dict[tuple[int, str], tuple[Tensor, int | None]]
 
