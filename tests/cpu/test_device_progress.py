@@ -17,7 +17,6 @@ from schedir import Costs, PipelineShape
 from schedir.hang_diagnosis.stall_cause import ProcessLayout
 from schedir.io.black_box import POSITION_FIELD, ProcessPhase
 from schedir.ir.isa.instructions import Instr, Opcode
-from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
@@ -44,8 +43,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
 
 
 def make_charged_ranks(
-    program: Program, gpu: VirtualGPU
+    gpu: VirtualGPU, schedule: Any, *shape: int, **options: Any
 ) -> tuple[InProcessExecutor, list[GpuProgress]]:
+    program = schedir.compile(schedule, PipelineShape(*shape), progress_model="per_edge", **options)
     stages = tiny_model.make_tiny_stages(program.shape.stages)
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
     ranks = InProcessExecutor(
@@ -90,8 +90,7 @@ def read_stall_error(
 def test_stall_error_reports_gpu_position_not_host_position(
     gpu: VirtualGPU,
 ) -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
-    ranks, progress = make_charged_ranks(program, gpu)
+    ranks, progress = make_charged_ranks(gpu, one_f_one_b, 2, 4)
     make_instruction_hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
     run_step(ranks, gpu)
     gpu.host = 1000.0
@@ -113,14 +112,7 @@ def test_stall_error_reports_gpu_position_not_host_position(
 def test_stall_error_points_towards_hanging_rank(
     gpu: VirtualGPU, schedule: Any, overlap: bool
 ) -> None:
-    program = schedir.compile(
-        schedule,
-        PipelineShape(4, 8),
-        progress_model="per_edge",
-        overlap=overlap,
-        clip_grad_norm=True,
-    )
-    ranks, progress = make_charged_ranks(program, gpu)
+    ranks, progress = make_charged_ranks(gpu, schedule, 4, 8, overlap=overlap, clip_grad_norm=True)
     make_instruction_hang(ranks, gpu, Instr(Opcode.Backward, 2, 3), rank=2)
     run_step(ranks, gpu)
     gpu.host = 1000.0
@@ -136,8 +128,7 @@ def test_stall_error_points_towards_hanging_rank(
 
 def test_stall_is_reported_while_host_issues_next_step(gpu: VirtualGPU) -> None:
     """Each step has its own events."""
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
-    ranks, progress = make_charged_ranks(program, gpu)
+    ranks, progress = make_charged_ranks(gpu, one_f_one_b, 2, 4)
     run_step(ranks, gpu)
     gpu.host = gpu.over
     assert [p.get_progress() for p in progress] == [None, None]
@@ -149,8 +140,7 @@ def test_stall_is_reported_while_host_issues_next_step(gpu: VirtualGPU) -> None:
 
 
 def test_progress_advances_as_instructions_end(gpu: VirtualGPU) -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
-    ranks, (progress, _) = make_charged_ranks(program, gpu)
+    ranks, (progress, _) = make_charged_ranks(gpu, one_f_one_b, 2, 4)
     run_step(ranks, gpu)
     unfinished_counts = []
     while (position := progress.get_progress()) is not None:
@@ -165,8 +155,7 @@ def test_progress_advances_as_instructions_end(gpu: VirtualGPU) -> None:
 
 def test_stalled_host_is_reported(gpu: VirtualGPU) -> None:
     """Instructions that the host has not issued cannot end, so its current one is reported."""
-    program = schedir.compile(gpipe, PipelineShape(1, 3), progress_model="per_edge")
-    ranks, (progress,) = make_charged_ranks(program, gpu)
+    ranks, (progress,) = make_charged_ranks(gpu, gpipe, 1, 3)
     executor = ranks.executors[0]
     inputs, targets = tiny_model.make_batch(3)
     executor.runner.begin_step(StepInputs(inputs, targets))
@@ -180,8 +169,7 @@ def test_stalled_host_is_reported(gpu: VirtualGPU) -> None:
 
 def test_progress_follows_order_of_issue(gpu: VirtualGPU) -> None:
     """Warmup steps are undone, so the next step has the same number."""
-    program = schedir.compile(gpipe, PipelineShape(1, 3), progress_model="per_edge")
-    ranks, (progress,) = make_charged_ranks(program, gpu)
+    ranks, (progress,) = make_charged_ranks(gpu, gpipe, 1, 3)
     executor = ranks.executors[0]
     inputs, targets = tiny_model.make_batch(3)
     for _ in range(3):
@@ -205,12 +193,8 @@ def test_describe_wait_names_peers() -> None:
     )
     bidirectional = schedir.compile(dualpipe, PipelineShape(2, 4, placement="mirror"))
     words = {str(i): describe_wait(program, i) for stream in program.streams for i in stream}
-    words |= {
-        str(i): describe_wait(bidirectional, i)
-        for stream in bidirectional.streams
-        for i in stream
-        if i.stage == 0
-    }
+    bidirectional_instrs = [i for stream in bidirectional.streams for i in stream if i.stage == 0]
+    words |= {str(i): describe_wait(bidirectional, i) for i in bidirectional_instrs}
     assert words["F 0.0"] == "computes"
     assert words["send_act 0.1"] == "waits for rank 1 to receive"
     assert {text.partition(" rank ")[0] for text in words.values()} == {
@@ -227,9 +211,7 @@ def test_watchdog_reports_gpu_position(
     causes: SimpleQueue[str] = SimpleQueue()
     monkeypatch.setattr(watchdog, "exit_with_cause", lambda member, cause: causes.put(str(cause)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    ranks, _ = make_charged_ranks(
-        schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge"), gpu
-    )
+    ranks, _ = make_charged_ranks(gpu, one_f_one_b, 2, 4)
     executor = ranks.executors[0]
     monkeypatch.setattr(executor.state, "device", torch.device("cuda"))
     make_instruction_hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
