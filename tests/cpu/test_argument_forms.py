@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ExecutionError, ModelError, SchedirError, UsageError
+from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models.huggingface import cut
 from schedir.runtime import make_backward_splittable
@@ -69,6 +70,10 @@ class WithoutReturn(nn.Linear):
         return None  # type: ignore[return-value]
 
 
+def stages_without_return() -> list[nn.Module]:
+    return [*make_stages()[:1], WithoutReturn(3, 3)]
+
+
 def squares(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
@@ -80,19 +85,20 @@ def world(**changes: Any) -> InProcessExecutor:
 
 
 def rank(number: Any = 0, **changes: Any) -> Executor:
-    arguments: dict[str, Any] = {
-        "stages": make_stages(),
-        "transport": world().mailboxes[0],
-        "loss": squares,
-    }
-    arguments |= {"boundary": (2, 3), "program": PROGRAM} | changes
-    return Executor(
-        arguments.pop("program"),
-        number,
-        arguments.pop("stages"),
-        arguments.pop("transport"),
-        **arguments,
-    )
+    arguments: dict[str, Any] = {"stages": make_stages(), "transport": world().mailboxes[0]}
+    arguments |= {"loss": squares, "boundary": (2, 3), "program": PROGRAM} | changes
+    program, stages, transport = (arguments.pop(n) for n in ("program", "stages", "transport"))
+    return Executor(program, number, stages, transport, **arguments)
+
+
+def reference(stages: Any = None, inputs: Any = X, targets: Any = X, **changes: Any) -> Tensor:
+    options = {"loss": squares} | changes
+    return run_sequential(make_stages() if stages is None else stages, inputs, targets, **options)
+
+
+def measure(stages: Any = None, inputs: Any = X[0], **changes: Any) -> Sizes:
+    options = {"loss": squares, "boundary": (2, 3)} | changes
+    return measure_sizes(make_stages() if stages is None else stages, inputs, X[0], **options)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +109,7 @@ def test_boundary_accepts_any_sequence_of_integers(shape: Any) -> None:
     hashes = {hash(Boundary(shape)), hash(Boundary((2, 3)))}
     assert len(hashes) == 1
     assert ModelBoundaries.from_edges(shape, 2).stage_boundaries[0].tensors == (Boundary((2, 3)),)
-    measure_sizes(make_stages(), X[0], X[0], loss=squares, boundary=shape)
+    measure(boundary=shape)
 
 
 def test_boundary_of_integer_is_vector() -> None:
@@ -193,20 +199,14 @@ WRONG: dict[str, Callable[[], object]] = {
     "replicas in one process": lambda: world(
         program=compile(one_f_one_b, PipelineShape(2, 4), dp=2)
     ),
-    "a last stage that returns nothing": lambda: world(
-        stages=[*make_stages()[:1], WithoutReturn(3, 3)]
-    ).step(X, X),
-    "a reference whose last stage returns nothing": lambda: run_sequential(
-        [*make_stages()[:1], WithoutReturn(3, 3)], X, X, loss=squares
-    ),
-    "sizes of a last stage that returns nothing": lambda: measure_sizes(
-        [*make_stages()[:1], WithoutReturn(3, 3)], X[0], X[0], loss=squares, boundary=(2, 3)
-    ),
+    "a last stage that returns nothing": lambda: world(stages=stages_without_return()).step(X, X),
+    "a reference whose last stage returns nothing": lambda: reference(stages_without_return()),
+    "sizes of a last stage that returns nothing": lambda: measure(stages_without_return()),
     "no transport": lambda: rank(transport="gloo"),
     "losses one by one": lambda: world(loss=lambda y, t: y - t).step(X, X),
     "a loss of Python": lambda: world(loss=lambda y, t: 5.0).step(X, X),
     "half a seed": lambda: world(seed=1.5),
-    "no seed": lambda: run_sequential(make_stages(), X, X, loss=squares, seed=None),  # type: ignore[arg-type]
+    "no seed": lambda: reference(seed=None),
     "a mean as scale": lambda: world().step(X, X, "mean"),  # type: ignore[arg-type]
     "a scale that is no number": lambda: world().step(X, X, math.nan),
     "arrays": lambda: world().step(X.numpy(), X),  # type: ignore[arg-type]
@@ -227,31 +227,13 @@ WRONG: dict[str, Callable[[], object]] = {
     "no targets": lambda: world().step(X, None),  # type: ignore[arg-type]
     "inputs one by one": lambda: world().step(iter(X), X),
     "one number": lambda: world().step(X, torch.tensor(1.0)),
-    "a reference's stage": lambda: run_sequential(make_stages()[0], X, X, loss=squares),  # type: ignore[arg-type]
-    "a reference's loss": lambda: run_sequential(make_stages(), X, X, loss=nn.MSELoss),  # type: ignore[arg-type]
-    "a reference's inputs": lambda: run_sequential(make_stages(), X[:3], X, loss=squares),
-    "a reference's program": lambda: run_sequential(
-        make_stages(),
-        X,
-        X,
-        loss=squares,
-        program=one_f_one_b,  # type: ignore[arg-type]
-    ),
-    "sizes of inputs": lambda: measure_sizes(
-        make_stages(),
-        {"x": X},  # type: ignore[arg-type]
-        X[0],
-        loss=squares,
-        boundary=(2, 3),
-    ),
-    "sizes of numbers": lambda: measure_sizes([1, 2], X[0], X[0], loss=squares, boundary=(2, 3)),  # type: ignore[list-item]
-    "sizes without a loss": lambda: measure_sizes(
-        make_stages(),
-        X[0],
-        X[0],
-        loss=None,  # type: ignore[arg-type]
-        boundary=(2, 3),
-    ),
+    "a reference's stage": lambda: reference(make_stages()[0]),
+    "a reference's loss": lambda: reference(loss=nn.MSELoss),
+    "a reference's inputs": lambda: reference(inputs=X[:3]),
+    "a reference's program": lambda: reference(program=one_f_one_b),
+    "sizes of inputs": lambda: measure(inputs={"x": X}),
+    "sizes of numbers": lambda: measure([1, 2]),
+    "sizes without a loss": lambda: measure(loss=None),
     "a boundary without brackets": lambda: Boundary(2, 8),  # type: ignore[arg-type]
     "a stage in a wrapper": lambda: world(stages=[DistributedDataParallel(*make_stages())] * 2),
     "a module of a stage in a wrapper": lambda: world(
@@ -354,4 +336,4 @@ def test_loss_with_one_element_counts_as_scalar() -> None:
     ]
     assert {loss.shape for loss in losses} == {torch.Size()} and len({*map(float, losses)}) == 1
     with pytest.raises(SchedirError):
-        run_sequential(make_stages(), X, X, loss=lambda y, t: y - t)
+        reference(loss=lambda y, t: y - t)

@@ -34,6 +34,7 @@ from schedir.runtime.offload.snapshot_copies import SnapshotCopies
 from schedir.schedules import one_f_one_b
 from tests.cpu.checkpoint_layouts import Layout, Model, create_executor, run_steps
 from tests.cpu.gloo_processes import run
+from tests.cpu.test_delayed_loss_reads import call_before
 
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 
@@ -52,6 +53,15 @@ def make_two_ranks(
 
 def step(ranks: InProcessExecutor, k: int) -> None:
     ranks.step(*torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(k)))
+
+
+def schedule_save(folder: Path) -> tuple[InProcessExecutor, Saver]:
+    """Schedule a save of the initial state, and run a step."""
+    ranks = make_two_ranks()
+    saver = Saver(ranks, folder)
+    saver.schedule_save(0)
+    step(ranks, 0)
+    return ranks, saver
 
 
 def copy_values(ranks: InProcessExecutor) -> list[Tensor]:
@@ -152,10 +162,7 @@ def test_save_during_background_write_is_refused(
         return result
 
     monkeypatch.setattr(dcp_storage, "write", write_and_wait)
-    ranks = make_two_ranks()
-    saver = Saver(ranks, tmp_path)
-    saver.schedule_save(0)
-    step(ranks, 0)
+    ranks, saver = schedule_save(tmp_path)
     saver.write()
     assert written.wait(60)
     with pytest.raises(CheckpointError, match="this process still writes step 0") as caught:
@@ -277,10 +284,7 @@ def test_lost_connection_is_reported_by_other_ranks() -> None:
 
 
 def test_second_schedule_or_wait_before_write_is_refused(tmp_path: Path) -> None:
-    ranks = make_two_ranks()
-    saver = Saver(ranks, tmp_path)
-    saver.schedule_save(0)
-    step(ranks, 0)
+    _, saver = schedule_save(tmp_path)
     calls: list[Callable[[], object]] = [lambda: saver.schedule_save(1), saver.wait]
     for call in calls:
         with pytest.raises(ModelError, match="the save of step 0 is scheduled"):
@@ -306,14 +310,12 @@ def load_damaged_checkpoint(rank: int, folder: Path) -> tuple[list[str], int | N
         file.write_bytes(data)
     dist.barrier()
     checked_files: list[str] = []
-    check = CheckpointDirectory.check_files
 
-    def check_and_record(self: CheckpointDirectory, manifest: Any, names: Any) -> None:
+    def record(directory: CheckpointDirectory, manifest: Any, names: Any) -> None:
         checked_files.extend(names)
-        check(self, manifest, names)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointDirectory, "check_files", check_and_record)
+        call_before(patch, CheckpointDirectory, "check_files", record)
         with pytest.raises(IncompleteCheckpointError) as caught:
             load(executor, folder, step=2, name_map=lambda s, n: n)
     skipped = r"skipped: step-00000002 is not complete"

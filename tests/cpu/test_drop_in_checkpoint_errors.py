@@ -145,21 +145,21 @@ def read_errors(rank: int, folder: Path) -> list[str]:
             load(loaded.schedule, folder, **loaded.how)
         assert all(map(torch.equal, before, loaded.parameters))
         texts.append(f"{name}\n{error.value}\n")
-    with pytest.raises(CheckpointError) as error:
-        load(trained.schedule, folder / "weights", **trained.how)
-    texts.append(f"weights alone\n{error.value}\n")
-    with pytest.raises(UsageError) as usage:
-        Saver(trained.schedule, folder)  # type: ignore[arg-type]
-    texts.append(f"a Saver\n{usage.value}\n")
-    with pytest.raises(CheckpointError) as error:
-        save(trained.schedule, folder / "steps", step=1 + rank, **trained.how)
-    texts.append(f"two steps\n{error.value}\n")
-    with pytest.raises(CheckpointError) as error:
-        if rank:
-            save(trained.schedule, folder / "steps", step=2, **trained.how)
-        else:
-            load(trained.schedule, folder, **trained.how)
-    texts.append(f"one saves, one loads\n{error.value}\n")
+    steps, how = folder / "steps", trained.how
+    calls: dict[str, Callable[[], object]] = {
+        "weights alone": lambda: load(trained.schedule, folder / "weights", **how),
+        "a Saver": lambda: Saver(trained.schedule, folder),  # type: ignore[arg-type]
+        "two steps": lambda: save(trained.schedule, steps, step=1 + rank, **how),
+        "one saves, one loads": lambda: (
+            save(trained.schedule, steps, step=2, **how)
+            if rank
+            else load(trained.schedule, folder, **how)
+        ),
+    }
+    for name, call in calls.items():
+        with pytest.raises((CheckpointError, UsageError)) as refused:
+            call()
+        texts.append(f"{name}\n{refused.value}\n")
     with pytest.raises(CheckpointError, match="is complete: step-00000001 is not complete"):
         load(trained.schedule, folder if rank else folder / "steps", **trained.how)
     partial_optimizer = _with_optimizer_of_one_parameter(rank)
