@@ -30,6 +30,7 @@ from schedir.runtime.services.pending_sends import PendingSends
 from schedir.schedules import gpipe, one_f_one_b
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import RankError, run
+from tests.cpu.stage_chains import squared_error
 from tests.cpu.tiny_stages import (
     BATCH,
     BOUNDARY,
@@ -94,10 +95,6 @@ class Scale(nn.Module):
         return torch.tanh(x * self.weight.float() + self.bias)
 
 
-def _squares(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().sum()
-
-
 @pytest.mark.parametrize("schedule", [one_f_one_b, split_1f1b])
 @pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (0, 1, 2), "parameterless", "mixed"])
 @pytest.mark.filterwarnings("ignore:.* is not split")
@@ -115,10 +112,11 @@ def test_stages_with_few_trained_parameters(schedule: Any, frozen: Any) -> None:
         return modules
 
     expected_stages, stages = make_stages(), make_stages()
-    total = run_sequential(expected_stages, x, x + 1, loss=_squares, grad_scale=0.5)
+    total = run_sequential(expected_stages, x, x + 1, loss=squared_error, grad_scale=0.5)
     program = compile(schedule, PipelineShape(3, 4), clip_grad_norm=True)
+    options = GradientOptions(max_norm=1e9)
     ranks = InProcessExecutor(
-        program, stages, loss=_squares, boundary=BOUNDARY, gradients=GradientOptions(max_norm=1e9)
+        program, stages, loss=squared_error, boundary=BOUNDARY, gradients=options
     )
     for _ in range(2):
         assert torch.equal(ranks.step(x, x + 1, 0.5), total)

@@ -17,6 +17,7 @@ from schedir.runtime import Boundary, Executor, GradientOptions, InProcessExecut
 from schedir.runtime.model_checks.tied_weight_requirements import fingerprint_parameters
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import one_f_one_b
+from tests.cpu.stage_chains import squared_error
 
 Arguments = dict[str, Any]
 
@@ -85,9 +86,9 @@ def _read_refusal(*faults: Callable[[Arguments], None]) -> ModelError:
     shape = PipelineShape(2, 4)
     modules = [nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3))]
     base = compile(one_f_one_b, shape)
-    ranks = InProcessExecutor(base, deepcopy(modules), loss=_loss, boundary=(2, 3))
+    ranks = InProcessExecutor(base, deepcopy(modules), loss=squared_error, boundary=(2, 3))
     arguments: Arguments = {
-        "options": {"zero": 1}, "modules": modules, "boundary": (2, 3), "loss": _loss,
+        "options": {"zero": 1}, "modules": modules, "boundary": (2, 3), "loss": squared_error,
         "transport": ranks.mailboxes[0],
         "optimizer": torch.optim.SGD(modules[0].parameters(), lr=0.1),
     }  # fmt: skip
@@ -98,10 +99,6 @@ def _read_refusal(*faults: Callable[[Arguments], None]) -> ModelError:
     with pytest.raises(ModelError) as caught:
         Executor(program, 0, stages, transport, **arguments)
     return caught.value
-
-
-def _loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (y - target).square().sum()
 
 
 @pytest.mark.parametrize("name", FAULTS)
