@@ -47,12 +47,8 @@ def assert_close(actual: Tensor, expected: Tensor, *, roundings: float = 4) -> N
     The interpreter truncates instead of rounding, which doubles the error.
     """
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
-    tolerance = (
-        2
-        * roundings
-        * torch.finfo(actual.dtype).eps
-        * max([1.0, *expected.abs().flatten().tolist()])
-    )
+    largest = max([1.0, *expected.abs().flatten().tolist()])
+    tolerance = 2 * roundings * torch.finfo(actual.dtype).eps * largest
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 

@@ -23,24 +23,20 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import (
     LossScale,
     MainOptimizer,
-    use_float32_gradients,
 )
 from schedir.schedules import one_f_one_b
 from schedir.training.config.train_config import TrainConfig
 from schedir.transports.gloo import GlooTransport
 from tests.cases import each_value
 from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch, split_1f1b
+from tests.cpu.test_bfloat16 import mixed_stages
+from tests.cpu.tiny_stages import BOUNDARY, make_batch, split_1f1b
 
 HALF = Boundary(BOUNDARY.shape, torch.float16)
 INITIAL_SCALE, STEPS, CLIP = 2.0**24, 14, 0.5  # large enough that steps overflow
 
 
-def half_stages(stages: int, tied: bool) -> list[nn.Module]:
-    modules = [m.half() for m in gpt_stages(stages, tied)]
-    for module in modules:
-        use_float32_gradients(module)
-    return modules
+half_stages = partial(mixed_stages, dtype=torch.float16)
 
 
 def sgd(parameters: Any, fused: bool) -> MainOptimizer:
@@ -112,17 +108,13 @@ def test_pipeline_trains_like_plain_loop_with_grad_scaler(
     )
     for value in values:
         world.step(*make_batch(4))
-        assert [
-            float(r.state.options.gradients.loss_scale.value)
-            for r in world.executors
-            if r.state.options.gradients.loss_scale
-        ] == [value] * 2
+        scales: list[Any] = [r.state.options.gradients.loss_scale for r in world.executors]
+        assert [float(scale.value) for scale in scales] == [value] * 2
     trained = [p.detach() for r in world.executors for p in r.resources.optimizer.main_parameters]  # type: ignore[union-attr]
     start = [p.detach().float() for stage in half_stages(2, tied=False) for p in stage.parameters()]
     for weight, expected_weight, initial_weight in zip(trained, expected, start, strict=True):
-        assert (weight - expected_weight).norm() <= 0.02 * (
-            expected_weight - initial_weight
-        ).norm() + 1e-5
+        change = (expected_weight - initial_weight).norm()
+        assert (weight - expected_weight).norm() <= 0.02 * change + 1e-5
 
 
 def _train_replica(process: int) -> tuple[list[tuple[float, bool]], list[Tensor]]:
@@ -158,11 +150,9 @@ def test_all_replicas_and_ranks_skip_same_steps() -> None:
     updates = results[0][0]
     assert all(other_updates == updates for other_updates, _ in results)
     before = [INITIAL_SCALE, *(value for value, _ in updates)]
-    assert [has_changed for _, has_changed in updates] == [
-        scale_after >= scale_before
-        for scale_before, (scale_after, _) in zip(before, updates, strict=False)
-    ]
-    assert {has_changed for _, has_changed in updates} == {True, False}
+    has_changed = [changed for _, changed in updates]
+    grows = [after >= scale for scale, (after, _) in zip(before, updates, strict=False)]
+    assert has_changed == grows and {*grows} == {True, False}
     for rank in range(2):
         pairs = zip(results[rank][1], results[rank + 2][1], strict=True)
         assert all(torch.equal(weight, other_updates) for weight, other_updates in pairs)
@@ -170,15 +160,10 @@ def test_all_replicas_and_ranks_skip_same_steps() -> None:
 
 def test_loss_scale_without_gradient_norm_is_refused() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4))
+    gradients = GradientOptions(loss_scale=make_loss_scale())
+    stages = half_stages(2, False)
     with pytest.raises(ModelError, match="needs the norm of the gradients"):
-        InProcessExecutor(
-            program,
-            half_stages(2, False),
-            loss=gpt.loss,
-            boundary=HALF,
-            gradients=GradientOptions(loss_scale=make_loss_scale()),
-        )
-    with pytest.raises(
-        UsageError, match="needs the gradient norm, which clip_grad_norm = 0 does not compute"
-    ):
+        InProcessExecutor(program, stages, loss=gpt.loss, boundary=HALF, gradients=gradients)
+    message = "needs the gradient norm, which clip_grad_norm = 0 does not compute"
+    with pytest.raises(UsageError, match=message):
         TrainConfig(precision="float16", clip_grad_norm=0.0)
