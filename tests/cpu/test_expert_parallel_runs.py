@@ -53,20 +53,13 @@ RANKS, MICROBATCHES, SAMPLES, EP, LR = 2, 4, 2, 2, 0.01
 SHARED: dict[str, Any] = {"recompute": "half", "buffer_sharing": "minimal", "overlap": True}
 SHARED["zero"] = 1
 # Schedules, with the stages per rank and options.
-SCHEDULES: dict[str, tuple[str | Callable[..., Any], int, dict[str, Any]]] = dict(
-    cases(
-        [
-            ("dualpipe_v", ("dualpipe_v", 2, {})),
-            ("combined_1f1b", (combined_1f1b, 1, {})),
-            ("recomputed", ("eager_1f1b", 1, SHARED)),
-        ],
-        [
-            ("one_f_one_b", ("one_f_one_b", 1, {})),
-            ("interleaved", ("interleaved", 2, {})),
-            ("zb_h1", ("zb_h1", 1, {})),
-        ],
-    )
-)
+SCHEDULES: dict[str, tuple[str | Callable[..., Any], int, dict[str, Any]]] = {
+    "dualpipe_v": ("dualpipe_v", 2, {}),
+    "combined_1f1b": (combined_1f1b, 1, {}),
+    "recomputed": ("eager_1f1b", 1, SHARED),
+}
+for name, stages in cases([], [("one_f_one_b", 1), ("interleaved", 2), ("zb_h1", 1)]):
+    SCHEDULES[name] = name, stages, {}
 
 
 def draw_batch(replica: int) -> tuple[Tensor, Tensor]:
@@ -78,12 +71,8 @@ def draw_batch(replica: int) -> tuple[Tensor, Tensor]:
 
 
 def get_layers(stage: MoEStage, *names: str) -> list[MoELayer]:
-    return [
-        layer
-        for name, layer in stage.layers.items()
-        if name in names
-        if isinstance(layer, MoELayer)
-    ]
+    layers = (layer for name, layer in stage.layers.items() if name in names)
+    return [layer for layer in layers if isinstance(layer, MoELayer)]
 
 
 def skew_routing(stage: MoEStage) -> MoEStage:
@@ -150,14 +139,9 @@ def train_alone(replicas: int) -> tuple[dict[str, Tensor], list[Tensor], list[tu
             (microbatch_loss / 32).backward()
             total = total + microbatch_loss.detach()
         losses.append(total)
-    return (
-        {
-            name: torch.zeros_like(p) if p.grad is None else p.grad
-            for name, p in model.named_parameters()
-        },
-        losses,
-        calls,
-    )
+    parameters = dict(model.named_parameters()).items()
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters}
+    return gradients, losses, calls
 
 
 def train_in_processes(rank: int, replicas: int, folder: str) -> dict[str, Any]:
@@ -294,11 +278,9 @@ def test_layer_adds_gated_outputs_of_its_experts() -> None:
     assert counts.tolist() == chosen_counts.tolist() and 0 in counts
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(total, balance, rtol=1e-12, atol=0)
-    gradients = torch.autograd.grad(
-        output.square().sum() + total.sum(), [x, aux, layer.router.weight]
-    )
-    expected_gradients = torch.autograd.grad(
-        expected.square().sum() + balance.sum(), [x, aux, layer.router.weight]
+    gradients, expected_gradients = (
+        torch.autograd.grad(result.square().sum() + loss.sum(), [x, aux, layer.router.weight])
+        for result, loss in ((output, total), (expected, balance))
     )
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-10, atol=1e-10)
     layer.eval()
