@@ -116,11 +116,8 @@ def test_every_part_runs_on_cpu(
     other tests of this file run are left out unless ALL_CASES=1 is set.
     """
     left_out = ["queues", *([] if ALL else ["stage", "sleep", "gpt"])]
-    monkeypatch.setattr(
-        benchmark,
-        "measure_instruction_overhead",
-        partial(benchmark.measure_instruction_overhead, 4),
-    )
+    measure_overhead = partial(benchmark.measure_instruction_overhead, 4)
+    monkeypatch.setattr(benchmark, "measure_instruction_overhead", measure_overhead)
     file = tmp_path / "metrics"
     options = argparse.Namespace(
         only=[name for name in benchmark.PARTS if name not in left_out], metrics=file, hidden=128,
@@ -224,18 +221,13 @@ def test_gpt_part_returns_all_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_peak_of_all_ranks_follows_order_of_issue() -> None:
     sizes = Sizes(activation=1.0, saved=10.0, model_states=100.0)
     for ranks in (1, 3):
-        program = compile(
-            one_f_one_b,
-            PipelineShape(ranks, 6),
-            progress_model="per_edge",
-            buffer_sharing="minimal",
-        )
-        world = InProcessExecutor(
-            program,
+        shape, options = PipelineShape(ranks, 6), {"buffer_sharing": "minimal"}
+        program = compile(one_f_one_b, shape, progress_model="per_edge", **options)
+        stages, boundary = (
             tiny_model.make_tiny_stages(ranks),
-            loss=tiny_model.squared_error,
-            boundary=Boundary((2, tiny_model.WIDTH), torch.float64),
+            Boundary((2, tiny_model.WIDTH), torch.float64),
         )
+        world = InProcessExecutor(program, stages, loss=tiny_model.squared_error, boundary=boundary)
         rank_peaks = simulate(program, sizes=sizes).peak_memory
         world_peak = predict_peak_memory(world, sizes)
         assert rank_peaks.max() <= world_peak <= rank_peaks.sum()
