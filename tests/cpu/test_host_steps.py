@@ -168,16 +168,3 @@ def test_host_error_names_its_instruction() -> None:
         run_steps_in_random_order(world, 1)
     assert "host_step" in str(caught.value.sites[0].instr)
     handle.remove()
-
-
-def test_user_optimizer_class_is_stepped() -> None:
-    kind = type("Known", (torch.optim.SGD,), {"elementwise": True})
-    results = []
-    for states in PLACEMENTS:
-        world = make_executor(
-            schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement=states),
-            lambda parameters: kind(parameters, lr=0.1, momentum=0.9),
-        )
-        run_steps_in_random_order(world, 0, 1)
-        results.append(read_training_state(world))
-    assert are_equal(*results)
