@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -49,12 +50,9 @@ def make_charged_ranks(
     stages = tiny_model.make_tiny_stages(program.shape.stages)
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
     ranks = InProcessExecutor(
-        program,
-        stages,
-        loss=tiny_model.squared_error,
-        boundary=boundary,
+        program, stages, loss=tiny_model.squared_error, boundary=boundary,
         execution=ExecutionOptions(record_timestamps=False),
-    )
+    )  # fmt: skip
     charge_instructions(ranks, gpu, COSTS)
     return ranks, [GpuProgress(rank) for rank in ranks.executors]
 
@@ -147,10 +145,8 @@ def test_progress_advances_as_instructions_end(gpu: VirtualGPU) -> None:
         assert position.issued == position.unfinished and position.step == 1
         unfinished_counts.append(len(position.unfinished))
         gpu.host += 1.0
-    assert (
-        unfinished_counts == sorted(unfinished_counts, reverse=True)
-        and len({*unfinished_counts}) > 4
-    )
+    assert unfinished_counts == sorted(unfinished_counts, reverse=True)
+    assert len({*unfinished_counts}) > 4
 
 
 def test_stalled_host_is_reported(gpu: VirtualGPU) -> None:
@@ -261,24 +257,16 @@ def _query_progress_on_rank(
     process: int, transport: type[EdgeGroups] | type[GroupedMessages], tp: int
 ) -> list[Any]:
     program = schedir.compile(
-        one_f_one_b,
-        PipelineShape(2, 4),
-        tp=tp,
-        tied_weights=True,
-        clip_grad_norm=True,
-        progress_model=transport.progress_model,
-        overlap=True,
-    )
-    executor = gpt_executor(
-        program, transport(program), execution=ExecutionOptions(record_timestamps=False)
-    )
+        one_f_one_b, PipelineShape(2, 4), tp=tp, tied_weights=True, clip_grad_norm=True,
+        progress_model=transport.progress_model, overlap=True,
+    )  # fmt: skip
+    execution = ExecutionOptions(record_timestamps=False)
+    executor = gpt_executor(program, transport(program), execution=execution)
     progress, positions = GpuProgress(executor), []
     for _ in range(3):
         executor.step(*make_batch(4))
         positions.append(progress.get_progress())
-    works = [
-        work for instruction_works in progress.step_events[-1].works for work in instruction_works
-    ]
+    works = [*chain.from_iterable(progress.step_events[-1].works)]
     return [positions, len(works), all(hasattr(work, "is_completed") for work in works)]
 
 

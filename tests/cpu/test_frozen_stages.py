@@ -58,10 +58,8 @@ def compute_local_gradients(rank: int, program: Program) -> list[dict[str, Tenso
         program, transport.rank, stages, transport, loss=squared_error, boundary=BOUNDARY,
         gradients=GradientOptions(max_norm=inf if program.clip_grad_norm else None),
     )  # fmt: skip
-    m, (inputs, targets) = (
-        program.shape.microbatches,
-        make_batch(program.dp * program.shape.microbatches),
-    )
+    m = program.shape.microbatches
+    inputs, targets = make_batch(program.dp * m)
     share = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
     executor.step(inputs[share], targets[share])
     return copy_gradients([stages[s] for s in program.shape.stages_on_rank[transport.rank]])
@@ -101,12 +99,10 @@ def test_frozen_stage_with_trainable_parameter_is_refused() -> None:
     with pytest.raises(ModelError, match="stage 1 is frozen, but its parameter weight") as caught:
         InProcessExecutor(program, stages, loss=squared_error, boundary=BOUNDARY)
     assert "frozen_stages=1" in caught.value.hint
-    evaluation = compile(
-        forward_only, PipelineShape(3, 4), frozen_stages=2
-    )  # an evaluation trains nothing anyway
-    InProcessExecutor(evaluation, stages, loss=squared_error, boundary=BOUNDARY).step(
-        *make_batch(4)
-    )
+    # An evaluation trains nothing anyway.
+    evaluation = compile(forward_only, PipelineShape(3, 4), frozen_stages=2)
+    ranks = InProcessExecutor(evaluation, stages, loss=squared_error, boundary=BOUNDARY)
+    ranks.step(*make_batch(4))
 
 
 def test_frozen_stages_save_no_activations() -> None:
@@ -115,20 +111,14 @@ def test_frozen_stages_save_no_activations() -> None:
     x = torch.ones(8, 64)
     options: Any = dict(loss=nn.functional.mse_loss, boundary=(8, 64))
     unfrozen, frozen = (
-        measure_sizes(stages, x, x, **options),
-        measure_sizes(stages, x, x, frozen_stages=1, **options),
+        measure_sizes(stages, x, x, frozen_stages=n, **options).for_stages for n in (0, 1)
     )
-    assert (
-        frozen.for_stages("saved", 3)[0]
-        == frozen.for_stages("deferred_wgrad", 3)[0]
-        == frozen.for_stages("saved_and_deferred", 3)[0]
-        == 0.0
-    )
-    assert (frozen.for_stages("saved", 3)[1:] == unfrozen.for_stages("saved", 3)[1:]).all()
-    assert (
-        frozen.for_stages("model_states", 3) == unfrozen.for_stages("model_states", 3)
-    ).all()  # depends on the parameters
-    assert frozen.for_stages("model_states", 3)[0] < frozen.for_stages("model_states", 3)[1]
+    for name in ("saved", "deferred_wgrad", "saved_and_deferred"):
+        assert frozen(name, 3)[0] == 0.0
+    assert (frozen("saved", 3)[1:] == unfrozen("saved", 3)[1:]).all()
+    # The model states depend on the parameters.
+    assert (frozen("model_states", 3) == unfrozen("model_states", 3)).all()
+    assert frozen("model_states", 3)[0] < frozen("model_states", 3)[1]
     elu = [*stages[:1], nn.Sequential(nn.ELU(), nn.Linear(64, 64)), *stages[2:]]
     with_frozen, without_frozen = (
         measure_sizes(elu, x, x, frozen_stages=n, **options).for_stages("saved", 3)[1]

@@ -25,6 +25,7 @@ from schedir.transports.gloo import GlooTransport
 from schedir.verify.check import check
 from tests.cases import cases
 from tests.cpu.gloo_processes import RankError, run
+from tests.cpu.stage_chains import squared_error
 from tests.cpu.tiny_stages import (
     BOUNDARY,
     HIDDEN,
@@ -43,11 +44,8 @@ from tests.pure.test_blocking_hosts import sends
 def _train_rank(rank: int, program: Program) -> Any:
     """Run two steps on a rank, and return gradients by stage, loss and gradient norm."""
     transport = GlooTransport(program)
-    executor = gpt_executor(
-        program,
-        transport,
-        gradients=GradientOptions(max_norm=0.05 if program.clip_grad_norm else None),
-    )
+    gradients = GradientOptions(max_norm=0.05 if program.clip_grad_norm else None)
+    executor = gpt_executor(program, transport, gradients=gradients)
     for _ in range(2):  # the first step must not change the second
         loss = executor.step(*make_replica_batch(program, transport))
     timeline = gather_timeline(executor, transport)
@@ -182,23 +180,14 @@ def _read_refusal(rank: int, program: Program) -> str:
     stages = {rank: torch.nn.Linear(HIDDEN, HIDDEN)}
     try:
         executor = Executor(
-            program,
-            rank,
-            stages,
-            GlooTransport(program),
-            loss=_squares,
-            boundary=BOUNDARY,
+            program, rank, stages, GlooTransport(program), loss=squared_error, boundary=BOUNDARY,
             execution=ExecutionOptions(allow_identical_stages=True),
-        )
+        )  # fmt: skip
     except DeadlockError as error:
         return error.hint
     x = torch.ones(2, *BOUNDARY.shape)
     executor.step(x, x)
     return ""
-
-
-def _squares(y: Tensor, x: Tensor) -> Tensor:
-    return (y - x).square().sum()
 
 
 def _passes_check(program: Program, model: Any) -> bool:
@@ -227,14 +216,10 @@ def _run_out_of_memory(rank: int) -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
     stage = OutOfMemoryStage() if rank else nn.Linear(HIDDEN, HIDDEN)
     executor = Executor(
-        program,
-        rank,
-        {rank: stage},
-        GlooTransport(program),
-        loss=lambda y, _: y.square().sum(),
-        boundary=BOUNDARY,
+        program, rank, {rank: stage}, GlooTransport(program), loss=squared_error, boundary=BOUNDARY
     )
-    executor.step(torch.ones(4, *BOUNDARY.shape), torch.ones(4))
+    x = torch.ones(4, *BOUNDARY.shape)
+    executor.step(x, x)
 
 
 def test_out_of_memory_error_names_rank_and_instruction() -> None:
