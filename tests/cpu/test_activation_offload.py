@@ -116,12 +116,9 @@ def test_offload_with_evaluation_and_second_training_program() -> None:
         (program, half),
     ):
         stages = noisy(2, _dropout_stage)
+        extra = [second_program, evaluation]
         world = InProcessExecutor(
-            main_program,
-            stages,
-            loss=squares,
-            boundary=BOUNDARY,
-            extra_programs=[second_program, evaluation],
+            main_program, stages, loss=squares, boundary=BOUNDARY, extra_programs=extra
         )
         (x, y), (second_inputs, second_targets) = batch(4), batch(2, 1)
         totals = [

@@ -113,15 +113,11 @@ def test_two_tensor_parallel_ranks_equal_one_process(tied: bool, late: bool) -> 
     assert shard_dims.keys() == initial.keys()
     for name, dim in shard_dims.items():
         initial_shards, gradient_shards = [r[2][name] for r in ranks], [r[3][name] for r in ranks]
-        if dim is None:
-            assert torch.equal(initial_shards[0], initial_shards[1]) and torch.equal(
-                gradient_shards[0], gradient_shards[1]
-            ), name
-        else:
-            initial_shards, gradient_shards = (
-                [torch.cat(initial_shards, dim)],
-                [torch.cat(gradient_shards, dim)],
-            )
+        for shards in (initial_shards, gradient_shards):
+            if dim is None:
+                assert torch.equal(shards[0], shards[1]), name
+            else:
+                shards[:] = [torch.cat(shards, dim)]
         rows = len(initial[name])
         assert torch.equal(initial_shards[0][:rows], initial[name]), name
         assert tensors_close(gradient_shards[0][:rows], grads[name]), name
@@ -156,6 +152,5 @@ def test_weights_depend_on_seed() -> None:
     def build_first_weight(seed: int) -> Tensor:
         return next(build_stage(replace(SMALL, seed=seed), 0, 1).parameters()).detach()
 
-    assert torch.equal(build_first_weight(1), build_first_weight(1)) and not torch.equal(
-        build_first_weight(1), build_first_weight(2)
-    )
+    assert torch.equal(build_first_weight(1), build_first_weight(1))
+    assert not torch.equal(build_first_weight(1), build_first_weight(2))
