@@ -24,7 +24,6 @@ from schedir.ir.isa.instructions import FORWARD_OPS, SEND_OPS, Lane
 from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
-from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import ExecutionOrders, InProcessExecutor
 from schedir.runtime.offload.copy_lanes import CopyLanes
@@ -33,7 +32,6 @@ from schedir.runtime.services.stage_weight_versions import StageWeightVersions
 from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.testing.tiny_model import make_batch, make_tiny_stages, squared_error
-from schedir.transports.gloo import GlooTransport
 from tests.cases import ALL, cases
 from tests.cpu import tiny_stages as of_gpt
 from tests.cpu.checkpoint_layouts import (
@@ -43,7 +41,6 @@ from tests.cpu.checkpoint_layouts import (
     keep_name,
     run_steps,
 )
-from tests.cpu.gloo_processes import run
 from tests.cpu.optimizer_offload_programs import (
     ADAMW,
     are_equal,
@@ -166,34 +163,6 @@ def test_frozen_rank_uses_norm_of_each_update(states: str) -> None:
         if tested_orders == 5 and not ALL:
             break
     assert tested_orders
-
-
-def _train_on_rank(rank: int) -> Any:
-    torch.set_num_threads(1)
-    results = []
-    schedule, shape = CASES[0]
-    for states in PLACEMENTS:
-        program = schedir.compile(
-            schedule, shape, clip_grad_norm=True, dp=1, optimizer_placement=states
-        )
-        tiny_stages = make_tiny_stages(shape.stages)
-        stages = {s: tiny_stages[s] for s in shape.stages_on_rank[rank]}
-        executor = Executor(
-            program, rank, stages, GlooTransport(program), loss=squared_error, boundary=BOUNDARY,
-            gradients=GradientOptions(max_norm=0.5),
-            optimizer=adam([p for m in stages.values() for p in m.parameters()]),
-        )  # fmt: skip
-        if states == "cpu_step":
-            executor.state.resources.service(CopyLanes).bandwidth[Lane.HOST] = 1e6
-        for _ in range(2):
-            executor.step(*make_batch(shape.microbatches))
-        results.append([*weights([*stages.values()]), executor.grad_norm.clone()])
-    return results
-
-
-def test_cpu_steps_in_processes_equal_device_steps() -> None:
-    for device, host in run(_train_on_rank, 2):
-        assert are_equal(device, host)
 
 
 @pytest.mark.parametrize("case", cases([0, 4], [1, 5, 6]))
