@@ -87,10 +87,21 @@ def make_ranks_of_draft(
     return InProcessExecutor(program, stages, **defaults | {"optimizer": optimizer} | options)
 
 
+SHAPE, ONE_RANK = PipelineShape(2, 3), PipelineShape(1, 3, 2)
+
+
+def make_linear_stages(*kinds: Any) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [kind(4, 4) for kind in kinds or (nn.Linear, nn.Linear)]
+
+
 def make_ranks(
-    schedule: Any, shape: PipelineShape, *arguments: Any, **options: Any
-) -> InProcessExecutor:
-    return make_ranks_of_draft(draft_of(schedule, shape), *arguments, **options)
+    stages: list[nn.Module] | None = None, optimizer: Any = ADAM, shape: PipelineShape = SHAPE,
+    schedule: Any = None, **options: Any,
+) -> InProcessExecutor:  # fmt: skip
+    schedule = schedule or (looped_bfs if shape.stages_per_rank > 1 else one_f_one_b)
+    stages = make_linear_stages() if stages is None else stages
+    return make_ranks_of_draft(draft_of(schedule, shape), stages, optimizer, **options)
 
 
 def run_random_steps(ranks: InProcessExecutor, first: int, end: int) -> None:
@@ -214,31 +225,30 @@ class DropoutLinear(nn.Linear):
 def test_random_numbers_resume_after_load(tmp_path: Path) -> None:
     """Random numbers resume from the seed and the step, or from the saved generator states."""
 
-    def make(seed: int | None, schedule: Any, *shape: int) -> InProcessExecutor:
+    def make(seed: int | None, shape: PipelineShape = SHAPE) -> InProcessExecutor:
         stages = make_linear_stages(DropoutLinear, DropoutLinear)
-        return make_ranks(schedule, PipelineShape(*shape), stages, seed=seed)
+        return make_ranks(stages, shape=shape, seed=seed)
 
     for seed in (3, None):
-        saved = make(seed, one_f_one_b, 2, 3)
+        saved = make(seed)
         run_random_steps(saved, 0, 2)
         save(saved, tmp_path, step=2)
         run_random_steps(saved, 2, 4)
         expected = save_and_read(saved, tmp_path, 4)
-        resumed = make(seed, one_f_one_b, 2, 3)
+        resumed = make(seed)
         load(resumed, tmp_path, step=2)
         run_random_steps(resumed, 2, 4)
         assert tensors_equal(save_and_read(resumed, tmp_path / str(seed), 4), expected)
     with pytest.warns(UserWarning, match="random numbers depend on the number of processes"):
-        load(make(None, looped_bfs, 1, 3, 2), tmp_path)
+        load(make(None, ONE_RANK), tmp_path)
     with pytest.warns(UserWarning, match="seed of modules is 4; before, it was None"):
-        load(make(4, one_f_one_b, 2, 3), tmp_path)
+        load(make(4), tmp_path)
 
 
 def test_loss_scale_and_extra_state_resume(tmp_path: Path) -> None:
     def make_scaled_ranks() -> InProcessExecutor:
         gradients = GradientOptions(loss_scale=LossScale(8.0, growth_interval=2))
-        stages = make_mixed_stages(2, 0)
-        return make_ranks(one_f_one_b, PipelineShape(2, 3), stages, gradients=gradients)
+        return make_ranks(make_mixed_stages(2, 0), gradients=gradients)
 
     saved, resumed = make_scaled_ranks(), make_scaled_ranks()
     run_random_steps(saved, 0, 3)
@@ -267,13 +277,10 @@ def test_weights_and_buffers_of_loss_resume(tmp_path: Path) -> None:
     saved_loss, loaded_loss = LossWithBuffer(), LossWithBuffer()
     with torch.no_grad():
         saved_loss.weight.mul_(3)
-    ranks = make_ranks(one_f_one_b, PipelineShape(2, 3), make_mixed_stages(2, 0), loss=saved_loss)
+    ranks = make_ranks(make_mixed_stages(2, 0), loss=saved_loss)
     run_random_steps(ranks, 0, 1)
     save(ranks, tmp_path, step=1)
-    load(
-        make_ranks(looped_bfs, PipelineShape(1, 3, 2), make_mixed_stages(2, 1), loss=loaded_loss),
-        tmp_path,
-    )
+    load(make_ranks(make_mixed_stages(2, 1), shape=ONE_RANK, loss=loaded_loss), tmp_path)
     assert torch.equal(loaded_loss.weight, saved_loss.weight) and float(loaded_loss.calls) == 3
 
 
@@ -285,7 +292,7 @@ def test_save_validates_last_update(tmp_path: Path) -> None:
     }
     results = []
     for saves in (False, True):
-        ranks = make_ranks(one_f_one_b, PipelineShape(2, 3), make_linear_stages(), **options)
+        ranks = make_ranks(**options)
         run_random_steps(ranks, 0, 1)
         if saves:
             save(ranks, tmp_path, step=1)
@@ -296,12 +303,12 @@ def test_save_validates_last_update(tmp_path: Path) -> None:
 
 
 def test_forward_only_program_loads_only_weights(tmp_path: Path) -> None:
-    trained = make_ranks(one_f_one_b, PipelineShape(2, 3), make_mixed_stages(2, 0))
+    trained = make_ranks(make_mixed_stages(2, 0))
     run_random_steps(trained, 0, 2)
     expected = save_and_read(trained, tmp_path, 2)
     stages = make_mixed_stages(2, 1)
     evaluating = make_ranks(
-        schedir.schedules.forward_only, PipelineShape(1, 4, 2), stages, None, clip_grad_norm=False
+        stages, None, ONE_RANK, schedir.schedules.forward_only, clip_grad_norm=False
     )
     load(evaluating, tmp_path)
     for s, stage in enumerate(stages):
@@ -346,19 +353,12 @@ class FailingLinear(nn.Linear):
         raise ValueError("as told")
 
 
-def make_linear_stages(*kinds: Any) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [kind(4, 4) for kind in kinds or (nn.Linear, nn.Linear)]
-
-
 def _make_wider_stages() -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), nn.Linear(4, 4)]
 
 
 def _make_failed_ranks() -> InProcessExecutor:
-    ranks = make_ranks(
-        one_f_one_b, PipelineShape(2, 3), make_linear_stages(nn.Linear, FailingLinear)
-    )
+    ranks = make_ranks(make_linear_stages(nn.Linear, FailingLinear))
     with pytest.raises(ExecutionError):
         run_random_steps(ranks, 0, 1)
     return ranks
@@ -371,16 +371,8 @@ def _enter_full_parameters(ranks: InProcessExecutor) -> InProcessExecutor:
     return ranks
 
 
-def make_trained_ranks(
-    stages: list[nn.Module] | None = None, optimizer: Any = ADAM, **options: Any
-) -> InProcessExecutor:
-    ranks = make_ranks(
-        one_f_one_b,
-        PipelineShape(2, 3),
-        make_linear_stages() if stages is None else stages,
-        optimizer,
-        **options,
-    )
+def make_trained_ranks(*arguments: Any, **options: Any) -> InProcessExecutor:
+    ranks = make_ranks(*arguments, **options)
     run_random_steps(ranks, 0, 1)
     return ranks
 
@@ -403,15 +395,14 @@ NOT_READ: dict[str, Any] = {
     "another optimizer": lambda: make_trained_ranks(optimizer=partial(torch.optim.SGD, lr=0.1)),
     "more moments": lambda: make_trained_ranks(optimizer=OPTIMIZERS["amsgrad"]),
     "more buffers": lambda: make_trained_ranks(make_mixed_stages(2, 0)),
-    "fewer stages": lambda: make_ranks(one_f_one_b, PipelineShape(1, 3), make_linear_stages()[:1]),
+    "fewer stages": lambda: make_ranks(make_linear_stages()[:1], shape=PipelineShape(1, 3)),
     "more stages": lambda: make_ranks(
-        one_f_one_b, PipelineShape(3, 3), make_linear_stages(*[nn.Linear] * 3)
+        make_linear_stages(*[nn.Linear] * 3), shape=PipelineShape(3, 3)
     ),
     "of another type": lambda: make_ranks(
-        one_f_one_b, PipelineShape(2, 3), [m.double() for m in make_linear_stages()],
-        boundary=Boundary((5, 4), torch.float64),
+        [m.double() for m in make_linear_stages()], boundary=Boundary((5, 4), torch.float64)
     ),
-}  # fmt: skip
+}
 
 
 def copy_state(ranks: InProcessExecutor) -> list[Tensor]:
