@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.pipeline.tied_weights import find_tied_weights
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
@@ -82,10 +81,7 @@ def virtual(schedule: Any, shape: PipelineShape, stages: list[nn.Module]) -> InP
 @pytest.mark.parametrize("again", ["", "Linear"])
 @pytest.mark.parametrize(
     ("schedule", "shape"),
-    [
-        (one_f_one_b, PipelineShape(4, 6)),
-        (zb_v, PipelineShape(2, 4, 2, "vee")),
-    ],
+    [(one_f_one_b, PipelineShape(4, 6)), (zb_v, PipelineShape(2, 4, 2, "vee"))],
 )
 def test_running_statistics_equal_plain_loop(
     schedule: Any, shape: PipelineShape, again: str
@@ -137,15 +133,6 @@ def test_rewriting_equal_values_to_buffer_is_accepted(how: str) -> None:
         ranks = virtual(chimera, shape, [CachedNumbers(how) for _ in range(2)])
         for _ in range(2):
             ranks.step(*batch(4))
-
-
-def test_module_with_buffers_in_two_stages_causes_warning() -> None:
-    shared, *other_stages = normed(3)
-    stages = [shared, *other_stages, shared]
-    program = compile(zb_v, PipelineShape(2, 4, 2, "vee"), tied_weights=find_tied_weights(stages))
-    ranks = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
-    with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage uses it"):
-        ranks.step(*batch(4))
 
 
 @pytest.mark.parametrize("schedule", [chimera, dualpipe])
