@@ -93,15 +93,7 @@ def train_rank(kind: Kind, case: Case) -> tuple[list[float], Weights]:
         boundary=kind.boundary(count),
         optimizer=SGD([p for stage in stages.values() for p in stage.parameters()]),
     )  # fmt: skip
-    replica_part = slice(transport.dp_rank * M, (transport.dp_rank + 1) * M)
-    losses = []
-    for step in range(2):
-        data = kind.batch(M * case.dp, step)
-        keywords = data.keywords[replica_part] if data.keywords else ()
-        loss = executor.step(
-            data.inputs[replica_part], data.targets[replica_part], data.scale, keywords
-        )
-        losses += [] if loss is None else [float(loss)]
+    losses = run_two_steps(executor, kind, case, transport.dp_rank)
     with executor.full_parameters():
         weights = {
             (s, n): (p.detach().clone(), get_shard_dim(p))
@@ -109,6 +101,20 @@ def train_rank(kind: Kind, case: Case) -> tuple[list[float], Weights]:
             for n, p in stage.named_parameters()
         }
     return losses, weights
+
+
+def run_two_steps(
+    executor: Executor | InProcessExecutor, kind: Kind, case: Case, replica: int = 0
+) -> list[float]:
+    """Run the microbatches of a program's replica, and return the losses where they are known."""
+    m, losses = executor.program.shape.microbatches, []
+    own = slice(replica * m, (replica + 1) * m)
+    for step in range(2):
+        data = kind.batch(M * case.dp, step)
+        keywords = data.keywords[own]
+        loss = executor.step(data.inputs[own], data.targets[own], data.scale, keywords=keywords)
+        losses += [] if loss is None else [float(loss)]
+    return losses
 
 
 def train_one_process(kind: Kind, case: Case) -> tuple[list[float], Weights]:
@@ -119,11 +125,7 @@ def train_one_process(kind: Kind, case: Case) -> tuple[list[float], Weights]:
     ranks = InProcessExecutor(
         program, stages, loss=kind.loss, boundary=kind.boundary(count), optimizer=SGD
     )
-    losses = []
-    for step in range(2):
-        data = kind.batch(M * case.dp, step)
-        losses.append(float(ranks.step(*data[:3], keywords=data.keywords)))
-    return losses, {
+    return run_two_steps(ranks, kind, case), {
         (s, n): (p.detach(), None)
         for s, stage in enumerate(stages)
         for n, p in stage.named_parameters()
