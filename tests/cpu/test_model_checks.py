@@ -22,22 +22,6 @@ from tests.cpu.stage_chains import squared_error
 Arguments = dict[str, Any]
 
 
-def _freeze(arguments: Arguments) -> None:
-    arguments["options"]["frozen_stages"] = 1
-
-
-def _move(arguments: Arguments) -> None:
-    arguments["modules"][0].extra = nn.Parameter(torch.ones(1, device="meta"), requires_grad=False)
-
-
-def _add_replicas(arguments: Arguments) -> None:
-    arguments["transport"].dp = 2
-
-
-def _stop_gradients(arguments: Arguments) -> None:
-    arguments["boundary"] = Boundary((2, 3), requires_grad=False)
-
-
 def _transpose(arguments: Arguments) -> None:
     weight = arguments["modules"][0].get_parameter("0.weight")
     weight.data = weight.data.t()
@@ -67,12 +51,17 @@ def _limit_rows(arguments: Arguments) -> None:
     arguments["modules"][0].append(nn.Embedding(4, 4, max_norm=1.0))
 
 
+META = nn.Parameter(torch.ones(1, device="meta"), requires_grad=False)
+WITHOUT_GRADIENT = Boundary((2, 3), requires_grad=False)
 # Faults in the order of the checks, and the argument of Executor that the error names.
 FAULTS: dict[str, tuple[Callable[[Arguments], None], str]] = {
-    "trained parameters of a frozen stage": (_freeze, "stages"),
-    "two devices": (_move, "stages"),
-    "replicas of the transport only": (_add_replicas, "transport"),
-    "a boundary without a gradient": (_stop_gradients, "boundary"),
+    "trained parameters of a frozen stage": (
+        lambda a: a["options"].update(frozen_stages=1),
+        "stages",
+    ),
+    "two devices": (lambda a: a["modules"][0].register_parameter("extra", META), "stages"),
+    "replicas of the transport only": (lambda a: vars(a["transport"]).update(dp=2), "transport"),
+    "a boundary without a gradient": (lambda a: a.update(boundary=WITHOUT_GRADIENT), "boundary"),
     "a weight that is not contiguous": (_transpose, "stages"),
     "a weight that is stepped twice": (_repeat_weight, "optimizer"),
     "a loss scale without a norm": (_scale_loss, "gradients"),
