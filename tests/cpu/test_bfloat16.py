@@ -23,11 +23,7 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.schedules import dualpipe
-from tests.cpu.tiny_stages import (
-    BOUNDARY,
-    gpt_stages,
-    make_batch,
-)
+from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch
 from tests.cpu.train_command import train, train_in_this_process, write_config
 
 HALF = Boundary(BOUNDARY.shape, torch.bfloat16)

@@ -160,9 +160,7 @@ def run_late_and_immediate(
 @pytest.mark.parametrize(
     ("what", "scale", "once", "precision"),
     each_value(
-        [(infinite_loss, 1024.0), (infinite_gradient, 0.5)],
-        [False, True],
-        ["float32", "float16"],
+        [(infinite_loss, 1024.0), (infinite_gradient, 0.5)], [False, True], ["float32", "float16"]
     ),
 )
 def test_delayed_stop_equals_immediate_stop(
@@ -291,11 +289,7 @@ class NoWait(TorchDispatchMode):
     ),
 )  # fmt: skip
 def test_step_without_report_has_no_host_wait(
-    config: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    precision: str,
-    schedule: str,
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, schedule: str
 ) -> None:
     adamw, watched = torch.optim.AdamW, list[str]()
 

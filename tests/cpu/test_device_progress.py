@@ -85,9 +85,7 @@ def read_stall_error(
     return [(str(site.instr), site.note) for site in error.sites]
 
 
-def test_stall_error_reports_gpu_position_not_host_position(
-    gpu: VirtualGPU,
-) -> None:
+def test_stall_error_reports_gpu_position_not_host_position(gpu: VirtualGPU) -> None:
     ranks, progress = make_charged_ranks(gpu, one_f_one_b, 2, 4)
     make_instruction_hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
     run_step(ranks, gpu)
@@ -241,9 +239,7 @@ class _BlockedProgress:
         self.over.wait()
 
 
-def test_blocked_driver_does_not_block_watchdog(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocked_driver_does_not_block_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "GPU_ANSWER_TIMEOUT", 0.01)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     blocked: Any = _BlockedProgress()

@@ -16,12 +16,7 @@ from torch.nn.functional import mse_loss
 
 from schedir.schedules.schedule_algebra import F, I, RankSchedule, W
 from schedir.torch_pipelining import Schedule
-from tests.cpu.drop_in_steps import (
-    N_MICROBATCHES,
-    GradientCase,
-    make_step,
-    run_gradient_cases,
-)
+from tests.cpu.drop_in_steps import N_MICROBATCHES, GradientCase, make_step, run_gradient_cases
 from tests.cpu.gloo_processes import RankError, run
 from tests.cpu.torch_pipelines import WIDTH, make_batch
 

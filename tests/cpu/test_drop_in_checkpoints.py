@@ -193,10 +193,7 @@ MORE_LAYOUTS = [
     ("two stages of each rank", Layout("interleaved", 4)),
     ("our executor, split", Layout("zb_h1", runtime="schedir")),
 ]
-SAME_SUMS = {
-    "two ranks": dict(cases(TWO_RANKS, MORE_LAYOUTS)),
-    "dropped": {"dropped": DROPOUT},
-}
+SAME_SUMS = {"two ranks": dict(cases(TWO_RANKS, MORE_LAYOUTS)), "dropped": {"dropped": DROPOUT}}
 ONE_RANK = dict(
     cases(
         [("one rank", Layout("interleaved", 2))],

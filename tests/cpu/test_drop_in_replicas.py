@@ -185,10 +185,7 @@ def test_split_backwards_accumulate_in_reduction_dtype(
     """
     actual, expected = (
         [gradients[key] for gradients in run_reduced_gradients()]
-        for key in (
-            (schedule, runtime, parts_sharded),
-            (full_backwards, "torch", parts_sharded),
-        )
+        for key in ((schedule, runtime, parts_sharded), (full_backwards, "torch", parts_sharded))
     )
     assert [[g.dtype for g in gradients] for gradients in actual] == [
         [torch.float32] * len(gradients) for gradients in actual

@@ -225,9 +225,7 @@ def _train_with_replaced_gradient(rank: int, schedule: Any, replicas: int, how: 
 @pytest.mark.parametrize(
     ("replicas", "schedule", "how"),
     each_value(
-        [2, 1],
-        [one_f_one_b, split_1f1b, pipedream_2bw],
-        ["put by a Function", "put in its place"],
+        [2, 1], [one_f_one_b, split_1f1b, pipedream_2bw], ["put by a Function", "put in its place"]
     ),
 )
 def test_replaced_gradient_tensor_is_reduced(schedule: Any, replicas: int, how: str) -> None:
@@ -315,9 +313,7 @@ def test_early_work_is_attributed_to_its_instruction() -> None:
         assert not isinstance(work, type(stamps.follow_work(FinishedWork())))
 
 
-def test_work_that_ends_early_has_no_duration(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_work_that_ends_early_has_no_duration(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = install_virtual_gpu(monkeypatch)
     work = FinishedWork(torch.cuda.Stream())
 
