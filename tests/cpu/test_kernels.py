@@ -78,18 +78,6 @@ def test_cross_entropy_kernels_equal_reference(
         assert_close(kernels.write_gradient_(logits, *arguments), expected)
 
 
-def test_losses_equal_torch() -> None:
-    logits, targets = make_random(0, 5, 12), torch.tensor([0, 3, -1, 11, 7])
-    parts = [
-        cross_entropy.compute_statistics_reference(part, targets, 4 * rank)
-        for rank, part in enumerate(logits.chunk(3, dim=1))
-    ]
-    expected = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
-    torch.testing.assert_close(
-        cross_entropy.compute_losses(torch.stack(parts), targets, -1), expected
-    )
-
-
 def compute_gradients(output: Tensor, inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:
     """Return the gradients of the inputs from autograd."""
     return [*torch.autograd.grad(output, inputs, gradient)]
