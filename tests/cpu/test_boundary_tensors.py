@@ -283,7 +283,8 @@ def run_cases_on_rank(process: int, cases: list[Case], seed: int) -> list[Any]:
         )
         m = shape.microbatches
         own = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
-        inputs, targets, keywords = (part[own] for part in make_batch(m * program.dp))
+        batch: Any = make_batch(m * program.dp)
+        inputs, targets, keywords = (part[own] for part in batch)
         for _ in range(2):
             sum_of_losses = executor.step(inputs, targets, keywords=keywords)
         local_gradients = {

@@ -285,7 +285,7 @@ def test_weights_and_buffers_of_loss_resume(tmp_path: Path) -> None:
 
 
 def test_save_validates_last_update(tmp_path: Path) -> None:
-    options = {
+    options: dict[str, Any] = {
         "of": {"norm_check": "after_step"},
         "gradients": GradientOptions(max_norm=0.01),
         "loss": nn.MSELoss(reduction="sum"),

@@ -67,7 +67,11 @@ def test_each_replica_gets_its_part_of_each_batch(steps: int, replicas: int, sha
 def test_next_batch_is_read_during_step() -> None:
     was_read = threading.Event()
 
-    source = make_observed_batches(lambda step: step == 1 and was_read.set())
+    def record_step_1(step: int) -> None:
+        if step == 1:
+            was_read.set()
+
+    source = make_observed_batches(record_step_1)
     with start_prefetch(source, 3) as prefetched:
         prefetched.take(0)
         assert was_read.wait(60)

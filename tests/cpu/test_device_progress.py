@@ -44,7 +44,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
 
 
 def make_charged_ranks(
-    gpu: VirtualGPU, schedule: Any, *shape: int, **options: Any
+    gpu: VirtualGPU, schedule: Any, *shape: Any, **options: Any
 ) -> tuple[InProcessExecutor, list[GpuProgress]]:
     program = schedir.compile(schedule, PipelineShape(*shape), progress_model="per_edge", **options)
     stages = tiny_model.make_tiny_stages(program.shape.stages)

@@ -107,7 +107,8 @@ def make_gradient_cases() -> dict[str, GradientCase]:
     # The options make DDP overwrite earlier gradients, or count backwards.
     options = [None, "gradient_as_bucket_view", "static_graph"]
     for name, placement, stages, option in each_value([CASES[0], CASES[2]], options):
-        wrap = partial(wrap_in_ddp, **({option: True} if option else {}))
+        ddp_options: dict[str, Any] = {option: True} if option else {}
+        wrap = partial(wrap_in_ddp, **ddp_options)
         key = f"accumulated {name} {option}"
         add(key, stages, steps=2, placement=placement, schedule=name, wrap=wrap)
     return found

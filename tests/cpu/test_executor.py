@@ -78,7 +78,8 @@ def _make_executor(program: Program, stages: list[nn.Module]) -> InProcessExecut
 
 def test_stages_that_do_not_match_program_are_refused() -> None:
     shape = PipelineShape(2, 2)
-    for options in ({}, {"tied_weights": True, "tp": 2}):
+    cases: list[dict[str, Any]] = [{}, {"tied_weights": True, "tp": 2}]
+    for options in cases:
         with pytest.raises(ModelError):
             _make_executor(compile(gpipe, shape, **options), gpt_stages(2))
 

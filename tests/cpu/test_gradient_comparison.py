@@ -48,7 +48,8 @@ def sum_gradients(loop: UnpipelinedModel, factors: list[float]) -> Gradients:
     for mb, factor in zip(loop.microbatches, factors, strict=True):
         one = UnpipelinedModel(loop.model, [mb], loop.loss_fn, loop.divisor)
         for name, gradient in one.expected_gradients.items():
-            total[name] = total.get(name, 0) + factor * gradient.value
+            earlier: Any = total.get(name, 0)
+            total[name] = earlier + factor * gradient.value
     return total
 
 

@@ -60,7 +60,7 @@ FAULTS: dict[str, tuple[Callable[[Arguments], None], str]] = {
         "stages",
     ),
     "two devices": (lambda a: a["modules"][0].register_parameter("extra", META), "stages"),
-    "replicas of the transport only": (lambda a: vars(a["transport"]).update(dp=2), "transport"),
+    "replicas of the transport only": (lambda a: setattr(a["transport"], "dp", 2), "transport"),
     "a boundary without a gradient": (lambda a: a.update(boundary=WITHOUT_GRADIENT), "boundary"),
     "a weight that is not contiguous": (_transpose, "stages"),
     "a weight that is stepped twice": (_repeat_weight, "optimizer"),
