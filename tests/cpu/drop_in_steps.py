@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import Placement
+from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.testing.gradient_assertion import _run_rank
 from schedir.testing.gradient_comparison import GradientDump, compare_gradients
 from schedir.testing.unpipelined_model import UnpipelinedModel, copy_model, split_batch
@@ -70,6 +72,18 @@ def make_step(
             run_step(schedule, parts, *part)
 
     return step
+
+
+def evaluate_between(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
+    """Evaluate before a part of the batch, in a placement with the last stage on the first rank."""
+    with torch.no_grad():
+        schedule.eval(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
+
+
+def forwards_then_backwards(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
+    """Return all forwards stage by stage, and then all backwards. The placement may be any."""
+    forwards = sum((m * F[j] for j in range(v)), 0 * F)
+    return forwards + sum((m * B[j] for j in reversed(range(v))), 0 * F)
 
 
 class GradientCase(NamedTuple):

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining.stage import PipelineStage
 
 from schedir.models import huggingface
+from tests.cpu.torch_pipelines import make_stage
 
 ROOT = Path(__file__).parents[2]
 RANKS, LAYERS, MICROBATCHES, SIZE, CONTEXT, WORDS = 2, 4, 4, 2, 12, 96
@@ -198,15 +198,7 @@ class Pipeline:
         self.kind, self.case = kind, run_whole_model(kind)
         self.parts = {s: get_stage_factory(kind)(self.case.model, s, stages) for s in own}
         self.first, self.last = 0 in own, stages - 1 in own
-        held = [
-            PipelineStage(part, s, stages, torch.device("cpu")) for s, part in self.parts.items()
-        ]
-        for stage in held:
-            if hasattr(stage, "_get_init_p2p_neighbors_ops"):
-                # These first messages are only for NCCL. torch 2.11 sends them to itself, which
-                # Gloo refuses.
-                stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
-        self.schedule = build(held)
+        self.schedule = build([make_stage(part, s, stages) for s, part in self.parts.items()])
 
     def run(self, what: str = "step", by_hand: bool = True) -> RankResults:
         """Run a step or `eval`, and clear the gradients.

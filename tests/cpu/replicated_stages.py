@@ -186,15 +186,10 @@ def create_executor(case: Case, transport: type[GlooTransport] = LoggingTranspor
     parameters = [p for stage in own.values() for p in stage.parameters() if p.requires_grad]
     dtype = parameters[0].dtype
     executor = Executor(
-        program,
-        gloo.rank,
-        own,
-        gloo,
-        loss=loss_with_nan,
-        boundary=Boundary((ROWS, WIDTH), dtype),
+        program, gloo.rank, own, gloo, loss=loss_with_nan, boundary=Boundary((ROWS, WIDTH), dtype),
         optimizer=torch.optim.SGD(parameters, 0.1) if dtype == torch.float32 else None,
         gradients=GradientOptions(loss_scale=LossScale(8.0) if case.scaled else None),
-    )
+    )  # fmt: skip
     if isinstance(gloo, LoggingTransport):
         gloo.executor = executor
     return executor

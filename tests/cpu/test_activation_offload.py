@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,29 +12,13 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.runtime.boundaries.size_measurement import measure_sizes
-from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.activation_offloader import OffloadMoves
-from schedir.schedules import (
-    forward_only,
-    gpipe,
-    one_f_one_b,
-    zb_h1,
-)
-from schedir.transports.gloo import GlooTransport
+from schedir.schedules import forward_only, gpipe, one_f_one_b
 from schedir.verify.check import check
 from tests.cpu.activation_offload_programs import offload_randomly
-from tests.cpu.gloo_processes import run
-from tests.cpu.test_recompute import (
-    BOUNDARY,
-    WIDTH,
-    batch,
-    equal,
-    noisy,
-    squares,
-    state,
-)
+from tests.cpu.test_recompute import BOUNDARY, WIDTH, batch, equal, noisy, squares, state
 
 torch.set_num_threads(1)
 
@@ -116,12 +99,9 @@ def test_offload_with_evaluation_and_second_training_program() -> None:
         (program, half),
     ):
         stages = noisy(2, _dropout_stage)
+        extra = [second_program, evaluation]
         world = InProcessExecutor(
-            main_program,
-            stages,
-            loss=squares,
-            boundary=BOUNDARY,
-            extra_programs=[second_program, evaluation],
+            main_program, stages, loss=squares, boundary=BOUNDARY, extra_programs=extra
         )
         (x, y), (second_inputs, second_targets) = batch(4), batch(2, 1)
         totals = [
@@ -132,26 +112,3 @@ def test_offload_with_evaluation_and_second_training_program() -> None:
         ]
         results.append([*totals, *state(stages)])
     assert equal(*results)
-
-
-def _train_with_and_without_offload(rank: int, folder: str) -> list[Any]:
-    results = []
-    plain = compile(zb_h1, PipelineShape(2, 4), zero=3, dp=1)
-    for program in (plain, checked(offload_randomly(plain, 3, spilled=0.5), "minimal")):
-        stages = noisy(2, _dropout_stage)
-        executor = Executor(
-            program, rank, stages, GlooTransport(program), loss=squares, boundary=BOUNDARY,
-            optimizer=torch.optim.SGD(stages[rank].parameters(), lr=0.1),
-            execution=ExecutionOptions(spill_dir=folder),
-        )  # fmt: skip
-        losses = [executor.step(*batch(4, k)) for k in range(2)]
-        with executor.full_parameters():
-            results.append((losses, [p.detach().clone() for p in stages[rank].parameters()]))
-    return results
-
-
-def test_offload_between_processes_with_sharded_weights(tmp_path: Path) -> None:
-    for plain, offloaded in run(_train_with_and_without_offload, 2, str(tmp_path)):
-        assert all(a is b or torch.equal(a, b) for a, b in zip(plain[0], offloaded[0], strict=True))
-        assert equal(plain[1], offloaded[1])
-    assert not [*tmp_path.iterdir()]

@@ -6,6 +6,8 @@ a value that the reference has at an aligned address must be aligned in every ru
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cases import pairs
 from tests.cpu.gloo_processes import run
+from tests.cpu.stage_chains import squared_error as loss
 
 ROWS, WIDTH, EXTRA = 3, 5, 7  # odd, so that a tensor packed after another one is not aligned
 BOUNDARY = (Boundary((ROWS, WIDTH)), Boundary((EXTRA,)))
@@ -77,23 +80,17 @@ def find_unaligned_offsets(
         make_backward_splittable(stage)
     options: dict[str, Any] = {"loss": loss, "boundary": BOUNDARY}
     x, y = torch.randn(2, 4, ROWS, WIDTH)
+    step: Callable[..., object]
     if transport is None:
-        ranks = InProcessExecutor(program, [*stages.values()], **options)
-        for _ in range(2):
-            ranks.step(x, y, order_seed=seed)
+        step = partial(InProcessExecutor(program, stages, **options).step, order_seed=seed)
     else:
-        rank = transport.rank
-        stages = {s: stages[s] for s in program.shape.stages_on_rank[rank]}
-        executor = Executor(program, rank, stages, transport, **options)
-        for _ in range(2):
-            executor.step(x, y)
+        stages = {s: stages[s] for s in program.shape.stages_on_rank[transport.rank]}
+        step = Executor(program, transport.rank, stages, transport, **options).step
+    for _ in range(2):
+        step(x, y)
     log = [address for stage in stages.values() for address in stage.log]
     assert log
     return [address for address in log if address]
-
-
-def loss(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().sum()
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ExecutionError, ModelError, SchedirError, UsageError
+from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.models.huggingface import cut
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary, ModelBoundaries
 from schedir.runtime.boundaries.size_measurement import measure_sizes
@@ -28,6 +30,7 @@ from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import one_f_one_b
 from schedir.transports.gloo import GlooTransport
+from schedir.transports.transport import PeerLeft
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "given.txt"
 PROGRAM = compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True)
@@ -48,12 +51,27 @@ class WithoutGradient(nn.Linear):
         return super().forward(input)
 
 
+class DistributedDataParallel(nn.Sequential):
+    """A wrapper with the name of torch's class, which needs no process group."""
+
+
+class LostPeer(nn.Linear):
+    """A stage that fails as a message does if only one rank makes a step and the other ends."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        raise PeerLeft("rank 1 has ended")
+
+
 class WithoutReturn(nn.Linear):
     """A layer whose forward lacks its return."""
 
     def forward(self, input: Tensor) -> Tensor:
         super().forward(input)
         return None  # type: ignore[return-value]
+
+
+def stages_without_return() -> list[nn.Module]:
+    return [*make_stages()[:1], WithoutReturn(3, 3)]
 
 
 def squares(y: Tensor, target: Tensor) -> Tensor:
@@ -67,19 +85,20 @@ def world(**changes: Any) -> InProcessExecutor:
 
 
 def rank(number: Any = 0, **changes: Any) -> Executor:
-    arguments: dict[str, Any] = {
-        "stages": make_stages(),
-        "transport": world().mailboxes[0],
-        "loss": squares,
-    }
-    arguments |= {"boundary": (2, 3), "program": PROGRAM} | changes
-    return Executor(
-        arguments.pop("program"),
-        number,
-        arguments.pop("stages"),
-        arguments.pop("transport"),
-        **arguments,
-    )
+    arguments: dict[str, Any] = {"stages": make_stages(), "transport": world().mailboxes[0]}
+    arguments |= {"loss": squares, "boundary": (2, 3), "program": PROGRAM} | changes
+    program, stages, transport = (arguments.pop(n) for n in ("program", "stages", "transport"))
+    return Executor(program, number, stages, transport, **arguments)
+
+
+def reference(stages: Any = None, inputs: Any = X, targets: Any = X, **changes: Any) -> Tensor:
+    options: dict[str, Any] = {"loss": squares} | changes
+    return run_sequential(make_stages() if stages is None else stages, inputs, targets, **options)
+
+
+def measure(stages: Any = None, inputs: Any = X[0], **changes: Any) -> Sizes:
+    options: dict[str, Any] = {"loss": squares, "boundary": (2, 3)} | changes
+    return measure_sizes(make_stages() if stages is None else stages, inputs, X[0], **options)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +109,7 @@ def test_boundary_accepts_any_sequence_of_integers(shape: Any) -> None:
     hashes = {hash(Boundary(shape)), hash(Boundary((2, 3)))}
     assert len(hashes) == 1
     assert ModelBoundaries.from_edges(shape, 2).stage_boundaries[0].tensors == (Boundary((2, 3)),)
-    measure_sizes(make_stages(), X[0], X[0], loss=squares, boundary=shape)
+    measure(boundary=shape)
 
 
 def test_boundary_of_integer_is_vector() -> None:
@@ -113,12 +132,6 @@ def test_invalid_boundary_dtype_is_refused(dtype: Any) -> None:
         Boundary((2, 3), dtype)
 
 
-def test_boundary_shape_without_brackets_gets_hint() -> None:
-    with pytest.raises(ModelError, match=r"must be a torch\.dtype, not 8") as caught:
-        Boundary(2, 8)  # type: ignore[arg-type]
-    assert caught.value.hint == "put the shape in brackets: Boundary((2, ...))"
-
-
 def test_stages_are_accepted_as_sequence_or_mapping() -> None:
     losses = [
         float(world(stages=stages).step(X, X))
@@ -136,6 +149,17 @@ def test_stages_are_accepted_as_sequence_or_mapping() -> None:
 
 def make_scheduler(parameters: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(parameters, 0.1), 1)
+
+
+NO_PROGRAM: Any = 5
+UNTYPED: Callable[..., Any] = world
+
+
+def share_optimizer() -> InProcessExecutor:
+    """Create an executor that would step one optimizer once for each rank."""
+    stages = make_stages()
+    optimizer = torch.optim.SGD([p for stage in stages for p in stage.parameters()])
+    return world(stages=stages, optimizer=lambda _: optimizer)
 
 
 WRONG: dict[str, Callable[[], object]] = {
@@ -179,20 +203,14 @@ WRONG: dict[str, Callable[[], object]] = {
     "replicas in one process": lambda: world(
         program=compile(one_f_one_b, PipelineShape(2, 4), dp=2)
     ),
-    "a last stage that returns nothing": lambda: world(
-        stages=[*make_stages()[:1], WithoutReturn(3, 3)]
-    ).step(X, X),
-    "a reference whose last stage returns nothing": lambda: run_sequential(
-        [*make_stages()[:1], WithoutReturn(3, 3)], X, X, loss=squares
-    ),
-    "sizes of a last stage that returns nothing": lambda: measure_sizes(
-        [*make_stages()[:1], WithoutReturn(3, 3)], X[0], X[0], loss=squares, boundary=(2, 3)
-    ),
+    "a last stage that returns nothing": lambda: world(stages=stages_without_return()).step(X, X),
+    "a reference whose last stage returns nothing": lambda: reference(stages_without_return()),
+    "sizes of a last stage that returns nothing": lambda: measure(stages_without_return()),
     "no transport": lambda: rank(transport="gloo"),
     "losses one by one": lambda: world(loss=lambda y, t: y - t).step(X, X),
     "a loss of Python": lambda: world(loss=lambda y, t: 5.0).step(X, X),
     "half a seed": lambda: world(seed=1.5),
-    "no seed": lambda: run_sequential(make_stages(), X, X, loss=squares, seed=None),  # type: ignore[arg-type]
+    "no seed": lambda: reference(seed=None),
     "a mean as scale": lambda: world().step(X, X, "mean"),  # type: ignore[arg-type]
     "a scale that is no number": lambda: world().step(X, X, math.nan),
     "arrays": lambda: world().step(X.numpy(), X),  # type: ignore[arg-type]
@@ -213,37 +231,54 @@ WRONG: dict[str, Callable[[], object]] = {
     "no targets": lambda: world().step(X, None),  # type: ignore[arg-type]
     "inputs one by one": lambda: world().step(iter(X), X),
     "one number": lambda: world().step(X, torch.tensor(1.0)),
-    "a reference's stage": lambda: run_sequential(make_stages()[0], X, X, loss=squares),  # type: ignore[arg-type]
-    "a reference's loss": lambda: run_sequential(make_stages(), X, X, loss=nn.MSELoss),  # type: ignore[arg-type]
-    "a reference's inputs": lambda: run_sequential(make_stages(), X[:3], X, loss=squares),
-    "a reference's program": lambda: run_sequential(
-        make_stages(),
-        X,
-        X,
-        loss=squares,
-        program=one_f_one_b,  # type: ignore[arg-type]
+    "a reference's stage": lambda: reference(make_stages()[0]),
+    "a reference's loss": lambda: reference(loss=nn.MSELoss),
+    "a reference's inputs": lambda: reference(inputs=X[:3]),
+    "a reference's program": lambda: reference(program=one_f_one_b),
+    "sizes of inputs": lambda: measure(inputs={"x": X}),
+    "sizes of numbers": lambda: measure([1, 2]),
+    "sizes without a loss": lambda: measure(loss=None),
+    "a boundary without brackets": lambda: Boundary(2, 8),  # type: ignore[arg-type]
+    "a stage in a wrapper": lambda: world(stages=[DistributedDataParallel(*make_stages())] * 2),
+    "a module of a stage in a wrapper": lambda: world(
+        stages=[nn.Sequential(nn.DataParallel(nn.Linear(3, 3))), nn.Linear(3, 3)]
     ),
-    "sizes of inputs": lambda: measure_sizes(
-        make_stages(),
-        {"x": X},  # type: ignore[arg-type]
-        X[0],
-        loss=squares,
-        boundary=(2, 3),
+    "a lazy stage": lambda: world(stages=[nn.LazyLinear(3), nn.Linear(3, 3)]),
+    "no process group": lambda: GlooTransport(PROGRAM),
+    "one optimizer of several ranks": share_optimizer,
+    "a loss that fails": lambda: world(loss=lambda y, t: dict[str, Any]()["y"]).step(X, X.int()),
+    "a scale rounded to 0": lambda: world().step(X, X, grad_scale=1 // 4),
+    "a step on one rank": lambda: world(stages=[LostPeer(3, 3), nn.Linear(3, 3)]).step(X, X),
+    "a step without targets": lambda: UNTYPED().step(X),
+    "a step without arguments": lambda: UNTYPED().step(),
+    "a step with another name": lambda: UNTYPED().step(input=X, targets=X),
+    "an evaluation without targets": lambda: UNTYPED().evaluate(X),
+    "a step with a program": lambda: UNTYPED().step(X, X, 1.0, None, (), PROGRAM),
+    "a training without backwards": lambda: world(
+        program=compile("forward_only", PipelineShape(2, 4)), optimizer=torch.optim.AdamW
+    ).step(X, X),
+    "a boundary of two microbatches": lambda: world(boundary=(4, 3)).step(X, X),
+    "a boundary of all microbatches": lambda: world(boundary=(4, 2, 3)).step(X, X),
+    "a boundary of one sample": lambda: world(boundary=(3,)).step(X, X),
+    "a boundary in float32": lambda: world(stages=[s.double() for s in make_stages()]).step(
+        X.double(), X.double()
     ),
-    "sizes of numbers": lambda: measure_sizes([1, 2], X[0], X[0], loss=squares, boundary=(2, 3)),  # type: ignore[list-item]
-    "sizes without a loss": lambda: measure_sizes(
-        make_stages(),
-        X[0],
-        X[0],
-        loss=None,  # type: ignore[arg-type]
-        boundary=(2, 3),
-    ),
+    "a norm for a switch": lambda: compile("gpipe", PipelineShape(2, 4), clip_grad_norm=0.5),  # type: ignore[arg-type]
+    "the step of another trainer": lambda: UNTYPED().train_step,
+    "the zero_grad of torch": lambda: UNTYPED().zero_grad,
+    "the state of torch": lambda: UNTYPED().state_dict,
+    "the eval of torch": lambda: UNTYPED().eval,
+    "a model's name to cut": lambda: cut("gpt2", 2),
+    "numbers of layers to cut": lambda: cut(nn.Linear(3, 3), [1, 1]),  # type: ignore[arg-type]
+    "an extra program that is none": lambda: GlooTransport(PROGRAM, extra_programs=[NO_PROGRAM]),
+    "a step of no program": lambda: world().step(X, X, program=NO_PROGRAM),
+    "a whole batch": lambda: world().step(X.flatten(0, 1), X.flatten(0, 1)),
     "splits of stages": lambda: make_backward_splittable(make_stages()),  # type: ignore[arg-type]
 }
 
 
 def read_error(call: Callable[[], object]) -> str:
-    with pytest.raises((ModelError, UsageError, ExecutionError)) as error:
+    with pytest.raises((ModelError, UsageError, ExecutionError, AttributeError)) as error:
         call()
     return f"{type(error.value).__name__}: {error.value}"
 
@@ -272,25 +307,17 @@ def test_invalid_timeout_is_refused(seconds: Any) -> None:
     assert caught.value.fields == ("timeout",)
 
 
-def test_argument_that_is_no_program_is_refused() -> None:
-    number: Any = 5
-    with pytest.raises(UsageError):
-        GlooTransport(PROGRAM, extra_programs=[number])
-    with pytest.raises(UsageError):
-        world().step(X, X, program=number)
-
-
 def test_seed_accepts_any_integer_type() -> None:
     for seed in (np.int64(3), torch.tensor(3), -1, 2**70, True):
         world(seed=seed).step(X, X)
 
 
-def test_undivided_batch_is_refused_with_hint() -> None:
-    batch = X.flatten(0, 1)
-    with pytest.raises(ExecutionError, match=f"{len(batch)} inputs for {len(X)} micro") as caught:
-        world().step(batch, batch)
-    hint = f"divide a batch into microbatches: inputs.unflatten(0, ({len(X)}, -1))"
-    assert caught.value.hint == hint and torch.equal(batch.unflatten(0, (len(X), -1)), X)
+def test_refused_step_keeps_executor() -> None:
+    executor = world()
+    for arguments in ((), (X,)):
+        with pytest.raises(UsageError):
+            executor.step(*arguments)
+    executor.step(X, X)
 
 
 def test_loss_with_one_element_counts_as_scalar() -> None:
@@ -300,4 +327,4 @@ def test_loss_with_one_element_counts_as_scalar() -> None:
     ]
     assert {loss.shape for loss in losses} == {torch.Size()} and len({*map(float, losses)}) == 1
     with pytest.raises(SchedirError):
-        run_sequential(make_stages(), X, X, loss=lambda y, t: y - t)
+        reference(loss=lambda y, t: y - t)

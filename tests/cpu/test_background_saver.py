@@ -32,6 +32,7 @@ from tests.cpu.checkpoint_layouts import (
     run_steps,
 )
 from tests.cpu.gloo_processes import run
+from tests.cpu.tiny_stages import have_same_bits
 
 ON = {"checkpoint_snapshots": True}
 IN_PROCESS_LAYOUTS = {
@@ -71,14 +72,9 @@ def checkpoints_equal(first: Path, second: Path, step: int) -> bool:
         CheckpointDirectory(folder).load_manifest(step).state for folder in (first, second)
     )
     first_tensors, second_tensors = (
-        read_checkpoint_tensors(first, step),
-        read_checkpoint_tensors(second, step),
+        read_checkpoint_tensors(folder, step) for folder in (first, second)
     )
-    return (
-        first_state == second_state
-        and first_tensors.keys() == second_tensors.keys()
-        and all(torch.equal(first_tensors[n], second_tensors[n]) for n in first_tensors)
-    )
+    return first_state == second_state and have_same_bits([first_tensors], [second_tensors])
 
 
 def save_and_schedule_save(executor: Any, folder: Path) -> None:
@@ -182,11 +178,17 @@ def test_step_without_scheduled_save_copies_nothing(monkeypatch: pytest.MonkeyPa
     run_steps(executor, 0, 2)
 
 
-def test_canceled_save_is_not_written(tmp_path: Path) -> None:
+def schedule_save(folder: Path) -> tuple[InProcessExecutor, Saver]:
+    """Run a step, and schedule a save of its state."""
     executor = create_in_process_executor(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
-    saver = Saver(executor, tmp_path, name_map=keep_name)
+    saver = Saver(executor, folder, name_map=keep_name)
     run_steps(executor, 0, 1)
     saver.schedule_save(1)
+    return executor, saver
+
+
+def test_canceled_save_is_not_written(tmp_path: Path) -> None:
+    executor, saver = schedule_save(tmp_path)
     run_steps(executor, 1, 2)
     saver.cancel()
     saver.write()
@@ -199,10 +201,7 @@ def test_saver_without_snapshots_or_copy_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         Saver(without_snapshots, tmp_path)
     assert "snapshots=True" in caught.value.hint
-    executor = create_in_process_executor(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
-    saver = Saver(executor, tmp_path, name_map=keep_name)
-    run_steps(executor, 0, 1)
-    saver.schedule_save(1)
+    _, saver = schedule_save(tmp_path)
     with pytest.raises(ModelError) as caught:
         saver.write()
     assert "has not been copied" in caught.value.fact
@@ -210,10 +209,7 @@ def test_saver_without_snapshots_or_copy_is_refused(tmp_path: Path) -> None:
 
 def test_failed_write_is_raised_at_next_call(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    executor = create_in_process_executor(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
-    saver = Saver(executor, tmp_path / "file", name_map=keep_name)
-    run_steps(executor, 0, 1)
-    saver.schedule_save(1)
+    executor, saver = schedule_save(tmp_path / "file")
     run_steps(executor, 1, 2)
     saver.write()
     with pytest.raises(CheckpointError):

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from benchmarks.gpu import (
     build_sleeping_ranks,
     compute_rank_metrics,
     count_layer_flop,
-    main,
     measure_gpt_ranks,
     predict_peak_memory,
     record_timelines,
@@ -38,25 +38,6 @@ from schedir.testing import tiny_model
 from tests.cases import ALL
 from tests.cpu.virtual_gpu import Stream, charge_messages, install_virtual_gpu
 from tests.gpu.stand_in import installed
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_benchmark_needs_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["gpu.py"])
-    assert main() == 2
-    out, err = capsys.readouterr()
-    assert out.startswith("commit: ") and "GPU" not in out
-    assert "needs a GPU" in err
-
-
-def test_layer_flop_counts_all_products() -> None:
-    stage = gpt.build_stage(gpt.GPTConfig(256, 3, 64, 2, 32), 1, 3)
-    # The fused attention of a CPU is not counted.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        stage(torch.randn(1, 32, 64))
-    assert counter.get_total_flops() == count_layer_flop(64, 32)
 
 
 def test_nan_misses_its_goal() -> None:
@@ -128,11 +109,8 @@ def test_every_part_runs_on_cpu(
     other tests of this file run are left out unless ALL_CASES=1 is set.
     """
     left_out = ["queues", *([] if ALL else ["stage", "sleep", "gpt"])]
-    monkeypatch.setattr(
-        benchmark,
-        "measure_instruction_overhead",
-        partial(benchmark.measure_instruction_overhead, 4),
-    )
+    measure_overhead = partial(benchmark.measure_instruction_overhead, 4)
+    monkeypatch.setattr(benchmark, "measure_instruction_overhead", measure_overhead)
     file = tmp_path / "metrics"
     options = argparse.Namespace(
         only=[name for name in benchmark.PARTS if name not in left_out], metrics=file, hidden=128,
@@ -236,18 +214,13 @@ def test_gpt_part_returns_all_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_peak_of_all_ranks_follows_order_of_issue() -> None:
     sizes = Sizes(activation=1.0, saved=10.0, model_states=100.0)
     for ranks in (1, 3):
-        program = compile(
-            one_f_one_b,
-            PipelineShape(ranks, 6),
-            progress_model="per_edge",
-            buffer_sharing="minimal",
-        )
-        world = InProcessExecutor(
-            program,
+        shape, options = PipelineShape(ranks, 6), dict[str, Any](buffer_sharing="minimal")
+        program = compile(one_f_one_b, shape, progress_model="per_edge", **options)
+        stages, boundary = (
             tiny_model.make_tiny_stages(ranks),
-            loss=tiny_model.squared_error,
-            boundary=Boundary((2, tiny_model.WIDTH), torch.float64),
+            Boundary((2, tiny_model.WIDTH), torch.float64),
         )
+        world = InProcessExecutor(program, stages, loss=tiny_model.squared_error, boundary=boundary)
         rank_peaks = simulate(program, sizes=sizes).peak_memory
         world_peak = predict_peak_memory(world, sizes)
         assert rank_peaks.max() <= world_peak <= rank_peaks.sum()

@@ -31,15 +31,6 @@ def _cpu_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_benchmark_needs_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["kernels.py"])
-    assert benchmark.main() == 2
-    assert capsys.readouterr() == ("", "needs a GPU, but torch finds none\n")
-
-
 def test_all_ways_return_equal_tensors() -> None:
     bytes_by_work = {}
     for work in benchmark.list_operations(OPTIONS):
@@ -74,17 +65,7 @@ def test_missing_compiler_is_reported_and_rest_measured(
     )
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split()[-4:] == list(benchmark.IMPLEMENTATIONS)
-    assert rows[0].split() == [
-        "cross",
-        "entropy,",
-        "statistics",
-        "0.0",
-        "2.000",
-        "0.50",
-        "0.50",
-        "-",
-        "-",
-    ]
+    assert " ".join(rows[0].split()) == "cross entropy, statistics 0.0 2.000 0.50 0.50 - -"
     assert [row for row in rows if row.startswith("not measured")] == [
         *(f"not measured: {name}, compiled: OSError no compiler" for name in SIZES),
         "not measured: Liger-Kernel is not installed (pip install liger-kernel)",

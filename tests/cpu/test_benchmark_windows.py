@@ -8,9 +8,7 @@ from benchmarks import kernels
 from schedir.models.window_config import compute_device_tiles
 
 
-def test_each_window_shorter_than_its_sequence_has_row(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_each_window_shorter_than_its_sequence_has_row(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--only windows --lengths 100 200 --windows 64:64 128:1 --heads 2 --width 8 --rounds 2"
     assert kernels.main(words.split()) == 0
     rows = [row.split(" | ") for row in capsys.readouterr().out.splitlines() if " | " in row][2:]

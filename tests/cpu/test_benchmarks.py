@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +33,17 @@ def test_script_runs_with_smoke(name: str, tmp_path: Path) -> None:
     code, out, err = run_launched([str(path), "--smoke"], tmp_path / name)
     assert code == 0, out + err
     assert out or err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["gpu", "kernels"])
+def test_benchmark_needs_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [f"{name}.py"])
+    assert import_module(f"benchmarks.{name}").main() == 2
+    out, err = capsys.readouterr()
+    assert "GPU" not in out and "needs a GPU" in err
 
 
 def test_every_script_parses_shared_options() -> None:

@@ -23,18 +23,16 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.schedules import dualpipe
-from tests.cpu.tiny_stages import (
-    BOUNDARY,
-    gpt_stages,
-    make_batch,
-)
-from tests.cpu.train_command import CONFIG, train, train_in_this_process
+from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch
+from tests.cpu.train_command import train, train_in_this_process, write_config
 
 HALF = Boundary(BOUNDARY.shape, torch.bfloat16)
 
 
-def mixed_stages(stages: int, tied: bool = True) -> list[nn.Module]:
-    modules = [m.to(torch.bfloat16) for m in gpt_stages(stages, tied)]
+def mixed_stages(
+    stages: int, tied: bool = True, dtype: torch.dtype = torch.bfloat16
+) -> list[nn.Module]:
+    modules = [m.to(dtype) for m in gpt_stages(stages, tied)]
     for module in modules:
         use_float32_gradients(module)
     return modules
@@ -54,13 +52,7 @@ def test_full_and_split_backward_accumulate_in_float32() -> None:
     """In W and in a full B the gradient is a float32 sum of products."""
     weight = nn.Parameter(torch.randn(8, 4).bfloat16())
     x, dy = torch.randn(64, 16, 4).bfloat16(), torch.randn(64, 16, 8).bfloat16()
-    expected = sum(
-        (
-            output_gradient.double().t() @ inputs.double()
-            for inputs, output_gradient in zip(x, dy, strict=True)
-        ),
-        torch.zeros(8, 4),
-    )
+    expected = torch.einsum("mti,mto->oi", x.double(), dy.double())
     errors = {}
     for split in (False, True):
         for is_float32 in (False, True):
@@ -74,14 +66,12 @@ def test_full_and_split_backward_accumulate_in_float32() -> None:
                     tape.run()
                 else:
                     torch.autograd.backward(linear(inputs, weight), output_gradient)
-            errors[split, is_float32] = float(
-                (weight.grad.double() - expected).norm() / expected.norm()
-            )
+            error = (weight.grad.double() - expected).norm() / expected.norm()
+            errors[split, is_float32] = float(error)
             weight.grad = None
     assert max(errors[False, True], errors[True, True]) < 1e-5
-    assert (
-        min(errors[False, False], errors[True, False]) > 1e-3
-    )  # bfloat16 gradients have larger errors
+    # bfloat16 gradients have larger errors.
+    assert min(errors[False, False], errors[True, False]) > 1e-3
 
 
 def test_updates_below_bfloat16_resolution_are_kept() -> None:
@@ -92,9 +82,8 @@ def test_updates_below_bfloat16_resolution_are_kept() -> None:
             optimizer.step()
         return float((parameter.detach() - before).float().abs().max())
 
-    sgd = partial(
-        torch.optim.SGD, lr=1e-3
-    )  # less than 2 ** -8, the smallest step of a bfloat16 at 1
+    # The rate is less than 2 ** -8, the smallest step of a bfloat16 at 1.
+    sgd = partial(torch.optim.SGD, lr=1e-3)
     main = nn.Parameter(torch.ones(4).bfloat16())
     main.grad_dtype = torch.float32
     optimizer = MainOptimizer([main], sgd)
@@ -124,13 +113,10 @@ def test_accumulate_of_equal_dtypes_is_exact() -> None:
 
 @pytest.mark.parametrize(("precision", "tp"), [("bfloat16", 2), ("float16", 1)])
 def test_16_bit_training_has_losses_near_float32(tmp_path: Path, precision: str, tp: int) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("schedules are programs; " * 200)
-    config = tmp_path / "config.toml"
-    config.write_text(CONFIG.format(text=text))
+    config = str(write_config(tmp_path))
     sets = [f"train.precision={precision}", f"pipeline.tp={tp}"]
-    losses = train(str(config), tmp_path / "half", *sets)
-    float32_losses = train_in_this_process(str(config), tmp_path / "whole")
+    losses = train(config, tmp_path / "half", *sets)
+    float32_losses = train_in_this_process(config, tmp_path / "whole")
     assert losses != float32_losses
     assert losses == pytest.approx(float32_losses, rel=2e-2)
     assert losses[-1] < losses[0]

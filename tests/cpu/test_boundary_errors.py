@@ -6,11 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from schedir.errors import ExecutionError, ModelError
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.sequential_reference import run_sequential
 from tests.cpu.function_stages import (
@@ -23,58 +21,46 @@ from tests.cpu.function_stages import (
     multiply_first_input,
     return_two_outputs,
 )
+from tests.cpu.test_argument_forms import read_error
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "boundaries.txt"
 
 
-def step(*runs: Callable[..., Any], inputs: Any = X, keywords: Any = (), **how: Any) -> object:
+def step(
+    run: Any = return_two_outputs, *others: Any, inputs: Any = X, keywords: Any = (), **how: Any
+) -> object:
+    """Run a step of several stages, of which the last one multiplies by default."""
+    runs = run, *(others or [multiply_first_input])
     return make_executor(*runs, **how).step(inputs, X, keywords=keywords)
 
 
+EDGES = {0: FLOAT_AND_INT_BOUNDARIES, 1: (4,)}
 WRONG: dict[str, Callable[[], object]] = {
-    "nothing": lambda: step(lambda w, x: None, multiply_first_input),
-    "a dict": lambda: step(lambda w, x: {"x": w * x}, multiply_first_input),
-    "one less": lambda: step(lambda w, x: w * x, multiply_first_input),
-    "one more": lambda: step(lambda w, x: (w * x, COUNT, COUNT), multiply_first_input),
-    "two for one": lambda: step(return_two_outputs, multiply_first_input, boundary=(4,)),
-    "another type": lambda: step(lambda w, x: (w * x, COUNT.int()), multiply_first_input),
-    "another shape": lambda: step(lambda w, x: (w * x, COUNT[:3]), multiply_first_input),
-    "no tensor": lambda: step(lambda w, x: (w * x, 3), multiply_first_input),
+    "nothing": lambda: step(lambda w, x: None),
+    "a dict": lambda: step(lambda w, x: {"x": w * x}),
+    "one less": lambda: step(lambda w, x: w * x),
+    "one more": lambda: step(lambda w, x: (w * x, COUNT, COUNT)),
+    "two for one": lambda: step(boundary=(4,)),
+    "another type": lambda: step(lambda w, x: (w * x, COUNT.int())),
+    "another shape": lambda: step(lambda w, x: (w * x, COUNT[:3])),
+    "no tensor": lambda: step(lambda w, x: (w * x, 3)),
     "attached": lambda: step(
-        lambda w, x: (w * x, w),
-        multiply_first_input,
-        boundary=(Boundary((4,)), Boundary((4,), requires_grad=False)),
+        lambda w, x: (w * x, w), boundary=(Boundary((4,)), Boundary((4,), requires_grad=False))
     ),
-    "detached": lambda: step(
-        lambda w, x: (w * x, x), multiply_first_input, boundary=TWO_FLOAT_BOUNDARIES
-    ),
+    "detached": lambda: step(lambda w, x: (w * x, x), boundary=TWO_FLOAT_BOUNDARIES),
     "from nothing": lambda: step(
         lambda w, x: (w * x, w), lambda w, x, y: w * 2, boundary=TWO_FLOAT_BOUNDARIES
     ),
-    "no gradient": lambda: step(
-        lambda w, x: COUNT, multiply_first_input, boundary=FLOAT_AND_INT_BOUNDARIES[1]
-    ),
+    "no gradient": lambda: step(lambda w, x: COUNT, boundary=FLOAT_AND_INT_BOUNDARIES[1]),
     "gradients of numbers": lambda: Boundary((4,), torch.int64, True),
     "a gradient by name": lambda: Boundary((4,), requires_grad="yes"),  # type: ignore[arg-type]
-    "an edge less": lambda: step(
-        return_two_outputs,
-        multiply_first_input,
-        multiply_first_input,
-        multiply_first_input,
-        boundary={0: FLOAT_AND_INT_BOUNDARIES, 1: (4,)},
-    ),
-    "an edge more": lambda: step(
-        return_two_outputs, multiply_first_input, boundary={0: FLOAT_AND_INT_BOUNDARIES, 1: (4,)}
-    ),
-    "inputs by name": lambda: step(return_two_outputs, multiply_first_input, inputs=[{"x": X}] * 2),
-    "one mapping": lambda: step(return_two_outputs, multiply_first_input, keywords={"mask": X}),
-    "no mappings": lambda: step(return_two_outputs, multiply_first_input, keywords=[X, X]),
-    "names of numbers": lambda: step(
-        return_two_outputs, multiply_first_input, keywords=[{1: X}] * 2
-    ),
-    "keywords of one": lambda: step(
-        return_two_outputs, multiply_first_input, keywords=[{"mask": X}]
-    ),
+    "an edge less": lambda: step(return_two_outputs, *[multiply_first_input] * 3, boundary=EDGES),
+    "an edge more": lambda: step(boundary=EDGES),
+    "inputs by name": lambda: step(inputs=[{"x": X}] * 2),
+    "one mapping": lambda: step(keywords={"mask": X}),
+    "no mappings": lambda: step(keywords=[X, X]),
+    "names of numbers": lambda: step(keywords=[{1: X}] * 2),
+    "keywords of one": lambda: step(keywords=[{"mask": X}]),
     "keywords of a reference": lambda: run_sequential(
         [nn.Identity()], X, X, loss=nn.MSELoss(), keywords=[{}]
     ),
@@ -82,18 +68,9 @@ WRONG: dict[str, Callable[[], object]] = {
         return_two_outputs, lambda w, x, n, m: w * x * m.zero_(), keywords=[{"m": X[0].clone()}] * 2
     ),
     "a dict of a reference": lambda: run_sequential(
-        [FunctionStage(lambda w, x: {"x": x}), FunctionStage(multiply_first_input)],
-        X,
-        X,
-        loss=nn.MSELoss(),
+        [FunctionStage(lambda w, x: {"x": x}), nn.Identity()], X, X, loss=nn.MSELoss()
     ),
 }
-
-
-def read_error(call: Callable[[], object]) -> str:
-    with pytest.raises((ModelError, ExecutionError)) as error:
-        call()
-    return f"{type(error.value).__name__}: {error.value}"
 
 
 def test_wrong_boundary_tensors_raise_expected_errors() -> None:

@@ -88,22 +88,12 @@ def test_received_integers_may_be_written_in_place() -> None:
 def test_write_to_one_input_keeps_other_input() -> None:
     """A stage writes to one of two tensors, and autograd has saved the other."""
 
-    def send_three(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return w * x, COUNT.float(), COUNT.clone()
-
-    def write_to_second(w: Tensor, x: Tensor, table: Tensor, count: Tensor) -> Tensor:
-        return w * x * table + count.add_(1)
-
+    number, count = FLOAT_AND_INT_BOUNDARIES
     world = make_executor(
-        send_three,
-        write_to_second,
-        boundary=(
-            FLOAT_AND_INT_BOUNDARIES[0],
-            Boundary((4,), requires_grad=False),
-            FLOAT_AND_INT_BOUNDARIES[1],
-        ),
-        loss=output_sum,
-    )
+        lambda w, x: (w * x, COUNT.float(), COUNT.clone()),
+        lambda w, x, table, count: w * x * table + count.add_(1),
+        boundary=(number, Boundary((4,), requires_grad=False), count), loss=output_sum,
+    )  # fmt: skip
     world.step(X, X)
     assert get_weight_gradient(world, 0) == get_weight_gradient(world, 1) == [0.0, 2.0, 4.0, 6.0]
 
@@ -133,15 +123,11 @@ def test_inplace_stage_writes_to_copies_of_its_inputs() -> None:
 
 @pytest.mark.parametrize("own", [1, 2], ids=["one rank", "two ranks"])
 def test_tensor_sent_twice_gets_sum_of_both_gradients(own: int) -> None:
-    def send_twice(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return (w * x,) * 2
-
-    def weigh_inputs(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return w * (2 * x + 5 * y)
-
     world = make_executor(
-        send_twice, weigh_inputs, ranks=own, boundary=TWO_FLOAT_BOUNDARIES, loss=output_sum
-    )
+        lambda w, x: (w * x,) * 2,
+        lambda w, x, y: w * (2 * x + 5 * y),
+        ranks=own, boundary=TWO_FLOAT_BOUNDARIES, loss=output_sum,
+    )  # fmt: skip
     world.step(X, X)
     assert get_weight_gradient(world, 0) == get_weight_gradient(world, 1) == [14.0] * 4
 
@@ -150,15 +136,12 @@ def test_tensor_sent_twice_gets_sum_of_both_gradients(own: int) -> None:
 def test_unused_input_gets_gradient_of_zeros(slots: Any) -> None:
     """Only some microbatches use the tensor. The gradients of others are not reused."""
 
-    def send_two(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return w * x, w * 3
-
     def use_some(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return w * (x + y) if float(x.detach().sum()) > 4 else w * x
 
     inputs = torch.arange(1, 5).float().view(4, 1).expand(4, 4)
     shape = PipelineShape(2, 4)
-    stages: list[nn.Module] = [FunctionStage(send_two), FunctionStage(use_some)]
+    stages: list[nn.Module] = [FunctionStage(lambda w, x: (w * x, w * 3)), FunctionStage(use_some)]
     world = InProcessExecutor(
         compile(one_f_one_b, shape, buffer_sharing=slots),
         stages,
@@ -196,12 +179,9 @@ def test_sizes_count_all_tensors_of_each_edge() -> None:
     """Slots, messages and predictions have the bytes of all tensors that cross the edge."""
     edges: Any = {0: FLOAT_AND_INT_BOUNDARIES, 1: Boundary((3,), torch.bfloat16)}
 
-    def send_narrow(w: Tensor, x: Tensor, count: Tensor) -> Tensor:
-        return (w * x * count)[:3].bfloat16()
-
     stages = [
         FunctionStage(return_two_outputs),
-        FunctionStage(send_narrow),
+        FunctionStage(lambda w, x, count: (w * x * count)[:3].bfloat16()),
         FunctionStage(lambda w, x: w[:3] * x),
     ]
     sizes = measure_sizes(stages, X[0], X[0, :3], loss=output_sum, boundary=edges)
@@ -209,27 +189,16 @@ def test_sizes_count_all_tensors_of_each_edge() -> None:
     world = InProcessExecutor(
         compile(gpipe, PipelineShape(3, 2)), stages, loss=squared_error, boundary=edges
     )
-    received = [
-        {
-            (kind.name, b.nbytes)
-            for (kind, _), b in rank.state.service(MessageBuffers).received.items()
-        }
-        for rank in world.executors
-    ]
+    buffers = [rank.state.service(MessageBuffers).received for rank in world.executors]
+    received = [{(kind.name, b.nbytes) for (kind, _), b in own.items()} for own in buffers]
     assert received == [{("GRAD_IN", 16)}, {("ACT_IN", 512), ("GRAD_IN", 6)}, {("ACT_IN", 6)}]
 
 
 def test_forward_only_boundary_needs_no_gradient() -> None:
-    def count(w: Tensor, x: Tensor) -> Tensor:
-        return x.long()
-
     world = make_executor(
-        count,
-        lambda w, n: w * n,
-        schedule=forward_only,
-        boundary=FLOAT_AND_INT_BOUNDARIES[1],
-        loss=output_sum,
-    )
+        lambda w, x: x.long(), lambda w, n: w * n,
+        schedule=forward_only, boundary=FLOAT_AND_INT_BOUNDARIES[1], loss=output_sum,
+    )  # fmt: skip
     assert float(world.step(X, X)) == 8
 
 
@@ -310,21 +279,12 @@ def run_cases_on_rank(process: int, cases: list[Case], seed: int) -> list[Any]:
         transport = case.transport(program)
         stages, boundary = draw_stages(shape.stages, seed)
         executor = Executor(
-            program,
-            transport.rank,
-            stages,
-            transport,
-            loss=squared_error,
-            boundary=boundary,
-            execution=ExecutionOptions(record_timestamps=False),
+            program, transport.rank, stages, transport, loss=squared_error, boundary=boundary
         )
-        batch_parts, m = make_batch(shape.microbatches * program.dp), shape.microbatches
-        replica_part = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
-        inputs, targets, keywords = (
-            batch_parts[0][replica_part],
-            batch_parts[1][replica_part],
-            batch_parts[2][replica_part],
-        )
+        m = shape.microbatches
+        own = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
+        batch: Any = make_batch(m * program.dp)
+        inputs, targets, keywords = (part[own] for part in batch)
         for _ in range(2):
             sum_of_losses = executor.step(inputs, targets, keywords=keywords)
         local_gradients = {

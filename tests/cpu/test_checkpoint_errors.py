@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -33,21 +34,34 @@ from schedir.runtime.offload.snapshot_copies import SnapshotCopies
 from schedir.schedules import one_f_one_b
 from tests.cpu.checkpoint_layouts import Layout, Model, create_executor, run_steps
 from tests.cpu.gloo_processes import run
+from tests.cpu.test_delayed_loss_reads import call_before
 
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
-LINEAR = partial(nn.Linear, 4, 4)
 
 
-def make_two_ranks(seed: int = 0, kind: Any = None, **changes: Any) -> InProcessExecutor:
+def make_two_ranks(
+    seed: int = 0, kind: Any = None, width: int = 4, **changes: Any
+) -> InProcessExecutor:
     torch.manual_seed(seed)
-    options: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, 4)}
+    options: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, width)}
     options |= {"optimizer": ADAM} | changes
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), checkpoint_snapshots=True)
-    return InProcessExecutor(program, [(kind or LINEAR)() for _ in range(2)], **options)
+    return InProcessExecutor(
+        program, [(kind or partial(nn.Linear, width, width))() for _ in range(2)], **options
+    )
 
 
 def step(ranks: InProcessExecutor, k: int) -> None:
     ranks.step(*torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(k)))
+
+
+def schedule_save(folder: Path) -> tuple[InProcessExecutor, Saver]:
+    """Schedule a save of the initial state, and run a step."""
+    ranks = make_two_ranks()
+    saver = Saver(ranks, folder)
+    saver.schedule_save(0)
+    step(ranks, 0)
+    return ranks, saver
 
 
 def copy_values(ranks: InProcessExecutor) -> list[Tensor]:
@@ -97,47 +111,8 @@ def save_with_failing_name_map(rank: int, folder: Path) -> None:
         save(executor, folder, step=1, name_map=name_map)
 
 
-def test_other_number_of_stages_needs_name_map(tmp_path: Path) -> None:
-    save(make_two_ranks(), tmp_path, step=1)
-    program = schedir.compile(one_f_one_b, PipelineShape(3, 2))
-    options: dict[str, Any] = {
-        "loss": nn.functional.mse_loss,
-        "boundary": (5, 4),
-        "optimizer": ADAM,
-    }
-    three_ranks = InProcessExecutor(program, [LINEAR() for _ in range(3)], **options)
-    with pytest.raises(CheckpointError, match=r"it has no weights/stages\.2\.weight") as caught:
-        load(three_ranks, tmp_path)
-    assert "save and load with name_map=lambda stage, name: ..." in caught.value.hint
-    with pytest.raises(CheckpointError, match="has no weights") as caught:
-        load(make_two_ranks(), tmp_path, name_map=lambda stage, name: f"layers.{stage}.{name}")
-    assert caught.value.hint == ""
-
-
-@pytest.mark.parametrize("call", [save, load])
-def test_name_map_that_is_no_function_is_refused(
-    call: Callable[..., object], tmp_path: Path
-) -> None:
-    save(make_two_ranks(), tmp_path, step=1)
-    step = {"step": 1}
-    with pytest.raises(CheckpointError, match="name_map must be a function of a stage and a name"):
-        call(make_two_ranks(), tmp_path, name_map={"weight": "weight"}, **step)
-
-
 def test_failing_name_map_of_one_rank_raises_on_all_ranks(tmp_path: Path) -> None:
     run(save_with_failing_name_map, 2, tmp_path)
-
-
-def test_second_schedule_before_write_is_refused(tmp_path: Path) -> None:
-    ranks = make_two_ranks()
-    saver = Saver(ranks, tmp_path)
-    saver.schedule_save(0)
-    step(ranks, 0)
-    with pytest.raises(ModelError, match="the save of step 0 is scheduled"):
-        saver.schedule_save(1)
-    saver.write()
-    saver.wait()
-    assert CheckpointDirectory(tmp_path).list_steps() == [0]
 
 
 def test_save_scheduled_before_load_is_refused(tmp_path: Path) -> None:
@@ -187,10 +162,7 @@ def test_save_during_background_write_is_refused(
         return result
 
     monkeypatch.setattr(dcp_storage, "write", write_and_wait)
-    ranks = make_two_ranks()
-    saver = Saver(ranks, tmp_path)
-    saver.schedule_save(0)
-    step(ranks, 0)
+    ranks, saver = schedule_save(tmp_path)
     saver.write()
     assert written.wait(60)
     with pytest.raises(CheckpointError, match="this process still writes step 0") as caught:
@@ -311,15 +283,12 @@ def test_lost_connection_is_reported_by_other_ranks() -> None:
     )
 
 
-def test_wait_with_unwritten_save_is_refused(tmp_path: Path) -> None:
-    ranks = make_two_ranks()
-    saver = Saver(ranks, tmp_path)
-    saver.schedule_save(0)
-    step(ranks, 0)
-    with pytest.raises(
-        ModelError, match="the save of step 0 is scheduled, and has not been written"
-    ):
-        saver.wait()
+def test_second_schedule_or_wait_before_write_is_refused(tmp_path: Path) -> None:
+    _, saver = schedule_save(tmp_path)
+    calls: list[Callable[[], object]] = [lambda: saver.schedule_save(1), saver.wait]
+    for call in calls:
+        with pytest.raises(ModelError, match="the save of step 0 is scheduled"):
+            call()
     saver.write()
     saver.wait()
     assert CheckpointDirectory(tmp_path).list_steps() == [0]
@@ -341,28 +310,19 @@ def load_damaged_checkpoint(rank: int, folder: Path) -> tuple[list[str], int | N
         file.write_bytes(data)
     dist.barrier()
     checked_files: list[str] = []
-    check = CheckpointDirectory.check_files
 
-    def check_and_record(self: CheckpointDirectory, manifest: Any, names: Any) -> None:
+    def record(directory: CheckpointDirectory, manifest: Any, names: Any) -> None:
         checked_files.extend(names)
-        check(self, manifest, names)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointDirectory, "check_files", check_and_record)
+        call_before(patch, CheckpointDirectory, "check_files", record)
         with pytest.raises(IncompleteCheckpointError) as caught:
             load(executor, folder, step=2, name_map=lambda s, n: n)
-    state = (
-        load(executor, folder, name_map=lambda s, n: n)
-        if rank
-        else _load_with_warning(executor, folder)
-    )
+    skipped = r"skipped: step-00000002 is not complete"
+    with nullcontext() if rank else pytest.warns(UserWarning, match=skipped):
+        state = load(executor, folder, name_map=lambda s, n: n)
     assert state == {"step": 1, "extra": {}}
     return checked_files, caught.value.step, caught.value.file
-
-
-def _load_with_warning(executor: Any, folder: Path) -> Any:
-    with pytest.warns(UserWarning, match=r"skipped: step-00000002 is not complete"):
-        return load(executor, folder, name_map=lambda s, n: n)
 
 
 def test_each_rank_verifies_part_of_files(tmp_path: Path) -> None:
@@ -396,3 +356,22 @@ def test_invalid_manifest_state_is_refused(tmp_path: Path, key: str, value: obje
 def test_empty_directory_name_is_refused() -> None:
     with pytest.raises(UsageError, match="directory is '', not a path"):
         CheckpointDirectory("")
+
+
+def test_incomplete_checkpoint_is_skipped_with_warning(tmp_path: Path) -> None:
+    """If all checkpoints of the folder are incomplete, `load` raises an error."""
+    ranks = make_two_ranks()
+    assert load(ranks, tmp_path) is None
+    for step in (1, 2):
+        save(ranks, tmp_path, step=step, keep=2)
+    (tmp_path / "step-00000002" / "manifest.jsonl").write_text("{}\n")
+    with pytest.warns(UserWarning, match=r"^skipped: step-00000002 is not complete: its manifest"):
+        state = load(make_two_ranks(), tmp_path)
+    assert state is not None and state["step"] == 1
+    for file in (tmp_path / "step-00000001").glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError) as error:
+        load(make_two_ranks(), tmp_path)
+    assert str(tmp_path) in error.value.fact and error.value.hint
+    assert "is complete: step-00000002 is not" in error.value.fact
+    assert "; step-00000001 is not complete: " in error.value.fact

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -85,10 +87,21 @@ def make_ranks_of_draft(
     return InProcessExecutor(program, stages, **defaults | {"optimizer": optimizer} | options)
 
 
+SHAPE, ONE_RANK = PipelineShape(2, 3), PipelineShape(1, 3, 2)
+
+
+def make_linear_stages(*kinds: Any) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [kind(4, 4) for kind in kinds or (nn.Linear, nn.Linear)]
+
+
 def make_ranks(
-    schedule: Any, shape: PipelineShape, *arguments: Any, **options: Any
-) -> InProcessExecutor:
-    return make_ranks_of_draft(draft_of(schedule, shape), *arguments, **options)
+    stages: list[nn.Module] | None = None, optimizer: Any = ADAM, shape: PipelineShape = SHAPE,
+    schedule: Any = None, **options: Any,
+) -> InProcessExecutor:  # fmt: skip
+    schedule = schedule or (looped_bfs if shape.stages_per_rank > 1 else one_f_one_b)
+    stages = make_linear_stages() if stages is None else stages
+    return make_ranks_of_draft(draft_of(schedule, shape), stages, optimizer, **options)
 
 
 def run_random_steps(ranks: InProcessExecutor, first: int, end: int) -> None:
@@ -126,28 +139,24 @@ def test_any_draft_loads_checkpoint_of_another_draft(data: Any, zeros: Any, name
     m, stages, optimizer = shape.microbatches, shape.stages, OPTIMIZERS[name]
     second_draft = data.draw(
         st.sampled_from(
-            [
-                draft_of(looped_bfs, PipelineShape(1, m, stages)),
-                draft_of(gpipe, PipelineShape(stages, m)),
-            ]
+            [(looped_bfs, PipelineShape(1, m, stages)), (gpipe, PipelineShape(stages, m))]
         )
     )
+
+    def make(draft: Any, seed: int, zero: int) -> InProcessExecutor:
+        modules = make_mixed_stages(stages, seed, writes=writes)
+        return make_ranks_of_draft(draft, modules, optimizer, zero)
+
     with TemporaryDirectory() as temporary:
         folder, second_folder = Path(temporary) / "one", Path(temporary) / "other"
-        first = make_ranks_of_draft(
-            draft, make_mixed_stages(stages, 0, writes=writes), optimizer, zero
-        )
+        first = make(draft, 0, zero)
         run_random_steps(first, 0, data.draw(st.integers(0, 2)))
         expected = save_and_read(first, folder, 2)
-        second = make_ranks_of_draft(
-            second_draft, make_mixed_stages(stages, 1, writes=writes), optimizer, second_zero
-        )
+        second = make(draft_of(*second_draft), 1, second_zero)
         run_random_steps(second, 0, data.draw(st.integers(0, 1)))
         assert load(second, folder) == {"step": 2, "extra": {}}
         assert tensors_equal(save_and_read(second, second_folder, 2), expected)
-        third = make_ranks_of_draft(
-            draft, make_mixed_stages(stages, 2, writes=writes), optimizer, zero
-        )
+        third = make(draft, 2, zero)
         load(third, second_folder)
         for ranks in (first, third):
             run_random_steps(ranks, 2, 3)
@@ -178,14 +187,10 @@ def test_tied_weight_is_saved_once(tied: bool, tmp_path: Path) -> None:
         expected = expected or read_checkpoint_tensors(tmp_path, k)
         assert tensors_equal(read_checkpoint_tensors(tmp_path, k), expected)
         assert ("weights/head.weight" in expected) == (not tied)
-    with pytest.raises(
-        CheckpointError, match=r"one weight in it, but two weights here|no stage here has it"
-    ):
-        load(
-            create_in_process_executor(GPTS[0], model._replace(tied=not tied)),
-            tmp_path,
-            name_map=keep_name,
-        )
+    other = create_in_process_executor(GPTS[0], model._replace(tied=not tied))
+    message = "one weight in it, but two weights here|no stage here has it"
+    with pytest.raises(CheckpointError, match=message):
+        load(other, tmp_path, name_map=keep_name)
 
 
 def test_weights_load_into_another_dtype(tmp_path: Path) -> None:
@@ -203,11 +208,10 @@ def test_weights_load_into_another_dtype(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="float32 weights are read from float32 copies"):
         load(loaded_ranks, tmp_path / "half", name_map=keep_name)
     save(loaded_ranks, tmp_path / "again", step=2, name_map=keep_name)
-    expected, half_tensors = (
-        read_checkpoint_tensors(tmp_path / "wide", 2),
-        read_checkpoint_tensors(tmp_path / "half", 2),
+    expected, half_tensors, again = (
+        read_checkpoint_tensors(tmp_path / name, 2) for name in ("wide", "half", "again")
     )
-    assert tensors_equal(expected, read_checkpoint_tensors(tmp_path / "again", 2))
+    assert tensors_equal(expected, again)
     for name in (n for n in half_tensors if n.startswith("weights/")):
         assert torch.equal(half_tensors[name], expected[name].bfloat16())
         assert torch.equal(half_tensors[name.replace("weights/", "main/")], expected[name])
@@ -220,72 +224,40 @@ class DropoutLinear(nn.Linear):
 
 def test_random_numbers_resume_after_load(tmp_path: Path) -> None:
     """Random numbers resume from the seed and the step, or from the saved generator states."""
+
+    def make(seed: int | None, shape: PipelineShape = SHAPE) -> InProcessExecutor:
+        stages = make_linear_stages(DropoutLinear, DropoutLinear)
+        return make_ranks(stages, shape=shape, seed=seed)
+
     for seed in (3, None):
-
-        def make_dropout_ranks() -> InProcessExecutor:
-            return make_ranks(
-                one_f_one_b,
-                PipelineShape(2, 3),
-                [DropoutLinear(4, 4), DropoutLinear(4, 4)],
-                seed=seed,  # noqa: B023
-            )
-
-        saved = make_dropout_ranks()
+        saved = make(seed)
         run_random_steps(saved, 0, 2)
         save(saved, tmp_path, step=2)
         run_random_steps(saved, 2, 4)
         expected = save_and_read(saved, tmp_path, 4)
-        resumed = make_dropout_ranks()
+        resumed = make(seed)
         load(resumed, tmp_path, step=2)
         run_random_steps(resumed, 2, 4)
         assert tensors_equal(save_and_read(resumed, tmp_path / str(seed), 4), expected)
     with pytest.warns(UserWarning, match="random numbers depend on the number of processes"):
-        load(
-            make_ranks(
-                looped_bfs,
-                PipelineShape(1, 3, 2),
-                [DropoutLinear(4, 4), DropoutLinear(4, 4)],
-                seed=None,
-            ),
-            tmp_path,
-        )
+        load(make(None, ONE_RANK), tmp_path)
     with pytest.warns(UserWarning, match="seed of modules is 4; before, it was None"):
-        load(
-            make_ranks(
-                one_f_one_b, PipelineShape(2, 3), [DropoutLinear(4, 4), DropoutLinear(4, 4)], seed=4
-            ),
-            tmp_path,
-        )
+        load(make(4), tmp_path)
 
 
 def test_loss_scale_and_extra_state_resume(tmp_path: Path) -> None:
     def make_scaled_ranks() -> InProcessExecutor:
-        scale = LossScale(8.0, growth_interval=2)
-        return make_ranks(
-            one_f_one_b,
-            PipelineShape(2, 3),
-            make_mixed_stages(2, 0),
-            gradients=GradientOptions(loss_scale=scale),
-        )
+        gradients = GradientOptions(loss_scale=LossScale(8.0, growth_interval=2))
+        return make_ranks(make_mixed_stages(2, 0), gradients=gradients)
 
     saved, resumed = make_scaled_ranks(), make_scaled_ranks()
     run_random_steps(saved, 0, 3)
     save(saved, tmp_path, step=3, extra_state={"cursor": [1, 2], "text": "a"})
-    assert load(resumed, tmp_path) == {
-        "step": 3,
-        "extra": {"cursor": [1, 2], "text": "a"},
-    }
-    for rank, other in zip(saved.executors, resumed.executors, strict=True):
-        scale, other_scale = (
-            rank.state.options.gradients.loss_scale,
-            other.state.options.gradients.loss_scale,
-        )
-        assert scale is not None and other_scale is not None
-        assert (
-            float(scale.value) == float(other_scale.value) == 16
-            and int(other_scale.good_steps) == 1
-        )
-        assert rank.random_streams.step == other.random_streams.step == 3
+    assert load(resumed, tmp_path) == {"step": 3, "extra": {"cursor": [1, 2], "text": "a"}}
+    for rank in (*saved.executors, *resumed.executors):
+        scale = rank.state.options.gradients.loss_scale
+        assert scale is not None and (float(scale.value), int(scale.good_steps)) == (16, 1)
+        assert rank.random_streams.step == 3
 
 
 class LossWithBuffer(nn.Module):
@@ -305,32 +277,22 @@ def test_weights_and_buffers_of_loss_resume(tmp_path: Path) -> None:
     saved_loss, loaded_loss = LossWithBuffer(), LossWithBuffer()
     with torch.no_grad():
         saved_loss.weight.mul_(3)
-    ranks = make_ranks(one_f_one_b, PipelineShape(2, 3), make_mixed_stages(2, 0), loss=saved_loss)
+    ranks = make_ranks(make_mixed_stages(2, 0), loss=saved_loss)
     run_random_steps(ranks, 0, 1)
     save(ranks, tmp_path, step=1)
-    load(
-        make_ranks(looped_bfs, PipelineShape(1, 3, 2), make_mixed_stages(2, 1), loss=loaded_loss),
-        tmp_path,
-    )
+    load(make_ranks(make_mixed_stages(2, 1), shape=ONE_RANK, loss=loaded_loss), tmp_path)
     assert torch.equal(loaded_loss.weight, saved_loss.weight) and float(loaded_loss.calls) == 3
 
 
 def test_save_validates_last_update(tmp_path: Path) -> None:
-    options = {
+    options: dict[str, Any] = {
         "of": {"norm_check": "after_step"},
         "gradients": GradientOptions(max_norm=0.01),
         "loss": nn.MSELoss(reduction="sum"),
     }
     results = []
     for saves in (False, True):
-        ranks = make_ranks(
-            one_f_one_b, PipelineShape(2, 3), [nn.Linear(4, 4), nn.Linear(4, 4)], **options
-        )
-        with torch.no_grad():
-            for rank in ranks.executors:
-                for stage in rank.stages.values():
-                    for p in stage.module.parameters():
-                        p.fill_(0.5)
+        ranks = make_ranks(**options)
         run_random_steps(ranks, 0, 1)
         if saves:
             save(ranks, tmp_path, step=1)
@@ -341,12 +303,12 @@ def test_save_validates_last_update(tmp_path: Path) -> None:
 
 
 def test_forward_only_program_loads_only_weights(tmp_path: Path) -> None:
-    trained = make_ranks(one_f_one_b, PipelineShape(2, 3), make_mixed_stages(2, 0))
+    trained = make_ranks(make_mixed_stages(2, 0))
     run_random_steps(trained, 0, 2)
     expected = save_and_read(trained, tmp_path, 2)
     stages = make_mixed_stages(2, 1)
     evaluating = make_ranks(
-        schedir.schedules.forward_only, PipelineShape(1, 4, 2), stages, None, clip_grad_norm=False
+        stages, None, ONE_RANK, schedir.schedules.forward_only, clip_grad_norm=False
     )
     load(evaluating, tmp_path)
     for s, stage in enumerate(stages):
@@ -391,19 +353,12 @@ class FailingLinear(nn.Linear):
         raise ValueError("as told")
 
 
-def make_linear_stages(*kinds: Any) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [kind(4, 4) for kind in kinds or (nn.Linear, nn.Linear)]
-
-
 def _make_wider_stages() -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), nn.Linear(4, 4)]
 
 
 def _make_failed_ranks() -> InProcessExecutor:
-    ranks = make_ranks(
-        one_f_one_b, PipelineShape(2, 3), make_linear_stages(nn.Linear, FailingLinear)
-    )
+    ranks = make_ranks(make_linear_stages(nn.Linear, FailingLinear))
     with pytest.raises(ExecutionError):
         run_random_steps(ranks, 0, 1)
     return ranks
@@ -416,16 +371,8 @@ def _enter_full_parameters(ranks: InProcessExecutor) -> InProcessExecutor:
     return ranks
 
 
-def make_trained_ranks(
-    stages: list[nn.Module] | None = None, optimizer: Any = ADAM, **options: Any
-) -> InProcessExecutor:
-    ranks = make_ranks(
-        one_f_one_b,
-        PipelineShape(2, 3),
-        make_linear_stages() if stages is None else stages,
-        optimizer,
-        **options,
-    )
+def make_trained_ranks(*arguments: Any, **options: Any) -> InProcessExecutor:
+    ranks = make_ranks(*arguments, **options)
     run_random_steps(ranks, 0, 1)
     return ranks
 
@@ -448,11 +395,14 @@ NOT_READ: dict[str, Any] = {
     "another optimizer": lambda: make_trained_ranks(optimizer=partial(torch.optim.SGD, lr=0.1)),
     "more moments": lambda: make_trained_ranks(optimizer=OPTIMIZERS["amsgrad"]),
     "more buffers": lambda: make_trained_ranks(make_mixed_stages(2, 0)),
-    "fewer stages": lambda: make_ranks(one_f_one_b, PipelineShape(1, 3), make_linear_stages()[:1]),
-    "of another type": lambda: make_ranks(one_f_one_b, PipelineShape(2, 3),
-                                     [m.double() for m in make_linear_stages()],
-                                     boundary=Boundary((5, 4), torch.float64)),
-}  # fmt: skip
+    "fewer stages": lambda: make_ranks(make_linear_stages()[:1], shape=PipelineShape(1, 3)),
+    "more stages": lambda: make_ranks(
+        make_linear_stages(*[nn.Linear] * 3), shape=PipelineShape(3, 3)
+    ),
+    "of another type": lambda: make_ranks(
+        [m.double() for m in make_linear_stages()], boundary=Boundary((5, 4), torch.float64)
+    ),
+}
 
 
 def copy_state(ranks: InProcessExecutor) -> list[Tensor]:
@@ -477,20 +427,34 @@ def test_refused_saves_and_loads_change_nothing(tmp_path: Path) -> None:
         "one name for two": {"name_map": lambda s, n: n},
         "one name for two of a stage": {"name_map": lambda s, n: str(s)},
         "no name": {"name_map": lambda s, n: None},
+        "names in a dict": {"name_map": {"weight": "weight"}},
+        "names without stages": {"name_map": lambda name: name},
         "what JSON cannot say": {"extra_state": {"a": {1, 2}}},
         "no mapping": {"extra_state": [1]},
+        "a tensor": {"extra_state": {"epoch": 1, "rng": torch.zeros(3)}},
+        "a key that is no text": {"extra_state": {1: 2}},
+        "a nested key": {"extra_state": {"a": {1: 2}}},
+        "an infinite number": {"extra_state": {"lr": math.nan}},
+        "half a checkpoint": {"keep": 1.5},
     }
     for name, options in wrong_options.items():
         with pytest.raises(CheckpointError) as error:
-            save(make_trained_ranks(), tmp_path / name, step=1, **options)
+            save(make_trained_ranks(), tmp_path / name, **{"step": 1} | options)
         assert not [*(tmp_path / name).glob("step-*")]
         texts.append(f"{name}\n{error.value}\n")
-    save(make_trained_ranks(), tmp_path, step=1)
-    for name, make in NOT_READ.items():
+    saved = make_trained_ranks()
+    save(saved, tmp_path, step=np.int64(1))  # type: ignore[arg-type]
+    assert load(saved, tmp_path, step=np.int64(1)) == {"step": 1, "extra": {}}  # type: ignore[arg-type]
+    wrong_names: dict[str, Any] = {
+        "names of another map": lambda s, n: f"layers.{s}.{n}",
+        "a load with names in a dict": {"weight": "weight"},
+    }
+    for name, make in (NOT_READ | dict.fromkeys(wrong_names, make_trained_ranks)).items():
         ranks = make()
         before = copy_state(ranks)
+        options = {"name_map": wrong_names[name]} if name in wrong_names else {}
         with pytest.raises(CheckpointError) as error:
-            load(ranks, tmp_path)
+            load(ranks, tmp_path, **options)
         assert all(torch.equal(a, b) for a, b in zip(before, copy_state(ranks), strict=True))
         texts.append(f"{name}\n{error.value}\n")
     assert "\n".join(texts) == GOLDEN.read_text()

@@ -132,14 +132,13 @@ def exchange(
 
 def check_transports(rank: int) -> list[Any]:
     failures = []
-    for p, program in enumerate(
-        (
-            compile(gpipe, PipelineShape(2, 2), tp=2, tied_weights=True),
-            compile(gpipe, PipelineShape(2, 2), dp=2, ep=2, stage_segments="dc"),
-            compile(gpipe, PipelineShape(1, 2), dp=4, ep=2, stage_segments="dc"),
-            compile(chimera, PipelineShape(2, 2, placement="mirror"), tp=2),
-        )
-    ):
+    programs = (
+        compile(gpipe, PipelineShape(2, 2), tp=2, tied_weights=True),
+        compile(gpipe, PipelineShape(2, 2), dp=2, ep=2, stage_segments="dc"),
+        compile(gpipe, PipelineShape(1, 2), dp=4, ep=2, stage_segments="dc"),
+        compile(chimera, PipelineShape(2, 2, placement="mirror"), tp=2),
+    )
+    for p, program in enumerate(programs):
         for t, make in enumerate(TRANSPORTS):
             # Gloo runs all programs. Each other transport runs two, of which one has experts.
             if not ALL and t and (p + t) % 2:
@@ -176,11 +175,8 @@ def test_collectives_of_virtual_ranks_are_correct(
             for group in ("dp", "tp", "model"):
                 members = {k: m.group_members[group] for k, m in enumerate(ranks)}
                 started = {k: collect(ranks[k], group, members[k], k, dtype) for k in order}
-                assert not [
-                    result
-                    for k in order
-                    for result in wait_for_wrong_results(started[k], members[k], k, dtype)
-                ]
+                for k in order:
+                    assert not wait_for_wrong_results(started[k], members[k], k, dtype)
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)

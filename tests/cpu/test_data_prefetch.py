@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -23,6 +24,24 @@ def make_batches(size: int = 4) -> Batches:
     return Batches(np.arange(200, dtype=np.uint8), 8, size, seed=3)
 
 
+def make_observed_batches(observe: Callable[[int], object]) -> Batches:
+    """Return batches that call `observe` with the number of a step before they read its batch."""
+
+    class ObservedBatches(Batches):
+        def read_batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+            observe(first // count)
+            return super().read_batch(first, count)
+
+    return ObservedBatches(np.arange(200, dtype=np.uint8), 8, 4)
+
+
+def start_prefetch(source: Batches, steps: int, replica: int = 0, replicas: int = 1) -> Prefetch:
+    count_tokens = gpt.count_tokens
+    return Prefetch(
+        source, steps, CPU, replica=replica, replicas=replicas, count_tokens=count_tokens
+    )
+
+
 def read_batch_of_step(source: Batches, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the batch of a step of a run that began with step 0."""
     return source.read_batch(step * source.batch_size, source.batch_size)
@@ -32,39 +51,28 @@ def read_batch_of_step(source: Batches, step: int) -> tuple[torch.Tensor, torch.
 def test_each_replica_gets_its_part_of_each_batch(steps: int, replicas: int, share: int) -> None:
     source = make_batches(replicas * share)
     for replica in range(replicas):
-        with Prefetch(
-            source, steps, CPU, replica=replica, replicas=replicas, count_tokens=gpt.count_tokens
-        ) as prefetched:
+        with start_prefetch(source, steps, replica, replicas) as prefetched:
             taken = []
             for step in range(steps):
                 taken.append(prefetched.take(step))
-                expected = [
-                    x[replica * share : (replica + 1) * share]
-                    for x in read_batch_of_step(source, step)
-                ]
-                assert all(map(torch.equal, taken[-1][:2], expected))
                 assert taken[-1].tokens == replicas * share * 8
-                if step:  # a wrong step is repeated after the next one has run
-                    before = read_batch_of_step(source, step - 1)[0][
-                        replica * share : (replica + 1) * share
-                    ]
-                    assert torch.equal(taken[-2].inputs, before)
+                # A wrong step is repeated after the next one has run.
+                for k in range(max(0, step - 1), step + 1):
+                    part = slice(replica * share, (replica + 1) * share)
+                    expected = [x[part] for x in read_batch_of_step(source, k)]
+                    assert all(map(torch.equal, taken[k][:2], expected))
     assert not [t for t in threading.enumerate() if t.name.startswith("prefetch")]
 
 
 def test_next_batch_is_read_during_step() -> None:
     was_read = threading.Event()
 
-    class ObservedBatches(Batches):
-        def read_batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-            if first == count:
-                was_read.set()
-            return super().read_batch(first, count)
+    def record_step_1(step: int) -> None:
+        if step == 1:
+            was_read.set()
 
-    source = ObservedBatches(np.arange(200, dtype=np.uint8), 8, 4)
-    with Prefetch(
-        source, 3, CPU, replica=0, replicas=1, count_tokens=gpt.count_tokens
-    ) as prefetched:
+    source = make_observed_batches(record_step_1)
+    with start_prefetch(source, 3) as prefetched:
         prefetched.take(0)
         assert was_read.wait(60)
 
@@ -88,9 +96,7 @@ class CopyEvent:
 def test_slot_of_running_copy_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "make_event", CopyEvent)
     source = make_batches()
-    with Prefetch(
-        source, BATCH_SLOTS + 1, CPU, replica=0, replicas=1, count_tokens=gpt.count_tokens
-    ) as prefetched:
+    with start_prefetch(source, BATCH_SLOTS + 1) as prefetched:
         for step in range(BATCH_SLOTS):
             prefetched.take(step)
         first: CopyEvent = prefetched.slots[0].copy_event  # type: ignore[assignment]
@@ -103,16 +109,11 @@ def test_slot_of_running_copy_is_not_overwritten(monkeypatch: pytest.MonkeyPatch
 
 
 def test_read_error_is_raised_at_step_of_batch() -> None:
-    class FailingBatches(Batches):
-        def read_batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-            if first == 2 * count:
-                raise UsageError("no such token")
-            return super().read_batch(first, count)
+    def fail_at_step_2(step: int) -> None:
+        if step == 2:
+            raise UsageError("no such token")
 
-    source = FailingBatches(np.arange(200, dtype=np.uint8), 8, 4)
-    with Prefetch(
-        source, 9, CPU, replica=0, replicas=1, count_tokens=gpt.count_tokens
-    ) as prefetched:
+    with start_prefetch(make_observed_batches(fail_at_step_2), 9) as prefetched:
         prefetched.take(0)
         prefetched.take(1)
         with pytest.raises(UsageError, match="no such token"):
@@ -122,18 +123,13 @@ def test_read_error_is_raised_at_step_of_batch() -> None:
 def test_blocked_read_does_not_block_exit() -> None:
     is_blocked, unblock, has_returned = (threading.Event() for _ in range(3))
 
-    class BlockedBatches(Batches):
-        def read_batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-            if first == count:
-                is_blocked.set()
-                unblock.wait(20)
-                has_returned.set()
-            return super().read_batch(first, count)
+    def block_at_step_1(step: int) -> None:
+        if step == 1:
+            is_blocked.set()
+            unblock.wait(20)
+            has_returned.set()
 
-    source = BlockedBatches(np.arange(200, dtype=np.uint8), 8, 4)
-    with Prefetch(
-        source, 3, CPU, replica=0, replicas=1, count_tokens=gpt.count_tokens
-    ) as prefetched:
+    with start_prefetch(make_observed_batches(block_at_step_1), 3) as prefetched:
         prefetched.take(0)
         assert is_blocked.wait(60)
     assert not has_returned.is_set() and prefetched.thread.daemon

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -55,6 +55,19 @@ def infinite_gradient(y: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def call_before(
+    patch: pytest.MonkeyPatch, owner: type, name: str, function: Callable[..., object]
+) -> None:
+    """Call a function with the arguments of a method before each call of the method."""
+    method = getattr(owner, name)
+
+    def call_both(self: Any, *arguments: Any) -> Any:
+        function(self, *arguments)
+        return method(self, *arguments)
+
+    patch.setattr(owner, name, call_both)
+
+
 def change_stage_output(
     patch: pytest.MonkeyPatch, change: Spoil, stage: int, *steps: int, once: bool
 ) -> None:
@@ -62,12 +75,11 @@ def change_stage_output(
 
     With `once`, the output is not changed again if the step runs a second time.
     """
-    build, begin_step, begun_steps = gpt.build_stage, ProgramRunner.begin_step, list[int]()
+    build, begun_steps = gpt.build_stage, list[int]()
 
-    def begin_and_record(self: ProgramRunner, *arguments: Any) -> None:
-        if self.program.has_backward:
-            begun_steps.append(self.state.random_streams.step)
-        begin_step(self, *arguments)
+    def record_step(runner: ProgramRunner, *_: Any) -> None:
+        if runner.program.has_backward:
+            begun_steps.append(runner.state.random_streams.step)
 
     def build_stage(config: Any, s: int, stages: int, **options: Any) -> Any:
         def change_output(module: Any, arguments: Any, y: torch.Tensor) -> torch.Tensor:
@@ -79,7 +91,7 @@ def change_stage_output(
             module.register_forward_hook(change_output)
         return module
 
-    patch.setattr(ProgramRunner, "begin_step", begin_and_record)
+    call_before(patch, ProgramRunner, "begin_step", record_step)
     patch.setattr(gpt, "build_stage", build_stage)
 
 
@@ -101,39 +113,54 @@ def run_training(
     `is_late` is False.
     """
     trainers, original_init, delays = [], _Trainer.__init__, list[int]()
-    read_oldest_step = StepQueue.read_oldest_step
 
     def init(self: _Trainer, *arguments: Any) -> None:
         original_init(self, *arguments)
         trainers.append(self)
         self.step_queue.can_read_late &= is_late
 
-    def read_and_count(self: StepQueue) -> Any:
-        delays.append(len(self.pending_steps) - 1)
-        return read_oldest_step(self)
+    def record_delay(queue: StepQueue) -> None:
+        delays.append(len(queue.pending_steps) - 1)
 
     patch.setattr(_Trainer, "__init__", init)
-    patch.setattr(StepQueue, "read_oldest_step", read_and_count)
+    call_before(patch, StepQueue, "read_oldest_step", record_delay)
     code = run(config, [*ONE_PROCESS, *sets, f'output.dir="{folder}"'])
     return code, (folder / "loss.csv").read_bytes(), copy_trained_state(trainers[0]), sum(delays)
 
 
 def run_late_and_immediate(
-    config: str, tmp_path: Path, prepare: Callable[[pytest.MonkeyPatch], None], *sets: str
-) -> Iterator[tuple[Any, ...]]:
+    config: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    prepare: Callable[[pytest.MonkeyPatch], None],
+    *sets: str,
+) -> tuple[int, bytes, str]:
+    """Assert that runs with and without delayed reads are equal.
+
+    Return their exit code, loss.csv and errors.
+    """
+    outcomes = []
     for is_late in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             prepare(patch)
-            yield run_training(config, tmp_path / str(is_late), patch, is_late, *sets)
+            run_folder = tmp_path / str(is_late)
+            code, rows, tensors, delay = run_training(config, run_folder, patch, is_late, *sets)
+        assert bool(delay) == is_late
+        out, err = capsys.readouterr()
+        steps = [line.split("  ") for line in out.splitlines() if line.startswith("step ")]
+        fields = [[field for field in line if "tokens/s" not in field] for line in steps]
+        outcomes.append((tensors, (code, rows, err), fields))
+    (tensors, results, fields), (immediate_tensors, *others) = outcomes
+    assert [results, fields] == others
+    assert all(map(torch.equal, tensors, immediate_tensors))
+    return results
 
 
 # With a loss scale of 0.5, the gradient of a float16 loss is never too large.
 @pytest.mark.parametrize(
     ("what", "scale", "once", "precision"),
     each_value(
-        [(infinite_loss, 1024.0), (infinite_gradient, 0.5)],
-        [False, True],
-        ["float32", "float16"],
+        [(infinite_loss, 1024.0), (infinite_gradient, 0.5)], [False, True], ["float32", "float16"]
     ),
 )
 def test_delayed_stop_equals_immediate_stop(
@@ -149,22 +176,11 @@ def test_delayed_stop_equals_immediate_stop(
         change_stage_output(patch, what, 2, 3, once=once)
         patch.setattr(trainer, "LossScale", partial(LossScale, scale))
 
-    outcomes, reports = [], []
-    for outcome in run_late_and_immediate(
-        config, tmp_path, prepare, f"train.precision={precision}"
-    ):
-        outcomes.append(outcome)
-        out, err = capsys.readouterr()
-        steps = [line.split("  ") for line in out.splitlines() if line.startswith("step ")]
-        reports.append(
-            (err, [[field for field in line if "tokens/s" not in field] for line in steps])
-        )
-    (code, rows, weights, delay), (_, immediate_rows, immediate_weights, immediate_delay) = outcomes
-    assert code == 1 and delay > 0 and immediate_delay == 0
-    assert reports[0] == reports[1] and " of step 4 is infinite" in reports[0][0]
-    assert "has the first such value" in reports[0][0]
-    assert rows == immediate_rows and rows.count(b"\n") == 4
-    assert all(torch.equal(a, b) for a, b in zip(weights, immediate_weights, strict=True))
+    code, rows, err = run_late_and_immediate(
+        config, tmp_path, capsys, prepare, f"train.precision={precision}"
+    )
+    assert code == 1 and rows.count(b"\n") == 4
+    assert " of step 4 is infinite" in err and "has the first such value" in err
 
 
 def test_delayed_stop_after_bad_update_equals_immediate_stop(
@@ -179,20 +195,12 @@ def test_delayed_stop_after_bad_update_equals_immediate_stop(
     sets = ["pipeline.stages_per_rank=4", "pipeline.placement=[0,0,0,0]",
             "pipeline.optimizer_steps=3",
             "pipeline.weight_delay=1"]  # fmt: skip
-    outcomes, errors = [], []
-    for outcome in run_late_and_immediate(
-        config, tmp_path, partial(_change_second_stage, spoil_first_two), *sets
-    ):
-        outcomes.append(outcome)
-        errors.append(capsys.readouterr().err)
-    (code, rows, weights, delay), (_, immediate_rows, immediate_weights, _) = outcomes
-    assert code == 1 and delay > 0 and rows == immediate_rows
-    assert errors[0] == errors[1] and "of step 4 is infinite" in errors[0] and " B 1." in errors[0]
-    assert all(torch.equal(a, b) for a, b in zip(weights, immediate_weights, strict=True))
 
+    def prepare(patch: pytest.MonkeyPatch) -> None:
+        change_stage_output(patch, spoil_first_two, 1, 3, once=False)
 
-def _change_second_stage(change: Spoil, patch: pytest.MonkeyPatch) -> None:
-    change_stage_output(patch, change, 1, 3, once=False)
+    code, _, err = run_late_and_immediate(config, tmp_path, capsys, prepare, *sets)
+    assert code == 1 and "of step 4 is infinite" in err and " B 1." in err
 
 
 @pytest.mark.parametrize(
@@ -203,20 +211,19 @@ def _change_second_stage(change: Spoil, patch: pytest.MonkeyPatch) -> None:
         [["train.precision=float16"], ["train.on_nonfinite=skip"]],
     ),
 )
-def test_delayed_skip_equals_immediate_skip(config: str, tmp_path: Path, sets: list[str]) -> None:
+def test_delayed_skip_equals_immediate_skip(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], sets: list[str]
+) -> None:
     def prepare(patch: pytest.MonkeyPatch) -> None:
         change_stage_output(
             patch, infinite_loss, 2, *([3] if "train.on_nonfinite=skip" in sets else []), once=False
         )
         patch.setattr(trainer, "LossScale", partial(LossScale, 2.0**24))
 
-    (code, rows, weights, delay), (_, immediate_rows, immediate_weights, _) = (
-        run_late_and_immediate(config, tmp_path, prepare, *sets)
-    )
-    assert code == 0 and delay > 0 and rows == immediate_rows
+    code, rows, _ = run_late_and_immediate(config, tmp_path, capsys, prepare, *sets)
+    assert code == 0
     skipped = [line.rpartition(b",")[2] for line in rows.splitlines()[1:]]
     assert b"1" in skipped and skipped[-1] == b"0"
-    assert all(torch.equal(a, b) for a, b in zip(weights, immediate_weights, strict=True))
 
 
 def _run_replica(process: int, config: Config) -> list[tuple[str, list[torch.Tensor]]]:
@@ -282,22 +289,17 @@ class NoWait(TorchDispatchMode):
     ),
 )  # fmt: skip
 def test_step_without_report_has_no_host_wait(
-    config: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    precision: str,
-    schedule: str,
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, schedule: str
 ) -> None:
-    adamw, watched, take_batch = torch.optim.AdamW, list[str](), _Trainer._take_batch
+    adamw, watched = torch.optim.AdamW, list[str]()
 
     def forbid_waits(owner: type, name: str) -> None:
         method = getattr(owner, name)
 
         def call_without_waits(self: Any, *arguments: Any) -> Any:
             steps = self if isinstance(self, StepQueue) else self.step_queue
-            if (
-                not 1 <= steps.last_issued_step - (name == "issue") < 5
-            ):  # the host may wait in the first step and in a reported step
+            # The host may wait in the first step and in a reported step.
+            if not 1 <= steps.last_issued_step - (name == "issue") < 5:
                 return method(self, *arguments)
             watched.append(name)
             with NoWait():  # type: ignore[no-untyped-call]
@@ -305,7 +307,7 @@ def test_step_without_report_has_no_host_wait(
 
         monkeypatch.setattr(owner, name, call_without_waits)
 
-    methods = ((StepQueue, "issue"), (StepQueue, "read_oldest_step"), (_Trainer, "_take_batch"))
+    methods = [(StepQueue, "issue"), (StepQueue, "read_oldest_step"), (_Trainer, "_take_batch")]
     for owner, name in methods:
         forbid_waits(owner, name)
     # On a GPU, only the fused AdamW is used.
@@ -316,11 +318,7 @@ def test_step_without_report_has_no_host_wait(
             f"pipeline.schedule={schedule}", f"train.precision={precision}", "output.record=true",
             f'output.dir="{tmp_path}"']  # fmt: skip
     assert run(config, sets) == 0
-    assert {*watched} == {
-        "issue",
-        "read_oldest_step",
-        "_take_batch",
-    } and take_batch is not _Trainer._take_batch
+    assert {*watched} == {name for _, name in methods}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -353,19 +351,17 @@ def test_invalid_token_is_error_of_its_step(
 
     tokens = tmp_path / "tokens.bin"
     np.zeros(400, "<u2").tofile(tokens)
-    read_batch, begin_step, steps = Batches.read_batch, ProgramRunner.begin_step, list[int]()
+    steps: list[int] = []
 
-    def read_or_fail(self: Batches, first: int, count: int) -> Any:
-        if first == 3 * self.batch_size:
+    def fail_at_step_3(batches: Batches, first: int, count: int) -> None:
+        if first == 3 * batches.batch_size:
             raise UsageError("token 300 at position 7 is not below the vocabulary size 256")
-        return read_batch(self, first, count)
 
-    def begin_and_record(self: ProgramRunner, *arguments: Any) -> None:
-        steps.append(self.state.random_streams.step)
-        begin_step(self, *arguments)
+    def record_step(runner: ProgramRunner, *_: Any) -> None:
+        steps.append(runner.state.random_streams.step)
 
-    monkeypatch.setattr(Batches, "read_batch", read_or_fail)
-    monkeypatch.setattr(ProgramRunner, "begin_step", begin_and_record)
+    call_before(monkeypatch, Batches, "read_batch", fail_at_step_3)
+    call_before(monkeypatch, ProgramRunner, "begin_step", record_step)
     sets = [*ONE_PROCESS, f'data.source="{tokens}"', f'output.dir="{tmp_path}"']
     with pytest.raises(UsageError, match="token 300"):
         run(config, sets)
@@ -379,15 +375,12 @@ def test_invalid_token_is_error_of_its_step(
 def test_ctrl_c_in_step_ends_prefetch_threads(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin_step = ProgramRunner.begin_step
-
-    def begin_or_interrupt(self: ProgramRunner, *arguments: Any) -> None:
+    def interrupt_step_3(runner: ProgramRunner, *_: Any) -> None:
         assert list_prefetch_threads()
-        if self.state.random_streams.step == 3:
+        if runner.state.random_streams.step == 3:
             raise KeyboardInterrupt
-        begin_step(self, *arguments)
 
-    monkeypatch.setattr(ProgramRunner, "begin_step", begin_or_interrupt)
+    call_before(monkeypatch, ProgramRunner, "begin_step", interrupt_step_3)
     assert run(config, [*ONE_PROCESS, f'output.dir="{tmp_path}"']) == 130
     assert not list_prefetch_threads()
 
@@ -398,25 +391,19 @@ def test_step_time_includes_data_wait_and_excludes_reports(
 ) -> None:
     clock = [0.0]
 
-    def add_duration(owner: type, name: str, seconds: float) -> None:
-        method = getattr(owner, name)
+    def advance_clock(seconds: float, *_: Any) -> None:
+        clock[0] += seconds
 
-        def call_and_advance(self: Any, *arguments: Any) -> Any:
-            clock[0] += seconds
-            return method(self, *arguments)
-
-        monkeypatch.setattr(owner, name, call_and_advance)
-
-    add_duration(_Trainer, "_take_batch", 5.0)
-    add_duration(Executor, "step", 1.0)
-    add_duration(_Trainer, "_report", 100.0)
+    durations = (
+        (_Trainer, "_take_batch", 5.0),
+        (Executor, "step", 1.0),
+        (_Trainer, "_report", 1e2),
+    )
+    for owner, name, seconds in durations:
+        call_before(monkeypatch, owner, name, partial(advance_clock, seconds))
     for module in (trainer, step_queue):
         monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
-    sets = [
-        *ONE_PROCESS,
-        f"train.log_every={every}",
-        f'output.dir="{tmp_path}"',
-    ]
-    assert run(config, sets) == 0
+    sets = [f"train.log_every={every}", f'output.dir="{tmp_path}"']
+    assert run(config, [*ONE_PROCESS, *sets]) == 0
     speed = json.loads((tmp_path / "summary.json").read_text())["tokens_per_second"]
     assert speed == pytest.approx(3 * 2 * 16 / 6.0)

@@ -21,9 +21,9 @@ from schedir.analysis.memory.footprint import compute_footprints, count_peak_ver
 from schedir.checkpoints import load, save
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import FORWARD_OPS, SEND_OPS, Lane
+from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
-from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import ExecutionOrders, InProcessExecutor
 from schedir.runtime.offload.copy_lanes import CopyLanes
@@ -32,7 +32,6 @@ from schedir.runtime.services.stage_weight_versions import StageWeightVersions
 from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.testing.tiny_model import make_batch, make_tiny_stages, squared_error
-from schedir.transports.gloo import GlooTransport
 from tests.cases import ALL, cases
 from tests.cpu import tiny_stages as of_gpt
 from tests.cpu.checkpoint_layouts import (
@@ -42,7 +41,6 @@ from tests.cpu.checkpoint_layouts import (
     keep_name,
     run_steps,
 )
-from tests.cpu.gloo_processes import run
 from tests.cpu.optimizer_offload_programs import (
     ADAMW,
     are_equal,
@@ -81,19 +79,8 @@ CASES: list[tuple[Any, PipelineShape]] = [
 momentum = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 
 
-def make_ranks(
-    schedule: Any, shape: PipelineShape, states: str, optimizer: Any, **options: Any
-) -> InProcessExecutor:
-    program = schedir.compile(
-        schedule, shape, progress_model="per_edge", optimizer_placement=states, **options
-    )
-    return InProcessExecutor(
-        program,
-        make_tiny_stages(shape.stages),
-        loss=squared_error,
-        boundary=BOUNDARY,
-        optimizer=optimizer,
-    )
+def compile_case(case: tuple[Any, PipelineShape], states: str, **options: Any) -> Program:
+    return schedir.compile(*case, progress_model="per_edge", optimizer_placement=states, **options)
 
 
 @settings(max_examples=25)
@@ -102,9 +89,12 @@ def test_microbatches_use_their_weight_version_in_any_order(
     case: tuple[Any, PipelineShape], optimizer: Any, seed: int
 ) -> None:
     """Random legal orders with slow lanes are compared with a plain loop that keeps versions."""
-    schedule, shape = case
+    shape = case[1]
     expected = stage_by_stage(shape, *make_batch(shape.microbatches), optimizer)
-    world = make_ranks(schedule, shape, "cpu_step", optimizer)
+    world = InProcessExecutor(
+        compile_case(case, "cpu_step"), make_tiny_stages(shape.stages), loss=squared_error,
+        boundary=BOUNDARY, optimizer=optimizer,
+    )  # fmt: skip
     poison_weights(world)
     slow_lanes = [lane for k, lane in enumerate((Lane.HOST, Lane.D2H, Lane.H2D)) if seed >> k & 1]
     event(f"slow: {len(slow_lanes)} lanes")
@@ -126,28 +116,18 @@ def _step_late(step: Any, *arguments: Any) -> None:
 
 @pytest.mark.parametrize("clip", [False, True])
 def test_only_nonfinite_update_is_skipped(clip: bool) -> None:
-    schedule, shape = CASES[0]
-    results = []
+    shape, results = CASES[0][1], []
     for states in PLACEMENTS:
-        program = schedir.compile(
-            schedule,
-            shape,
-            clip_grad_norm=clip,
-            progress_model="per_edge",
-            optimizer_placement=states,
-        )
-        world = make_executor(program, ADAMW)
-        last, calls = world.executors[-1].stages[shape.stages - 1].module, count()
-        hook = partial(_spoil_third_forward, calls)
-        last.register_forward_hook(hook)
+        world = make_executor(compile_case(CASES[0], states, clip_grad_norm=clip), ADAMW)
+        last = world.executors[-1].stages[shape.stages - 1].module
+        last.register_forward_hook(partial(_spoil_third_forward, count()))
         poison_weights(world)
         world.step(*of_gpt.make_batch(shape.microbatches, 0), order_seed=3)
         finite = [rank.finite_updates.tolist() for rank in world.executors]
         assert finite[1] == [True, False, True]
         assert finite[0] == (finite[1] if clip else finite[0])
-        results.append(
-            [*read_training_state(world), *(rank.finite_updates for rank in world.executors)]
-        )
+        flags = [rank.finite_updates for rank in world.executors]
+        results.append([*read_training_state(world), *flags])
     assert are_equal(*results)
 
 
@@ -160,14 +140,7 @@ def _spoil_third_forward(calls: Iterator[int], module: Any, inputs: Any, out: Te
 def test_frozen_rank_uses_norm_of_each_update(states: str) -> None:
     """A rank that ends updates late may receive the next norm before it has used the first."""
     shape, tested_orders = PipelineShape(2, 2, optimizer_steps=2, weight_delay=1), 0
-    compiled = schedir.compile(
-        pipedream_2bw,
-        shape,
-        clip_grad_norm=True,
-        frozen_stages=1,
-        progress_model="per_edge",
-        optimizer_placement=states,
-    )
+    compiled = compile_case((pipedream_2bw, shape), states, clip_grad_norm=True, frozen_stages=1)
     first, second_rank = schedir.to_text(compiled, folded=False).split("\nrank 1\n")
     ends = [f"  {i}" for i in compiled.streams[0] if i.op not in (*FORWARD_OPS, *SEND_OPS)]
     other_lines = [line for line in first.split("\n") if line not in ends]
@@ -192,37 +165,6 @@ def test_frozen_rank_uses_norm_of_each_update(states: str) -> None:
     assert tested_orders
 
 
-def _train_on_rank(rank: int) -> Any:
-    torch.set_num_threads(1)
-    results = []
-    schedule, shape = CASES[0]
-    for states in PLACEMENTS:
-        program = schedir.compile(
-            schedule, shape, clip_grad_norm=True, dp=1, optimizer_placement=states
-        )
-        stages = {
-            s: m
-            for s, m in enumerate(make_tiny_stages(shape.stages))
-            if s in shape.stages_on_rank[rank]
-        }
-        executor = Executor(
-            program, rank, stages, GlooTransport(program), loss=squared_error, boundary=BOUNDARY,
-            gradients=GradientOptions(max_norm=0.5),
-            optimizer=adam([p for m in stages.values() for p in m.parameters()]),
-        )  # fmt: skip
-        if states == "cpu_step":
-            executor.state.resources.service(CopyLanes).bandwidth[Lane.HOST] = 1e6
-        for _ in range(2):
-            executor.step(*make_batch(shape.microbatches))
-        results.append([*weights([*stages.values()]), executor.grad_norm.clone()])
-    return results
-
-
-def test_cpu_steps_in_processes_equal_device_steps() -> None:
-    for device, host in run(_train_on_rank, 2):
-        assert are_equal(device, host)
-
-
 @pytest.mark.parametrize("case", cases([0, 4], [1, 5, 6]))
 def test_memory_of_each_tier_equals_prediction(case: int) -> None:
     """The peak number of weight versions equals the count, too."""
@@ -231,10 +173,7 @@ def test_memory_of_each_tier_equals_prediction(case: int) -> None:
     sizes = measure_sizes(
         stages, x[0], y[0], loss=gpt.loss, boundary=of_gpt.BOUNDARY, optimizer_state=ADAMW
     )
-    world = make_executor(
-        schedir.compile(schedule, shape, progress_model="per_edge", optimizer_placement="cpu_step"),
-        ADAMW,
-    )
+    world = make_executor(compile_case((schedule, shape), "cpu_step"), ADAMW)
     run_steps_in_random_order(world, 0)
     peak_versions = [0] * shape.ranks
     for r, rank in enumerate(world.executors):
@@ -244,9 +183,8 @@ def test_memory_of_each_tier_equals_prediction(case: int) -> None:
     assert peak_versions == count_peak_versions(world.program).tolist()
     host, device = (compute_footprints(world.program, sizes, tier) for tier in ("host", "device"))
     for r, rank in enumerate(world.executors):
-        assert set(host[r].total_bytes) == {
-            sum(t.nbytes for t in get_placement(world, r).list_host_tensors())
-        }
+        host_tensors = get_placement(world, r).list_host_tensors()
+        assert set(host[r].total_bytes) == {sum(t.nbytes for t in host_tensors)}
         assert "optimizer" not in device[r].static_memory
         (number, size) = device[r].static_memory["versions"]
         parameters = [p for s in rank.stages.values() for p in s.module.parameters()]
@@ -285,11 +223,8 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path) -> None:
 
 def test_host_step_overlaps_with_next_update() -> None:
     """In a measured run, the host step overlaps with computes and ends before `step` begins."""
-    schedule, shape = CASES[0]
-    world = make_executor(
-        schedir.compile(schedule, shape, progress_model="per_edge", optimizer_placement="cpu_step"),
-        ADAMW,
-    )
+    shape = CASES[0][1]
+    world = make_executor(compile_case(CASES[0], "cpu_step"), ADAMW)
     run_steps_in_random_order(world, 0, 1)
     spans = world.timeline().spans
     for rank in range(shape.ranks):

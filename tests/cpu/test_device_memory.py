@@ -34,19 +34,12 @@ def test_allocation_after_first_step_is_reported_once(
 
     monkeypatch.setattr(StepQueue, "issue", issue_and_count)
     monkeypatch.setattr(trainer, "count_allocations", lambda device: 7 + (step >= grows))
-    sets = [
-        *ONE_PROCESS,
-        "train.steps=4",
-        "train.log_every=2",
-        "output.record=false",
-        f'output.dir="{tmp_path}"',
-    ]
-    assert run(config, sets) == 0
+    sets = ["train.steps=4", "train.log_every=2", "output.record=false"]
+    assert run(config, [*ONE_PROCESS, *sets, f'output.dir="{tmp_path}"']) == 0
     lines = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
     reports = [line for line in lines if line.startswith("memory: ")]
-    assert len(reports) == (grows == 3) and all(
-        "1 of 1 processes allocated" in line for line in reports
-    )
+    assert len(reports) == (grows == 3)
+    assert all("1 of 1 processes allocated" in line for line in reports)
     if reports:  # the report precedes the line of its step
         assert lines.index(reports[0]) == lines.index("step 4") - 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -17,7 +18,6 @@ from schedir import Costs, PipelineShape
 from schedir.hang_diagnosis.stall_cause import ProcessLayout
 from schedir.io.black_box import POSITION_FIELD, ProcessPhase
 from schedir.ir.isa.instructions import Instr, Opcode
-from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
@@ -44,17 +44,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
 
 
 def make_charged_ranks(
-    program: Program, gpu: VirtualGPU
+    gpu: VirtualGPU, schedule: Any, *shape: Any, **options: Any
 ) -> tuple[InProcessExecutor, list[GpuProgress]]:
+    program = schedir.compile(schedule, PipelineShape(*shape), progress_model="per_edge", **options)
     stages = tiny_model.make_tiny_stages(program.shape.stages)
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
     ranks = InProcessExecutor(
-        program,
-        stages,
-        loss=tiny_model.squared_error,
-        boundary=boundary,
+        program, stages, loss=tiny_model.squared_error, boundary=boundary,
         execution=ExecutionOptions(record_timestamps=False),
-    )
+    )  # fmt: skip
     charge_instructions(ranks, gpu, COSTS)
     return ranks, [GpuProgress(rank) for rank in ranks.executors]
 
@@ -87,11 +85,8 @@ def read_stall_error(
     return [(str(site.instr), site.note) for site in error.sites]
 
 
-def test_stall_error_reports_gpu_position_not_host_position(
-    gpu: VirtualGPU,
-) -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
-    ranks, progress = make_charged_ranks(program, gpu)
+def test_stall_error_reports_gpu_position_not_host_position(gpu: VirtualGPU) -> None:
+    ranks, progress = make_charged_ranks(gpu, one_f_one_b, 2, 4)
     make_instruction_hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
     run_step(ranks, gpu)
     gpu.host = 1000.0
@@ -113,14 +108,7 @@ def test_stall_error_reports_gpu_position_not_host_position(
 def test_stall_error_points_towards_hanging_rank(
     gpu: VirtualGPU, schedule: Any, overlap: bool
 ) -> None:
-    program = schedir.compile(
-        schedule,
-        PipelineShape(4, 8),
-        progress_model="per_edge",
-        overlap=overlap,
-        clip_grad_norm=True,
-    )
-    ranks, progress = make_charged_ranks(program, gpu)
+    ranks, progress = make_charged_ranks(gpu, schedule, 4, 8, overlap=overlap, clip_grad_norm=True)
     make_instruction_hang(ranks, gpu, Instr(Opcode.Backward, 2, 3), rank=2)
     run_step(ranks, gpu)
     gpu.host = 1000.0
@@ -136,8 +124,7 @@ def test_stall_error_points_towards_hanging_rank(
 
 def test_stall_is_reported_while_host_issues_next_step(gpu: VirtualGPU) -> None:
     """Each step has its own events."""
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
-    ranks, progress = make_charged_ranks(program, gpu)
+    ranks, progress = make_charged_ranks(gpu, one_f_one_b, 2, 4)
     run_step(ranks, gpu)
     gpu.host = gpu.over
     assert [p.get_progress() for p in progress] == [None, None]
@@ -149,24 +136,20 @@ def test_stall_is_reported_while_host_issues_next_step(gpu: VirtualGPU) -> None:
 
 
 def test_progress_advances_as_instructions_end(gpu: VirtualGPU) -> None:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
-    ranks, (progress, _) = make_charged_ranks(program, gpu)
+    ranks, (progress, _) = make_charged_ranks(gpu, one_f_one_b, 2, 4)
     run_step(ranks, gpu)
     unfinished_counts = []
     while (position := progress.get_progress()) is not None:
         assert position.issued == position.unfinished and position.step == 1
         unfinished_counts.append(len(position.unfinished))
         gpu.host += 1.0
-    assert (
-        unfinished_counts == sorted(unfinished_counts, reverse=True)
-        and len({*unfinished_counts}) > 4
-    )
+    assert unfinished_counts == sorted(unfinished_counts, reverse=True)
+    assert len({*unfinished_counts}) > 4
 
 
 def test_stalled_host_is_reported(gpu: VirtualGPU) -> None:
     """Instructions that the host has not issued cannot end, so its current one is reported."""
-    program = schedir.compile(gpipe, PipelineShape(1, 3), progress_model="per_edge")
-    ranks, (progress,) = make_charged_ranks(program, gpu)
+    ranks, (progress,) = make_charged_ranks(gpu, gpipe, 1, 3)
     executor = ranks.executors[0]
     inputs, targets = tiny_model.make_batch(3)
     executor.runner.begin_step(StepInputs(inputs, targets))
@@ -180,8 +163,7 @@ def test_stalled_host_is_reported(gpu: VirtualGPU) -> None:
 
 def test_progress_follows_order_of_issue(gpu: VirtualGPU) -> None:
     """Warmup steps are undone, so the next step has the same number."""
-    program = schedir.compile(gpipe, PipelineShape(1, 3), progress_model="per_edge")
-    ranks, (progress,) = make_charged_ranks(program, gpu)
+    ranks, (progress,) = make_charged_ranks(gpu, gpipe, 1, 3)
     executor = ranks.executors[0]
     inputs, targets = tiny_model.make_batch(3)
     for _ in range(3):
@@ -205,12 +187,8 @@ def test_describe_wait_names_peers() -> None:
     )
     bidirectional = schedir.compile(dualpipe, PipelineShape(2, 4, placement="mirror"))
     words = {str(i): describe_wait(program, i) for stream in program.streams for i in stream}
-    words |= {
-        str(i): describe_wait(bidirectional, i)
-        for stream in bidirectional.streams
-        for i in stream
-        if i.stage == 0
-    }
+    bidirectional_instrs = [i for stream in bidirectional.streams for i in stream if i.stage == 0]
+    words |= {str(i): describe_wait(bidirectional, i) for i in bidirectional_instrs}
     assert words["F 0.0"] == "computes"
     assert words["send_act 0.1"] == "waits for rank 1 to receive"
     assert {text.partition(" rank ")[0] for text in words.values()} == {
@@ -227,9 +205,7 @@ def test_watchdog_reports_gpu_position(
     causes: SimpleQueue[str] = SimpleQueue()
     monkeypatch.setattr(watchdog, "exit_with_cause", lambda member, cause: causes.put(str(cause)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    ranks, _ = make_charged_ranks(
-        schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge"), gpu
-    )
+    ranks, _ = make_charged_ranks(gpu, one_f_one_b, 2, 4)
     executor = ranks.executors[0]
     monkeypatch.setattr(executor.state, "device", torch.device("cuda"))
     make_instruction_hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
@@ -263,9 +239,7 @@ class _BlockedProgress:
         self.over.wait()
 
 
-def test_blocked_driver_does_not_block_watchdog(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocked_driver_does_not_block_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "GPU_ANSWER_TIMEOUT", 0.01)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     blocked: Any = _BlockedProgress()
@@ -279,24 +253,16 @@ def _query_progress_on_rank(
     process: int, transport: type[EdgeGroups] | type[GroupedMessages], tp: int
 ) -> list[Any]:
     program = schedir.compile(
-        one_f_one_b,
-        PipelineShape(2, 4),
-        tp=tp,
-        tied_weights=True,
-        clip_grad_norm=True,
-        progress_model=transport.progress_model,
-        overlap=True,
-    )
-    executor = gpt_executor(
-        program, transport(program), execution=ExecutionOptions(record_timestamps=False)
-    )
+        one_f_one_b, PipelineShape(2, 4), tp=tp, tied_weights=True, clip_grad_norm=True,
+        progress_model=transport.progress_model, overlap=True,
+    )  # fmt: skip
+    execution = ExecutionOptions(record_timestamps=False)
+    executor = gpt_executor(program, transport(program), execution=execution)
     progress, positions = GpuProgress(executor), []
     for _ in range(3):
         executor.step(*make_batch(4))
         positions.append(progress.get_progress())
-    works = [
-        work for instruction_works in progress.step_events[-1].works for work in instruction_works
-    ]
+    works = [*chain.from_iterable(progress.step_events[-1].works)]
     return [positions, len(works), all(hasattr(work, "is_completed") for work in works)]
 
 

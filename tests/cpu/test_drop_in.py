@@ -18,12 +18,15 @@ from schedir.errors import ExecutionError
 from schedir.io.torch_csv import to_csv
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.text_format import to_text as text
-from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W
+from schedir.schedules.schedule_algebra import F, I, RankSchedule, W
+from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing.gradient_assertion import assert_same_gradients
 from schedir.torch_pipelining import Schedule
 from tests.cpu.drop_in_steps import (
     N_MICROBATCHES,
     GradientCase,
+    evaluate_between,
+    forwards_then_backwards,
     make_schedule,
     make_step,
     run_gradient_cases,
@@ -42,17 +45,17 @@ SCHEDULES = [
     ("dualpipe_v", "vee", 4),
 ]
 FORMS = ["program", "draft", "sched", "csv", "transfers"]
+NAMES = [
+    *(name for name, _, _ in SCHEDULES),
+    "uneven", "descending", *FORMS, "0 frozen", "1 frozen", "2 frozen", "sums", "steps",
+    "evaluations",
+]  # fmt: skip
 
 
 def descending_microbatches(rank: int, ranks: int, m: int, v: int = 1) -> RankSchedule:
     """Return a user's schedule with microbatches in descending order."""
     forward = sum((F.at(mb) for mb in range(m - 1, -1, -1)), F * 0)
     return forward + sum((I.at(mb) + W.at(mb) for mb in range(m)), F * 0)
-
-
-def forwards_then_backwards(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
-    forward = [*(F[j] for j in range(v))]
-    return m * sum(forward[1:], forward[0]) + m * sum((B[v - 1 - j] for j in range(v)), F * 0)
 
 
 def list_gradient_cases(folder: Path) -> dict[str, GradientCase]:
@@ -70,14 +73,17 @@ def list_gradient_cases(folder: Path) -> dict[str, GradientCase]:
     (folder / "x.sched").write_text(text(program))
     (folder / "x.csv").write_text(to_csv(program, "torch"))
     (folder / "transfers.csv").write_text(to_csv(program, "torch-2.13"))
-    forms = program, schedules_draft(), *(folder / n for n in ("x.sched", "x.csv", "transfers.csv"))
+    draft = expand_schedule(schedules.zb_h1, program.shape)
+    forms = program, draft, *(folder / n for n in ("x.sched", "x.csv", "transfers.csv"))
     for form, program_form in zip(FORMS, forms, strict=True):
         add(form, 2, make_step("loop", program=program_form))
+    # Programs without a backward of frozen stages, or with a backward that has no effect.
     for frozen_stages in range(3):
         shape = PipelineShape(2, N_MICROBATCHES, placement="vee")
         program = compile(schedules.zb_v, shape, frozen_stages=frozen_stages)
         add(f"{frozen_stages} frozen", 4, make_step("vee", program=program))
         found[f"{frozen_stages} frozen"].model[:2].requires_grad_(False)  # type: ignore[index]
+    # Each step scales only the gradients that it adds.
     sums = make_step("loop", schedule="one_f_one_b", scale_grads=False)
     add("sums", 2, sums, N_MICROBATCHES, 1)
     for name, around in (("steps", None), ("evaluations", evaluate_between)):
@@ -86,17 +92,12 @@ def list_gradient_cases(folder: Path) -> dict[str, GradientCase]:
     return found
 
 
-def evaluate_between(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
-    with torch.no_grad():
-        schedule.eval(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
-
-
 @pytest.fixture(scope="module")
 def check_same_gradients(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], None]:
     return run_gradient_cases(list_gradient_cases(tmp_path_factory.mktemp("programs")), ranks=2)
 
 
-@pytest.mark.parametrize("name", [name for name, _, _ in SCHEDULES])
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_equal_plain_loop(name: str, check_same_gradients: Any) -> None:
     check_same_gradients(name)
 
@@ -108,26 +109,6 @@ def test_single_rank() -> None:
     )
 
 
-def test_ranks_with_different_numbers_of_stages(check_same_gradients: Any) -> None:
-    check_same_gradients("uneven")
-
-
-def test_user_schedule_with_descending_microbatches(check_same_gradients: Any) -> None:
-    """torch returns losses in the order of computation. `Schedule` returns them by microbatch."""
-    check_same_gradients("descending")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_programs_in_all_forms(form: str, check_same_gradients: Any) -> None:
-    check_same_gradients(form)
-
-
-@pytest.mark.parametrize("frozen_stages", [0, 1, 2])
-def test_frozen_first_stages(frozen_stages: int, check_same_gradients: Any) -> None:
-    """The program has no backward of frozen stages, or a backward without effect."""
-    check_same_gradients(f"{frozen_stages} frozen")
-
-
 def test_trained_stage_without_backward_is_refused() -> None:
     program = compile(schedules.one_f_one_b, PipelineShape(2, N_MICROBATCHES), frozen_stages=1)
     step = make_step("loop", program=program)
@@ -136,22 +117,6 @@ def test_trained_stage_without_backward_is_refused() -> None:
             step, make_model(2), make_batch(), ranks=2, microbatches=N_MICROBATCHES,
             loss_fn=mse_loss,
         )  # fmt: skip
-
-
-def schedules_draft() -> Any:
-    from schedir.schedules.schedule_expansion import expand_schedule
-
-    return expand_schedule(schedules.zb_h1, PipelineShape(2, N_MICROBATCHES))
-
-
-def test_gradients_accumulate_over_steps_and_evaluations(check_same_gradients: Any) -> None:
-    """Each step scales only the gradients that it adds."""
-    check_same_gradients("steps")
-    check_same_gradients("evaluations")
-
-
-def test_unscaled_gradients_are_sums(check_same_gradients: Any) -> None:
-    check_same_gradients("sums")
 
 
 def test_schedule_has_base_classes_of_torchtitan() -> None:

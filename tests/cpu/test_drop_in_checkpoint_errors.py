@@ -51,6 +51,7 @@ class TrainedSchedule:
         optimizer: Any = SGD,
         reduces: bool = True,
         stages: int = 0,
+        how: Callable[[Any], dict[str, Any]] | None = None,
     ) -> None:
         stages = stages or 2 // dp
         group = [dist.new_group([0]), dist.new_group([1])][rank] if dp > 1 else None
@@ -75,45 +76,10 @@ class TrainedSchedule:
             if type(p.grad) is torch.Tensor:
                 dist.all_reduce(p.grad)
         optimizer.step()
-        self.how = {"optimizer": optimizer}
+        self.how = {"optimizer": optimizer} if how is None else how(self)
 
     def step(self, x: Any) -> None:
         self.schedule.step(*[x] * (0 in self.own), target=x if self.last in self.own else None)
-
-
-def _without_optimizer(trained: TrainedSchedule) -> TrainedSchedule:
-    trained.how.clear()
-    return trained
-
-
-def _without_optimizer_in_one_replica(rank: int) -> TrainedSchedule:
-    trained = TrainedSchedule(rank, dp=2)
-    trained.how = trained.how if rank else {"optimizer": None}
-    return trained
-
-
-def _optimizer_of_other_parameters(rank: int) -> TrainedSchedule:
-    return TrainedSchedule(
-        rank, optimizer=lambda parameters: SGD([*parameters, nn.Parameter(torch.ones(3))])
-    )
-
-
-def _two_optimizers(rank: int) -> TrainedSchedule:
-    trained = TrainedSchedule(rank)
-    trained.how = {"optimizer": [SGD(trained.parameters), ADAM(trained.parameters)]}
-    return trained
-
-
-def _optimizer_class(rank: int) -> TrainedSchedule:
-    trained = TrainedSchedule(rank)
-    trained.how = {"optimizer": SGD}
-    return trained
-
-
-def _optimizer_of_one_parameter(rank: int) -> TrainedSchedule:
-    trained = TrainedSchedule(rank)
-    trained.how = {"optimizer": SGD(trained.parameters[:1])}
-    return trained
 
 
 def _sharded_optimizer(parameters: list[nn.Parameter]) -> Any:
@@ -122,32 +88,41 @@ def _sharded_optimizer(parameters: list[nn.Parameter]) -> Any:
     return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
 
 
-def _stage_on_meta_device(rank: int) -> TrainedSchedule:
-    trained = TrainedSchedule(rank)
+def _move_stage_to_meta_device(trained: TrainedSchedule) -> dict[str, Any]:
     (stage,) = trained.schedule._stages
     stage.submod = Layer().to("meta")
-    trained.how = {"optimizer": None}
-    return trained
+    return {"optimizer": None}
 
 
-NOT_SAVED: dict[str, Callable[[int], TrainedSchedule]] = {
-    "no word of an optimizer": lambda rank: _without_optimizer(TrainedSchedule(rank)),
+Make = Callable[[int], TrainedSchedule]
+_with_optimizer_of_one_parameter: Make = partial(
+    TrainedSchedule, how=lambda trained: {"optimizer": SGD(trained.parameters[:1])}
+)
+NOT_SAVED: dict[str, Make] = {
+    "no word of an optimizer": partial(TrainedSchedule, how=lambda trained: {}),
     "an optimizer of one's own": partial(TrainedSchedule, optimizer=UserOptimizer),
-    "an optimizer of what no stage has": _optimizer_of_other_parameters,
-    "an optimizer that is not made": _optimizer_class,
-    "two optimizers of one parameter": _two_optimizers,
+    "an optimizer of what no stage has": partial(
+        TrainedSchedule, optimizer=lambda own: SGD([*own, nn.Parameter(torch.ones(3))])
+    ),
+    "an optimizer that is not made": partial(TrainedSchedule, how=lambda _: {"optimizer": SGD}),
+    "two optimizers of one parameter": partial(
+        TrainedSchedule,
+        how=lambda trained: {"optimizer": [SGD(trained.parameters), ADAM(trained.parameters)]},
+    ),
     "a sharded optimizer": partial(TrainedSchedule, dp=2, optimizer=_sharded_optimizer),
     "sharded weights": partial(TrainedSchedule, dp=2, wrap=lambda part: fully_shard(part)),
     "gradients that nobody reduced": partial(TrainedSchedule, dp=2, reduces=False),
-    "an optimizer in one replica": _without_optimizer_in_one_replica,
+    "an optimizer in one replica": lambda rank: TrainedSchedule(
+        rank, dp=2, how=None if rank else lambda _: {"optimizer": None}
+    ),
     "pipelines of one and of two stages": lambda rank: TrainedSchedule(
         rank, dp=2, stages=1 + rank, reduces=False
     ),
-    "on the meta device": _stage_on_meta_device,
+    "on the meta device": partial(TrainedSchedule, how=_move_stage_to_meta_device),
 }
-NOT_READ: dict[str, Callable[[int], TrainedSchedule]] = {
+NOT_READ: dict[str, Make] = {
     "another optimizer": partial(TrainedSchedule, optimizer=ADAM),
-    "an optimizer of some weights": _optimizer_of_one_parameter,
+    "an optimizer of some weights": _with_optimizer_of_one_parameter,
     "one stage": partial(TrainedSchedule, dp=2, wrap=DistributedDataParallel),
 }
 
@@ -170,24 +145,24 @@ def read_errors(rank: int, folder: Path) -> list[str]:
             load(loaded.schedule, folder, **loaded.how)
         assert all(map(torch.equal, before, loaded.parameters))
         texts.append(f"{name}\n{error.value}\n")
-    with pytest.raises(CheckpointError) as error:
-        load(trained.schedule, folder / "weights", **trained.how)
-    texts.append(f"weights alone\n{error.value}\n")
-    with pytest.raises(UsageError) as usage:
-        Saver(trained.schedule, folder)  # type: ignore[arg-type]
-    texts.append(f"a Saver\n{usage.value}\n")
-    with pytest.raises(CheckpointError) as error:
-        save(trained.schedule, folder / "steps", step=1 + rank, **trained.how)
-    texts.append(f"two steps\n{error.value}\n")
-    with pytest.raises(CheckpointError) as error:
-        if rank:
-            save(trained.schedule, folder / "steps", step=2, **trained.how)
-        else:
-            load(trained.schedule, folder, **trained.how)
-    texts.append(f"one saves, one loads\n{error.value}\n")
+    steps, how = folder / "steps", trained.how
+    calls: dict[str, Callable[[], object]] = {
+        "weights alone": lambda: load(trained.schedule, folder / "weights", **how),
+        "a Saver": lambda: Saver(trained.schedule, folder),  # type: ignore[arg-type]
+        "two steps": lambda: save(trained.schedule, steps, step=1 + rank, **how),
+        "one saves, one loads": lambda: (
+            save(trained.schedule, steps, step=2, **how)
+            if rank
+            else load(trained.schedule, folder, **how)
+        ),
+    }
+    for name, call in calls.items():
+        with pytest.raises((CheckpointError, UsageError)) as refused:
+            call()
+        texts.append(f"{name}\n{refused.value}\n")
     with pytest.raises(CheckpointError, match="is complete: step-00000001 is not complete"):
         load(trained.schedule, folder if rank else folder / "steps", **trained.how)
-    partial_optimizer = _optimizer_of_one_parameter(rank)
+    partial_optimizer = _with_optimizer_of_one_parameter(rank)
     with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         save(partial_optimizer.schedule, folder / "some", step=1, **partial_optimizer.how)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.pipelining import schedules as theirs
 from torch.nn.functional import mse_loss
 
@@ -30,22 +30,22 @@ from schedir.torch_pipelining.step_checks import find_microbatch_error
 from schedir.verify.check import check
 from tests.cpu.drop_in_steps import N_MICROBATCHES, make_schedule
 from tests.cpu.gloo_processes import run
+from tests.cpu.tiny_stages import copy_gradients
 from tests.cpu.torch_pipelines import make_batch, make_model, make_stage
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "torch_face.txt"
 ONE = compile(schedules.one_f_one_b, PipelineShape(2, N_MICROBATCHES))
 LOOP = PipelineShape(2, N_MICROBATCHES, 2)
+ROWS = torch.ones(N_MICROBATCHES, 8)
+ROWS_AND_ONE = torch.ones(N_MICROBATCHES + 1, 8)
 
 
 def swap_receives() -> Program:
     """Return a program in which a rank has swapped the receives of a gradient and an activation."""
     program = compile(schedules.interleaved, LOOP)
     words = program.streams[1].words.copy()
-    (k,) = [
-        k
-        for k, pair in enumerate(zip(program.streams[1], program.streams[1][1:], strict=False))
-        if [*map(str, pair)] == ["recv_grad 1.0", "recv_act 1.3"]
-    ]
+    k = [*map(str, program.streams[1])].index("recv_grad 1.0")
+    assert str(program.streams[1][k + 1]) == "recv_act 1.3"
     words[[k, k + 1]] = words[[k + 1, k]]
     return replace(program, name="crossed", streams=(program.streams[0], Stream(words)))
 
@@ -58,6 +58,12 @@ def make_local_stages(rank: int, stages: int, placement: str = "loop") -> dict[i
 
 def make_two_stages(rank: int, **options: Any) -> Schedule:
     return make_schedule(make_local_stages(rank, 2), 2, **({"schedule": "one_f_one_b"} | options))
+
+
+def run_program(rank: int, **options: Any) -> Schedule:
+    """Make a schedule of two stages from a program that is compiled with options."""
+    program = compile(schedules.one_f_one_b, PipelineShape(2, N_MICROBATCHES), **options)
+    return make_two_stages(rank, schedule=None, program=program)
 
 
 def make_four_stages(rank: int, **options: Any) -> Schedule:
@@ -94,19 +100,10 @@ WRONG: dict[str, Callable[[int], Any]] = {
     "a schedule of another placement": lambda r: make_four_stages(r, schedule="zb_v"),
     "programs that differ": lambda r: make_two_stages(r, schedule=["gpipe", "one_f_one_b"][r]),
     "two holders": lambda r: make_four_stages(
-        r,
-        program=expand_schedule(schedules.dualpipe, PipelineShape(2, N_MICROBATCHES, 2, "mirror")),
+        r, program=expand_schedule(schedules.dualpipe, replace(LOOP, placement="mirror"))
     ),
-    "transfers as one": lambda r: make_two_stages(
-        r,
-        schedule=None,
-        program=compile(schedules.one_f_one_b, PipelineShape(2, N_MICROBATCHES), overlap=True),
-    ),
-    "a program with ZeRO": lambda r: make_two_stages(
-        r,
-        schedule=None,
-        program=compile(schedules.one_f_one_b, PipelineShape(2, N_MICROBATCHES), dp=2, zero=1),
-    ),
+    "transfers as one": lambda r: run_program(r, overlap=True),
+    "a program with ZeRO": lambda r: run_program(r, dp=2, zero=1),
     "a program with experts": lambda r: make_schedule(
         {s: make_model(6)[s] for s in range(3 * r, 3 * r + 3)},
         6,
@@ -129,26 +126,23 @@ WRONG: dict[str, Callable[[int], Any]] = {
         r, target=make_batch()[1], target_mbs=[*make_batch()[1].chunk(N_MICROBATCHES)]
     ),
     "a batch that n_microbatches does not divide": lambda r: run_refused_step(
-        r, torch.ones(N_MICROBATCHES + 1, 8), target=torch.ones(N_MICROBATCHES + 1, 8)
+        r, ROWS_AND_ONE, target=ROWS_AND_ONE
     ),
     "a batch with fewer samples than n_microbatches": lambda r: run_refused_step(
-        r, target=torch.ones(N_MICROBATCHES - 1, 8)
+        r, target=ROWS[1:]
     ),
     "the same for schedir's executor": lambda r: make_two_stages(r, runtime="schedir").step(
-        *[torch.ones(N_MICROBATCHES + 1, 8)] * (r == 0),
-        target=torch.ones(N_MICROBATCHES, 8) if r else None,
+        *[ROWS_AND_ONE] * (r == 0), target=ROWS if r else None
     ),
     "a whole batch and microbatches on one rank of schedir's executor": lambda r: make_two_stages(
         r, runtime="schedir"
     ).step(
-        *[torch.ones(N_MICROBATCHES, 8)] * (r == 0),
-        arg_mbs=None if r else [(torch.ones(1, 8),)] * N_MICROBATCHES,
-        target=torch.ones(N_MICROBATCHES, 8) if r else None,
+        *[ROWS] * (r == 0),
+        arg_mbs=None if r else [(row,) for row in ROWS[:, None]],
+        target=ROWS if r else None,
     ),
     "microbatches that are no tuples": lambda r: run_refused_step(
-        r,
-        arg_mbs=[*torch.ones(N_MICROBATCHES, 1, 8)],
-        target_mbs=[*torch.ones(N_MICROBATCHES, 1, 8)],
+        r, arg_mbs=[*ROWS[:, None]], target_mbs=[*ROWS[:, None]]
     ),
     "a class of torch": lambda r: make_two_stages(r, schedule=theirs.Schedule1F1B),
 }
@@ -180,10 +174,7 @@ def probe_gloo_queues(rank: int) -> tuple[list[str], float, list[float]]:
     """
     peer = 1 - rank
     ops = [dist.P2POp(dist.isend, torch.full((1,), float(k)), peer) for k in range(2)]
-    received = [
-        torch.zeros(1),
-        torch.zeros(1),
-    ]  # the buffers of the second message and of the first
+    received = [torch.zeros(1) for _ in range(2)]  # of the second message, and of the first
     works = theirs._batch_p2p(ops if rank == 0 else [])
     if rank == 1:
         for buffer in received:
@@ -211,23 +202,20 @@ def test_gloo_matches_by_position_and_allows_both_directions() -> None:
 def compute_gradient_error(rank: int, path: str) -> float:
     """Run an unproven program under torch's runtime, and return its largest gradient error."""
     parts, layers = make_local_stages(rank, 4), make_model(4)
-    (x, y), plain = make_batch(), layers
+    x, y = make_batch()
     for pair in zip(x.chunk(N_MICROBATCHES), y.chunk(N_MICROBATCHES), strict=True):
-        (mse_loss(plain(pair[0]), pair[1]) / N_MICROBATCHES).backward()
-    pipeline_stages = [make_stage(part, s, 4) for s, part in parts.items()]
-    runtime = theirs._PipelineScheduleRuntime(
-        pipeline_stages, n_microbatches=N_MICROBATCHES, loss_fn=mse_loss
-    )
+        (mse_loss(layers(pair[0]), pair[1]) / N_MICROBATCHES).backward()
+    stages: list[Any] = [make_stage(part, s, 4) for s, part in parts.items()]
+    runtime = theirs._PipelineScheduleRuntime(stages, N_MICROBATCHES, loss_fn=mse_loss)
     runtime._load_csv(path, format="compute_comms")
     runtime.step(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
-    largest_error = 0.0
-    for s, part in parts.items():
-        for p, expected in zip(part.parameters(), layers[s].parameters(), strict=True):
-            assert isinstance(p.grad, Tensor) and isinstance(expected.grad, Tensor)
-            largest_error = max(
-                largest_error, (p.grad - expected.grad).norm().item() / expected.grad.norm().item()
-            )
-    return largest_error
+    gradients = copy_gradients([*parts.values()])
+    expected_gradients = copy_gradients([layers[s] for s in parts])
+    return max(
+        float((actual[name] - expected[name]).norm() / expected[name].norm())
+        for actual, expected in zip(gradients, expected_gradients, strict=True)
+        for name in expected
+    )
 
 
 def test_refused_program_computes_wrong_gradients_in_torch(tmp_path: Any) -> None:

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 import schedir
-from schedir import B, F, I, RankSchedule, W, schedules
+from schedir import F, I, RankSchedule, W, schedules
 from schedir.torch_pipelining import Schedule
 from schedir.torch_pipelining.schedule import Runtime
 from schedir.transports.local_processes import run_processes
 from tests.cases import cases
+from tests.cpu.drop_in_steps import forwards_then_backwards
 from tests.cpu.huggingface_models import (
     MICROBATCHES,
     RANKS,
@@ -45,12 +46,6 @@ def backward_weights_in_pairs(rank: int, ranks: int, microbatches: int) -> Itera
     for mb in range(microbatches):
         yield (lead + mb < microbatches) * F + I + mb % 2 * 2 * W
     yield microbatches % 2 * W
-
-
-def forwards_then_backwards(rank: int, ranks: int, microbatches: int, v: int) -> RankSchedule:
-    """Return all forwards stage by stage, and then all backwards. The placement may be any."""
-    forwards = sum((microbatches * F[j] for j in range(v)), 0 * F)
-    return forwards + sum((microbatches * B[j] for j in reversed(range(v))), 0 * F)
 
 
 class Case(NamedTuple):

@@ -31,6 +31,7 @@ from tests.cpu.drop_in_steps import (
     N_MICROBATCHES,
     GradientCase,
     Wrap,
+    evaluate_between,
     make_step,
     run_gradient_cases,
 )
@@ -70,85 +71,61 @@ def wrap_in_ddp(module: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     return DistributedDataParallel(module, process_group=mesh.get_group(), **options)
 
 
-# The parameters of the tests of gradients.
-SHARDED = each_value(
-    cases(CASES[1:3], [CASES[0], CASES[3]]), [(1, "torch"), (3, "torch"), (1, "schedir")]
-)
-RUNTIMES_OF_ONE_MODULE = cases(["schedir"], ["torch"])
-RUNTIMES_IN_MIXED_PRECISION = cases(["torch"], ["schedir"])
-RUNTIMES = ["torch", "schedir"]
-REPLICATED = cases(CASES[2:3], CASES[:2] + CASES[3:])
-ACCUMULATED = each_value([CASES[0], CASES[2]], [None, "gradient_as_bucket_view", "static_graph"])
+def make_gradient_cases() -> dict[str, GradientCase]:
+    """Return the cases of gradients on two replicas of two ranks, by name."""
+    found: dict[str, GradientCase] = {}
 
-
-def list_gradient_cases() -> dict[Any, GradientCase]:
-    """Return the case of each test of gradients, by the name and the parameters of the test."""
-    found: dict[Any, GradientCase] = {}
-
-    def add(key: Any, stages: int, steps: int = 1, tolerance: Any = None, **options: Any) -> None:
+    def add(name: str, stages: int, steps: int = 1, tolerance: Any = None, **options: Any) -> None:
         step = make_step(dp=2, steps=steps, **options)
         microbatches = 2 * steps * N_MICROBATCHES
-        found[key] = GradientCase(
+        found[name] = GradientCase(
             step, make_model(stages, TwoLayerStage), make_batch(2 * microbatches),
             microbatches, 2 * N_MICROBATCHES, replicas=2, tolerance=tolerance,
         )  # fmt: skip
 
-    for name, placement, stages, active, runtime in SHARDED:
+    for name, placement, stages, active, runtime in each_value(
+        cases(CASES[1:3], [CASES[0], CASES[3]]), [(1, "torch"), (3, "torch"), (1, "schedir")]
+    ):
         # With one unsharded stage, forwards reshard stages, as `fully_shard` does by default.
         add(
-            ("sharded", name, active, runtime), stages, placement=placement, schedule=name,
+            f"sharded {name} {active} {runtime}", stages, placement=placement, schedule=name,
             wrap=sharded(reshard_after_forward=active == 1), unsharded_stages=active,
             runtime=runtime,
         )  # fmt: skip
     vee: dict[str, Any] = {"placement": "vee", "schedule": "zb_v", "stages": 4}
-    for runtime in RUNTIMES_OF_ONE_MODULE:
-        add(("one module", runtime), wrap=sharded(parts=False), runtime=runtime, **vee)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for runtime in RUNTIMES_IN_MIXED_PRECISION:
-        wrap = sharded(mp_policy=policy)
-        add(("mixed precision", runtime), wrap=wrap, runtime=runtime, tolerance=0.02, **vee)
-    for runtime in RUNTIMES:
-        add(
-            ("evaluation", runtime), steps=2, around=evaluate_between, runtime=runtime,
-            wrap=sharded(), **vee,
-        )  # fmt: skip
-    for name, placement, stages in REPLICATED:
-        add(("replicated", name), stages, placement=placement, schedule=name, wrap=wrap_in_ddp)
-    for name, placement, stages, option in ACCUMULATED:
+    for runtime in cases(["schedir"], ["torch"]):
+        add(f"one module {runtime}", wrap=sharded(parts=False), runtime=runtime, **vee)
+    wrap = sharded(mp_policy=BFLOAT16_WEIGHTS)
+    for runtime in cases(["torch"], ["schedir"]):
+        add(f"mixed precision {runtime}", wrap=wrap, runtime=runtime, tolerance=0.02, **vee)
+    # torch infers shapes again after the evaluation, and drops gradients of sharded stages.
+    between: dict[str, Any] = {"steps": 2, "around": evaluate_between}
+    for runtime in ("torch", "schedir"):
+        add(f"evaluation {runtime}", wrap=sharded(), runtime=runtime, **between, **vee)
+    for name, placement, stages in cases(CASES[2:3], CASES[:2] + CASES[3:]):
+        add(f"replicated {name}", stages, placement=placement, schedule=name, wrap=wrap_in_ddp)
+    # The options make DDP overwrite earlier gradients, or count backwards.
+    options = [None, "gradient_as_bucket_view", "static_graph"]
+    for name, placement, stages, option in each_value([CASES[0], CASES[2]], options):
         ddp_options: dict[str, Any] = {option: True} if option else {}
         wrap = partial(wrap_in_ddp, **ddp_options)
-        key = ("accumulated", name, option)
+        key = f"accumulated {name} {option}"
         add(key, stages, steps=2, placement=placement, schedule=name, wrap=wrap)
     return found
 
 
-def evaluate_between(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
-    with torch.no_grad():
-        schedule.eval(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
+BFLOAT16_WEIGHTS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+GRADIENT_CASES = make_gradient_cases()
 
 
 @pytest.fixture(scope="module")
 def check_same_gradients() -> Callable[[Any], None]:
-    return run_gradient_cases(list_gradient_cases(), ranks=4)
+    return run_gradient_cases(GRADIENT_CASES, ranks=4)
 
 
-@pytest.mark.parametrize(("name", "placement", "stages", "active", "runtime"), SHARDED)
-def test_gradients_of_sharded_stages(
-    name: str, placement: str, stages: int, active: int, runtime: str, check_same_gradients: Any
-) -> None:
-    check_same_gradients(("sharded", name, active, runtime))
-
-
-@pytest.mark.parametrize("runtime", RUNTIMES_OF_ONE_MODULE)
-def test_gradients_of_stages_sharded_as_one_module(runtime: str, check_same_gradients: Any) -> None:
-    check_same_gradients(("one module", runtime))
-
-
-@pytest.mark.parametrize("runtime", RUNTIMES_IN_MIXED_PRECISION)
-def test_gradients_of_sharded_stages_in_mixed_precision(
-    runtime: str, check_same_gradients: Any
-) -> None:
-    check_same_gradients(("mixed precision", runtime))
+@pytest.mark.parametrize("name", GRADIENT_CASES)
+def test_gradients_equal_plain_loop(name: str, check_same_gradients: Any) -> None:
+    check_same_gradients(name)
 
 
 def full_backwards(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
@@ -164,8 +141,7 @@ def compute_reduced_gradients(
     rank: int, schedule: Any, parts_sharded: bool, runtime: str = "torch"
 ) -> list[Tensor]:
     """Return the gradients of a rank's bfloat16 shards after two steps, reduced in float32."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    wrap, parameters = sharded(parts_sharded, mp_policy=policy), list[Tensor]()
+    wrap, parameters = sharded(parts_sharded, mp_policy=BFLOAT16_WEIGHTS), list[Tensor]()
 
     def keep(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
         parameters[:] = [p for stage in parts.values() for p in stage.parameters()]
@@ -210,10 +186,7 @@ def test_split_backwards_accumulate_in_reduction_dtype(
     """
     actual, expected = (
         [gradients[key] for gradients in run_reduced_gradients()]
-        for key in (
-            (schedule, runtime, parts_sharded),
-            (full_backwards, "torch", parts_sharded),
-        )
+        for key in ((schedule, runtime, parts_sharded), (full_backwards, "torch", parts_sharded))
     )
     assert [[g.dtype for g in gradients] for gradients in actual] == [
         [torch.float32] * len(gradients) for gradients in actual
@@ -224,29 +197,6 @@ def test_split_backwards_accumulate_in_reduction_dtype(
         for actual_rank, expected_rank in zip(actual, expected, strict=True)
         for pair in zip(actual_rank, expected_rank, strict=True)
     )
-
-
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_sharded_gradients_accumulate_past_evaluation(
-    runtime: str, check_same_gradients: Any
-) -> None:
-    """torch infers shapes again after the evaluation, and drops gradients of sharded stages."""
-    check_same_gradients(("evaluation", runtime))
-
-
-@pytest.mark.parametrize(("name", "placement", "stages"), REPLICATED)
-def test_gradients_of_replicated_stages(
-    name: str, placement: str, stages: int, check_same_gradients: Any
-) -> None:
-    check_same_gradients(("replicated", name))
-
-
-@pytest.mark.parametrize(("name", "placement", "stages", "option"), ACCUMULATED)
-def test_replicated_gradients_accumulate_over_steps(
-    name: str, placement: str, stages: int, option: str | None, check_same_gradients: Any
-) -> None:
-    """The options make DDP overwrite earlier gradients, or count backwards."""
-    check_same_gradients(("accumulated", name, option))
 
 
 @campaign

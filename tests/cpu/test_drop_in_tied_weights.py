@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.nn.parallel import DistributedDataParallel
 
 from schedir import TiedWeights, find_tied_weights
 from schedir.errors import ExecutionError, ModelError
@@ -22,7 +21,7 @@ from tests.cpu.drop_in_steps import (
     run_gradient_cases,
 )
 from tests.cpu.gloo_processes import run as spawn
-from tests.cpu.test_drop_in_replicas import sharded
+from tests.cpu.test_drop_in_replicas import sharded, wrap_in_ddp
 from tests.cpu.torch_pipelines import WIDTH, Step, make_batch
 
 
@@ -60,17 +59,19 @@ CASES = [
 ]
 
 
-def list_gradient_cases() -> dict[Any, GradientCase]:
-    """Return the case of each test of gradients on two ranks."""
-    found: dict[Any, GradientCase] = {}
+def make_gradient_cases() -> dict[str, GradientCase]:
+    """Return the cases of gradients on two ranks, by name."""
+    found: dict[str, GradientCase] = {}
 
-    def add(key: Any, shared: tuple[int, ...], stages: int, step: Step, *sizes: Any) -> None:
-        found[key] = GradientCase(step, tied_model(stages, shared), make_batch(16), *sizes)
+    def add(name: str, shared: tuple[int, ...], stages: int, step: Step, *sizes: Any) -> None:
+        found[name] = GradientCase(step, tied_model(stages, shared), make_batch(16), *sizes)
 
     for name, placement, stages, shared in CASES:
         step = make_step(placement, schedule=name, tied_weights=tie_weights(*shared))
-        add((name, shared), shared, stages, step)
+        add(f"{name} {shared}", shared, stages, step)
+    # One parameter in two stages of a rank needs no option.
     add("one parameter", (0, 3), 4, make_step("vee", schedule="zb_v"))
+    # Each step sums only its gradients.
     step = make_step("loop", schedule="interleaved", tied_weights=tie_weights(0, 3), steps=2)
     add("steps", (0, 3), 4, step, 2 * N_MICROBATCHES, N_MICROBATCHES)
     step = make_step(
@@ -80,34 +81,27 @@ def list_gradient_cases() -> dict[Any, GradientCase]:
     return found
 
 
+GRADIENT_CASES = make_gradient_cases()
+
+
 @pytest.fixture(scope="module")
 def check_same_gradients() -> Callable[[Any], None]:
-    return run_gradient_cases(list_gradient_cases(), ranks=2)
+    return run_gradient_cases(GRADIENT_CASES, ranks=2)
 
 
-@pytest.mark.parametrize(("name", "placement", "stages", "shared"), CASES)
-def test_gradients_equal_those_of_one_weight(
-    name: str, placement: str, stages: int, shared: tuple[int, ...], check_same_gradients: Any
-) -> None:
+@pytest.mark.parametrize("name", GRADIENT_CASES)
+def test_gradients_equal_those_of_one_weight(name: str, check_same_gradients: Any) -> None:
+    check_same_gradients(name)
+
+
+@pytest.mark.parametrize(("stages", "shared"), [case[2:] for case in CASES])
+def test_shared_weights_are_found(stages: int, shared: tuple[int, ...]) -> None:
     assert find_tied_weights([*tied_model(stages, shared)]) == tie_weights(*shared)
-    check_same_gradients((name, shared))
-
-
-def test_one_parameter_in_two_stages_of_rank_needs_no_option(check_same_gradients: Any) -> None:
-    check_same_gradients("one parameter")
-
-
-def test_each_step_sums_only_its_gradients(check_same_gradients: Any) -> None:
-    check_same_gradients("steps")
-    check_same_gradients("unscaled steps")
 
 
 def test_tied_weights_with_replicas() -> None:
-    def in_ddp(module: nn.Module, mesh: Any) -> nn.Module:
-        return DistributedDataParallel(module, process_group=mesh.get_group())
-
     found = {}
-    for how, wrap in (("sharded", sharded()), ("replicated", in_ddp)):
+    for how, wrap in (("sharded", sharded()), ("replicated", wrap_in_ddp)):
         step = make_step("loop", schedule="zb_h1", tied_weights=tie_weights(0, 1), dp=2, wrap=wrap)
         found[how] = GradientCase(
             step, tied_model(2, (0, 1)), make_batch(16), 2 * N_MICROBATCHES, replicas=2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,9 +13,8 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
-from schedir.schedules import chimera, interleaved, one_f_one_b
+from schedir.schedules import one_f_one_b
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
 from tests.cpu.tiny_stages import copy_gradients
@@ -83,27 +81,3 @@ def test_tensor_parallel_ranks_share_masks_outside_of_attention() -> None:
         assert torch.equal(rank_mask, other_mask) and torch.equal(rank_mask, reference_mask)
     assert len({*seeds, *other_seeds}) == len(seeds) + len(other_seeds) == 8
     assert torch.equal(norm, other_norm)
-
-
-@pytest.mark.parametrize("schedule", [one_f_one_b, interleaved, chimera])
-def test_dropout_is_equal_in_any_pipeline(schedule: Any) -> None:
-    shape = {
-        one_f_one_b: PipelineShape(4, 3),
-        interleaved: PipelineShape(2, 3, 2),
-        chimera: PipelineShape(4, 3, placement="mirror"),
-    }[schedule]
-    config = gpt.GPTConfig(**{**vars(CONFIG), "layers": 4})
-    expected = run_sequential(
-        [gpt.build_stage(config, 0, 1)], *_make_tokens(3), loss=gpt.loss, seed=2
-    )
-    stages = [gpt.build_stage(config, s, 4) for s in range(4)]
-    ranks = InProcessExecutor(
-        compile(schedule, shape), stages, loss=gpt.loss, boundary=Boundary((2, 8, 16)), seed=2
-    )
-    assert torch.equal(ranks.step(*_make_tokens(3), order_seed=5), expected)
-    evaluation_loss = run_sequential([s.eval() for s in stages], *_make_tokens(3), loss=gpt.loss)
-    plain = gpt.GPTConfig(**{**vars(config), "dropout": 0.0})
-    assert torch.equal(
-        evaluation_loss,
-        run_sequential([gpt.build_stage(plain, 0, 1)], *_make_tokens(3), loss=gpt.loss),
-    )

@@ -39,10 +39,8 @@ def make_random(*shape: int) -> Tensor:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_row_sums_equal_dense_gradient(tokens: list[int], padding: int, dtype: torch.dtype) -> None:
-    numbers, dy = (
-        torch.tensor(tokens, dtype=torch.int64),
-        make_random(len(tokens), HIDDEN).to(dtype),
-    )
+    numbers = torch.tensor(tokens, dtype=torch.int64)
+    dy = make_random(len(tokens), HIDDEN).to(dtype)
     rows, sums = sum_rows(numbers, dy, padding)
     assert rows.shape == (len(tokens),) and sums.shape == dy.shape
     assert {*rows.tolist()} == {*tokens, *[0] * (len({*tokens}) < len(tokens))}
@@ -162,13 +160,9 @@ def test_autograd_receives_sparse_rows_once_per_weight() -> None:
 
 def test_grad_calls_and_hooks_receive_dense_gradient() -> None:
     weight = make_weight(torch.float32, torch.float32)
-    (first_gradient,) = torch.autograd.grad(embedding(TOKENS, weight).square().sum(), weight)
-    (second_gradient,) = torch.autograd.grad(
-        torch.autograd.grad(embedding(TOKENS, weight).square().sum(), weight, create_graph=True)[0]
-        .square()
-        .sum(),
-        weight,
-    )
+    total = embedding(TOKENS, weight).square().sum()
+    (first_gradient,) = torch.autograd.grad(total, weight, create_graph=True)
+    (second_gradient,) = torch.autograd.grad(first_gradient.square().sum(), weight)
     assert first_gradient.layout == second_gradient.layout == torch.strided
     hook_gradients: list[Tensor] = []
     weight.register_hook(hook_gradients.append)

@@ -1,8 +1,7 @@
-"""Tests of the executor: refusals, frozen weights, split layers, and released values."""
+"""Tests of the executor: refusals, frozen weights, and released values."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from schedir.analysis.memory.buffer_slots import SLOT_KINDS
 from schedir.compiler.compile import compile
-from schedir.errors import ExecutionError, ModelError
+from schedir.errors import ModelError
 from schedir.ir.isa.instructions import (
     COMPUTE_OPS,
     INSTRUCTIONS,
@@ -23,16 +22,15 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models import gpt
-from schedir.runtime import make_backward_splittable
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.runtime.services.pending_sends import PendingSends
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.schedules.schedule_algebra import F
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import RankError, run
+from tests.cpu.stage_chains import squared_error
 from tests.cpu.tiny_stages import (
     BATCH,
     BOUNDARY,
@@ -42,7 +40,6 @@ from tests.cpu.tiny_stages import (
     gpt_stages,
     have_same_bits,
     make_batch,
-    run_reference,
     split_1f1b,
 )
 
@@ -81,73 +78,10 @@ def _make_executor(program: Program, stages: list[nn.Module]) -> InProcessExecut
 
 def test_stages_that_do_not_match_program_are_refused() -> None:
     shape = PipelineShape(2, 2)
-    tied, untied = gpt_stages(2), gpt_stages(2, tied=False)
-    for program, stages in [
-        (compile(gpipe, shape), tied),
-        (compile(gpipe, shape, tied_weights=True), untied),
-        (compile(gpipe, shape, tp=2, tied_weights=True), tied),
-        (compile(gpipe, shape, tied_weights=True), tied[:1]),
-    ]:
+    cases: list[dict[str, Any]] = [{}, {"tied_weights": True, "tp": 2}]
+    for options in cases:
         with pytest.raises(ModelError):
-            _make_executor(program, stages)
-
-
-def test_error_names_failing_stage() -> None:
-    class Broken(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("no such luck\nat all")
-
-    program = compile(gpipe, PipelineShape(2, 2), tied_weights=False)
-    stages = gpt_stages(2, tied=False)
-    stages[1] = Broken(1, 1)
-    with pytest.raises(ExecutionError) as caught:
-        _make_executor(program, stages).step(*make_batch(2))
-    site = caught.value.sites[0]
-    assert (site.rank, str(site.instr)) == (1, "F 1.0") or str(site.instr) == "F 1.1"
-    with pytest.raises(ExecutionError):
-        _make_executor(program, stages).step([], [])
-
-
-@pytest.mark.parametrize("wrong", [lambda x: (x, x), lambda x: x[:, :1], lambda x: x.double()])
-def test_output_that_does_not_match_boundary_is_refused(wrong: Any) -> None:
-    class WrongOutput(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = gpt_stages(2, tied=False)[0]
-
-        def forward(self, x: Tensor) -> Any:
-            return wrong(self.inner(x))
-
-    program = compile(gpipe, PipelineShape(2, 2))
-    stages = [WrongOutput(), gpt_stages(2, tied=False)[1]]
-    with pytest.raises(ExecutionError) as caught:
-        _make_executor(program, stages).step(*make_batch(2))
-    assert isinstance(caught.value.__cause__, ModelError)
-    assert caught.value.sites[0].rank == 0
-
-
-def test_unsplittable_stage_runs_full_backward_and_warns_once() -> None:
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(HIDDEN))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.weight
-
-    def loss(y: Tensor, target: Tensor) -> Tensor:
-        return (y - target).square().sum()
-
-    x = torch.randn(3, BATCH, CONTEXT, HIDDEN)
-    shape = PipelineShape(2, 3)
-    expected_stages, stages = [Plain(), Plain()], [Plain(), Plain()]
-    run_sequential(expected_stages, x, x + 1, loss=loss)
-    ranks = InProcessExecutor(compile(split_1f1b, shape), stages, loss=loss, boundary=BOUNDARY)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ranks.step(x, x + 1)
-    assert have_same_bits(copy_gradients(expected_stages), copy_gradients(stages))
-    assert len(caught) == 2 and all("Plain" in str(w.message) for w in caught)
+            _make_executor(compile(gpipe, shape, **options), gpt_stages(2))
 
 
 class Scale(nn.Module):
@@ -160,10 +94,6 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x * self.weight.float() + self.bias)
-
-
-def _squares(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().sum()
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, split_1f1b])
@@ -183,10 +113,11 @@ def test_stages_with_few_trained_parameters(schedule: Any, frozen: Any) -> None:
         return modules
 
     expected_stages, stages = make_stages(), make_stages()
-    total = run_sequential(expected_stages, x, x + 1, loss=_squares, grad_scale=0.5)
+    total = run_sequential(expected_stages, x, x + 1, loss=squared_error, grad_scale=0.5)
     program = compile(schedule, PipelineShape(3, 4), clip_grad_norm=True)
+    options = GradientOptions(max_norm=1e9)
     ranks = InProcessExecutor(
-        program, stages, loss=_squares, boundary=BOUNDARY, gradients=GradientOptions(max_norm=1e9)
+        program, stages, loss=squared_error, boundary=BOUNDARY, gradients=options
     )
     for _ in range(2):
         assert torch.equal(ranks.step(x, x + 1, 0.5), total)
@@ -194,14 +125,6 @@ def test_stages_with_few_trained_parameters(schedule: Any, frozen: Any) -> None:
     assert frozen == (0, 1, 2) or any(
         g.any() for grads in copy_gradients(expected_stages) for g in grads.values()
     )
-
-
-def test_frozen_tied_weight_is_refused() -> None:
-    stages = gpt_stages(2)
-    stages[0].requires_grad_(False)
-    with pytest.raises(ModelError) as caught:
-        _make_executor(compile(gpipe, PipelineShape(2, 2), tied_weights=True), stages)
-    assert "stage 0" in caught.value.fact and "frozen" in caught.value.fact
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -257,88 +180,6 @@ def test_gradients_may_be_none_between_steps() -> None:
     assert not have_same_bits(
         trained[0], [dict(s.named_parameters()) for s in gpt_stages(2, False)]
     )
-
-
-class Block(nn.Module):
-    """A residual block of torch's own layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(HIDDEN, 24), nn.GELU(), nn.Linear(24, HIDDEN))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.layers(x)
-        return y
-
-
-def _make_blocks() -> list[nn.Module]:
-    torch.manual_seed(1)
-    return [Block(), Block()]
-
-
-def test_split_layers_compute_weight_gradients_in_w() -> None:
-    x = torch.randn(4, BATCH, CONTEXT, HIDDEN, generator=torch.Generator().manual_seed(0))
-    expected_blocks, split_blocks = (
-        _make_blocks(),
-        [make_backward_splittable(block) for block in _make_blocks()],
-    )
-    run_sequential(expected_blocks, x, x + 1, loss=_squares)
-    ranks = InProcessExecutor(
-        compile(split_1f1b, PipelineShape(2, 4)), split_blocks, loss=_squares, boundary=BOUNDARY
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ranks.step(x, x + 1)
-    assert have_same_bits(copy_gradients(expected_blocks), copy_gradients(split_blocks))
-    plain = InProcessExecutor(
-        compile(split_1f1b, PipelineShape(2, 4)), _make_blocks(), loss=_squares, boundary=BOUNDARY
-    )
-    with pytest.warns(
-        UserWarning, match=r"stage [01].*layers\.0 \(Linear\), layers\.2.*make_backward_splittable"
-    ):
-        plain.step(x, x + 1)
-
-
-def test_layers_with_weight_hooks_are_not_split() -> None:
-    stages = [make_backward_splittable(block) for block in _make_blocks()]
-    for block in stages:
-        for layer in block.modules():
-            if isinstance(layer, nn.Linear):
-                layer.weight.register_hook(lambda grad: grad / 2)
-    x = torch.randn(4, BATCH, CONTEXT, HIDDEN)
-    ranks = InProcessExecutor(
-        compile(split_1f1b, PipelineShape(2, 4)), stages, loss=_squares, boundary=BOUNDARY
-    )
-    with pytest.warns(UserWarning, match=r"layers\.0 \(SplitLinear\)"):
-        ranks.step(x, x + 1)
-
-
-def test_missing_weight_gradients_of_split_are_refused() -> None:
-    """An example is torch.compile: its backward is one compiled graph."""
-
-    class UnsplitBlock(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            weight, bias, *_ = self.parameters()
-            return x + torch.nn.functional.linear(x, weight, bias)[..., :HIDDEN]
-
-    x = torch.randn(4, BATCH, CONTEXT, HIDDEN)
-    stages = [make_backward_splittable(UnsplitBlock()), make_backward_splittable(Block())]
-    ranks = InProcessExecutor(
-        compile(split_1f1b, PipelineShape(2, 4)), stages, loss=_squares, boundary=BOUNDARY
-    )
-    with pytest.raises(ExecutionError) as caught:
-        ranks.step(x, x + 1)
-    assert "UnsplitBlock (stage 0)" in str(caught.value) and "I 0." in str(caught.value)
-
-
-def test_forward_only_program_leaves_no_gradients() -> None:
-    shape = PipelineShape(2, 3)
-    program = compile(lambda r, P, m: m * F, shape)
-    stages = gpt_stages(2, tied=False)
-    loss, _ = run_reference(shape, tied=False)
-    actual = _make_executor(program, stages).step(*make_batch(3))
-    assert torch.equal(actual, loss)
-    assert not any(g.any() for grads in copy_gradients(stages) for g in grads.values())
 
 
 def test_instructions_use_values_of_their_table_row() -> None:

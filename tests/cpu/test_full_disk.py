@@ -7,37 +7,22 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import schedir
-from schedir import PipelineShape
 from schedir.checkpoints import Saver, dcp_storage, save
 from schedir.checkpoints.checkpoint_directory import LOCK_FILE, CheckpointDirectory
 from schedir.errors import CheckpointError, UsageError
 from schedir.io.files import atomic_write, require_writable
-from schedir.runtime.in_process import InProcessExecutor
-from schedir.schedules import one_f_one_b
 from tests.cases import cases
+from tests.cpu.test_checkpoint_errors import make_two_ranks
 from tests.cpu.train_command import ONE_PROCESS, ROOT, make_arguments, write_config
 from tests.file_size_limit import limit_file_size
 
 FULL = Path("/dev/full")
 needs_full_device = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
-
-
-def make_ranks(width: int) -> InProcessExecutor:
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), checkpoint_snapshots=True)
-    options: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, width)}
-    stages = [nn.Linear(width, width) for _ in range(2)]
-    return InProcessExecutor(
-        program, stages, optimizer=partial(torch.optim.AdamW, lr=1e-2), **options
-    )
 
 
 @needs_full_device
@@ -49,7 +34,7 @@ def test_full_disk_error_of_save_states_sizes(
 ) -> None:
     monkeypatch.setattr(dcp_storage, "Path", lambda _: FULL)
     with pytest.raises(CheckpointError) as caught:
-        save(make_ranks(width), tmp_path, step=3)
+        save(make_two_ranks(width=width), tmp_path, step=3)
     fact = f"cannot save step 3 to {tmp_path}: the disk is full (No space left on device): "
     assert caught.value.fact.startswith(f"{fact}this process writes ")
     assert caught.value.fact.endswith(" were free") and caught.value.step == 3
@@ -58,7 +43,7 @@ def test_full_disk_error_of_save_states_sizes(
 
 
 def test_save_beyond_file_size_limit_leaves_no_files(tmp_path: Path) -> None:
-    run = make_ranks(512)
+    run = make_two_ranks(width=512)
     with limit_file_size(100_000), pytest.raises(CheckpointError) as caught:
         save(run, tmp_path, step=3)
     assert caught.value.fact == f"cannot save step 3 to {tmp_path}: File too large"
@@ -67,7 +52,7 @@ def test_save_beyond_file_size_limit_leaves_no_files(tmp_path: Path) -> None:
 
 
 def test_background_save_beyond_file_size_limit_leaves_no_files(tmp_path: Path) -> None:
-    run, x = make_ranks(512), torch.ones(2, 5, 512)
+    run, x = make_two_ranks(width=512), torch.ones(2, 5, 512)
     saver = Saver(run, tmp_path)
     run.step(x, x)
     saver.schedule_save(1)

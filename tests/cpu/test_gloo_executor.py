@@ -16,42 +16,33 @@ from schedir.errors import DeadlockError
 from schedir.ir.isa.instructions import RECV_OPS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
-from schedir.models import gpt
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.recording.measured_timeline import gather_timeline
-from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.schedules import interleaved, one_f_one_b
 from schedir.transports.gloo import GlooTransport
 from schedir.verify.check import check
 from tests.cases import cases
 from tests.cpu.gloo_processes import RankError, run
+from tests.cpu.stage_chains import squared_error
 from tests.cpu.tiny_stages import (
     BOUNDARY,
     HIDDEN,
     PLANS,
-    copy_gradients,
-    gpt_config,
     gpt_executor,
-    gpt_stages,
     gradients_by_stage,
     have_same_bits,
-    make_batch,
     make_replica_batch,
     run_reference,
-    split_1f1b,
 )
 from tests.pure.test_blocking_hosts import sends
 
 
-def _train_rank(rank: int, schedule: Any, shape: PipelineShape, options: dict[str, Any]) -> Any:
+def _train_rank(rank: int, program: Program) -> Any:
     """Run two steps on a rank, and return gradients by stage, loss and gradient norm."""
-    program = compile(schedule, shape, progress_model="per_edge", tied_weights=True, **options)
     transport = GlooTransport(program)
-    executor = gpt_executor(
-        program,
-        transport,
-        gradients=GradientOptions(max_norm=0.05 if program.clip_grad_norm else None),
-    )
+    gradients = GradientOptions(max_norm=0.05 if program.clip_grad_norm else None)
+    executor = gpt_executor(program, transport, gradients=gradients)
     for _ in range(2):  # the first step must not change the second
         loss = executor.step(*make_replica_batch(program, transport))
     timeline = gather_timeline(executor, transport)
@@ -62,8 +53,18 @@ def _train_rank(rank: int, schedule: Any, shape: PipelineShape, options: dict[st
 
 
 def step_on_gloo(schedule: Any, shape: PipelineShape, **options: Any) -> list[Any]:
-    world = shape.ranks * options.get("tp", 1) * options.get("dp", 1)
-    return run(_train_rank, world, schedule, shape, options)
+    program = compile(schedule, shape, progress_model="per_edge", tied_weights=True, **options)
+    return run(_train_rank, shape.ranks * program.tp * program.dp, program)
+
+
+def assert_reference_bits(results: list[Any], schedule: Any, shape: PipelineShape) -> None:
+    """Assert that the ranks have the gradients and the loss of the reference."""
+    program = compile(schedule, shape)
+    loss, expected_gradients = run_reference(shape, program=program)
+    actual = {s: g for grads, _, _ in results for s, g in grads.items()}
+    assert have_same_bits([actual[s] for s in range(shape.stages)], expected_gradients)
+    losses = [rank_loss for _, rank_loss, _ in results if rank_loss is not None]
+    assert [torch.equal(rank_loss, loss) for rank_loss in losses] == [True]
 
 
 @pytest.mark.parametrize(
@@ -71,44 +72,11 @@ def step_on_gloo(schedule: Any, shape: PipelineShape, **options: Any) -> list[An
     cases([PLANS[k] for k in (3, 4, 6)], [PLANS[k] for k in (0, 1, 2, 5, 7, 8)]),
 )
 def test_gloo_steps_equal_reference(schedule: Any, shape: PipelineShape) -> None:
-    loss, expected_gradients = run_reference(shape)
-    results = step_on_gloo(schedule, shape)
-    actual = {s: g for grads, _, _ in results for s, g in grads.items()}
-    assert have_same_bits([actual[s] for s in range(shape.stages)], expected_gradients)
-    assert [
-        torch.equal(rank_loss, loss) for _, rank_loss, _ in results if rank_loss is not None
-    ] == [True]
+    assert_reference_bits(step_on_gloo(schedule, shape), schedule, shape)
 
 
 def tensors_close(first: Tensor, second: Tensor, tolerance: float) -> bool:
     return float((first - second).norm()) <= tolerance * float(second.norm())
-
-
-def test_tensor_parallel_schedules_are_equal_and_near_one_rank() -> None:
-    shape = PipelineShape(2, 4)
-    _, expected_gradients = run_reference(shape)
-    tested = cases([gpipe, split_1f1b], [one_f_one_b])
-    results = {s.__name__: step_on_gloo(s, shape, tp=2) for s in tested}
-    first = results["gpipe"]
-    for results_of_other in results.values():
-        for (grads, _, _), (other_grads, _, _) in zip(first, results_of_other, strict=True):
-            assert have_same_bits(list(grads.values()), list(other_grads.values()))
-    cfg = gpt_config(shape.stages)
-    for stage in range(shape.stages):
-        shards = [first[stage * 2 + t][0][stage] for t in range(2)]
-        module = gpt.build_stage(cfg, stage, shape.stages)
-        for name, parameter in module.named_parameters():
-            gradient = _join_shards([s[name] for s in shards], parameter)
-            assert tensors_close(gradient, expected_gradients[stage][name], 1e-5), name
-
-
-def _join_shards(shards: list[Tensor], parameter: Tensor) -> Tensor:
-    """Join shards of a gradient along their shorter dimension, or return one of equal copies."""
-    if shards[0].shape == parameter.shape:
-        assert torch.equal(shards[0], shards[1])
-        return shards[0]
-    dim = next(d for d in range(parameter.dim()) if shards[0].shape[d] != parameter.shape[d])
-    return torch.cat(shards, dim).narrow(dim, 0, parameter.shape[dim])
 
 
 def _take_shard(gradient: Tensor, like: Tensor, rank: int) -> Tensor:
@@ -119,19 +87,9 @@ def _take_shard(gradient: Tensor, like: Tensor, rank: int) -> Tensor:
     return gradient
 
 
-def test_data_parallel_gradients_equal_one_replica() -> None:
-    loss, expected_gradients = run_reference(PipelineShape(2, 4))
-    results = step_on_gloo(one_f_one_b, PipelineShape(2, 2), dp=2)
-    for grads, _, _ in results:
-        for stage, actual in grads.items():
-            assert all(tensors_close(actual[n], expected_gradients[stage][n], 1e-6) for n in actual)
-    losses = [rank_loss for _, rank_loss, _ in results if rank_loss is not None]
-    assert float(sum(losses)) == pytest.approx(float(loss), rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    cases([(2, {}), (1, {"tp": 2, "dp": 2})], [(2, {"tp": 2}), (2, {"dp": 2})]),
+    cases([(2, {}), (1, {"tp": 2, "dp": 2}), (2, {"tp": 2})], [(2, {"dp": 2})]),
 )
 def test_clipping_norm_counts_every_parameter_once(ranks: int, options: dict[str, int]) -> None:
     """The norm counts a tied weight once, and the replicas of a weight once."""
@@ -169,10 +127,7 @@ def test_gloo_runs_programs_that_need_separate_queues() -> None:
             if _passes_check(candidate, "per_edge") and not _passes_check(candidate, "per_pair"):
                 reordered = candidate
     assert reordered is not None
-    _, expected_gradients = run_reference(shape)
-    results = run(_run_program, 2, reordered)
-    actual = {s: g for grads in results for s, g in grads.items()}
-    assert have_same_bits([actual[s] for s in range(shape.stages)], expected_gradients)
+    assert_reference_bits(run(_train_rank, 2, reordered), interleaved, shape)
 
 
 def test_program_with_deadlocked_hosts_is_refused() -> None:
@@ -185,23 +140,14 @@ def _read_refusal(rank: int, program: Program) -> str:
     stages = {rank: torch.nn.Linear(HIDDEN, HIDDEN)}
     try:
         executor = Executor(
-            program,
-            rank,
-            stages,
-            GlooTransport(program),
-            loss=_squares,
-            boundary=BOUNDARY,
+            program, rank, stages, GlooTransport(program), loss=squared_error, boundary=BOUNDARY,
             execution=ExecutionOptions(allow_identical_stages=True),
-        )
+        )  # fmt: skip
     except DeadlockError as error:
         return error.hint
     x = torch.ones(2, *BOUNDARY.shape)
     executor.step(x, x)
     return ""
-
-
-def _squares(y: Tensor, x: Tensor) -> Tensor:
-    return (y - x).square().sum()
 
 
 def _passes_check(program: Program, model: Any) -> bool:
@@ -210,14 +156,6 @@ def _passes_check(program: Program, model: Any) -> bool:
     except DeadlockError:
         return False
     return True
-
-
-def _run_program(rank: int, program: Program) -> dict[int, dict[str, Tensor]]:
-    transport = GlooTransport(program)
-    stages = {s: m for s, m in enumerate(gpt_stages(4)) if s in program.shape.stages_on_rank[rank]}
-    executor = Executor(program, rank, stages, transport, loss=gpt.loss, boundary=BOUNDARY)
-    executor.step(*make_batch(program.shape.microbatches))
-    return {s: copy_gradients([m])[0] for s, m in stages.items()}
 
 
 class OutOfMemoryStage(nn.Module):
@@ -238,14 +176,10 @@ def _run_out_of_memory(rank: int) -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
     stage = OutOfMemoryStage() if rank else nn.Linear(HIDDEN, HIDDEN)
     executor = Executor(
-        program,
-        rank,
-        {rank: stage},
-        GlooTransport(program),
-        loss=lambda y, _: y.square().sum(),
-        boundary=BOUNDARY,
+        program, rank, {rank: stage}, GlooTransport(program), loss=squared_error, boundary=BOUNDARY
     )
-    executor.step(torch.ones(4, *BOUNDARY.shape), torch.ones(4))
+    x = torch.ones(4, *BOUNDARY.shape)
+    executor.step(x, x)
 
 
 def test_out_of_memory_error_names_rank_and_instruction() -> None:

@@ -28,9 +28,8 @@ def _write_dumps_during_hang(rank: int, folder: str) -> None:
     value = torch.zeros(4, 3)
     dist.all_reduce(value)
     while not pickle.loads(c10d._dump_fr_trace())["entries"][0]["retired"]:
-        time.sleep(
-            0.01
-        )  # a thread of Gloo records the end of the all-reduce later than `wait` returns
+        # A thread of Gloo records the end of the all-reduce later than `wait` returns.
+        time.sleep(0.01)
     store = dist.distributed_c10d._get_default_store()
     work = None if rank == LATE_RANK else dist.all_reduce(value, async_op=True)
     store.set(f"stands {rank}", "")
@@ -52,22 +51,14 @@ def test_rank_that_does_not_join_is_cause(tmp_path: Path) -> None:
     for form in ("pickles", "json"):
         job = DistributedJob(read_dumps([str(tmp_path / form)])[0])
         assert job.root_ranks == (LATE_RANK,) and not job.cycle and not job.ranks_without_dump
-        assert {str(s.current_op) for s in job.dumps.values()} == {
-            "all_reduce 2 of default_pg",
-            "None",
-        }
+        current_ops = {str(dump.current_op) for dump in job.dumps.values()}
+        assert current_ops == {"all_reduce 2 of default_pg", "None"}
         late_dump = job.dumps[LATE_RANK]
-        assert (str(late_dump.last_ended_op), late_dump.current_op) == (
-            "all_reduce 1 of default_pg",
-            None,
-        )
-        waits = {
-            wait
-            for rank_waits in job.waits.values()
-            for wait in rank_waits
-            if wait.awaited_rank == LATE_RANK
-        }
-        assert {wait.reason for wait in waits} == {WaitReason.NOT_ISSUED}
+        assert str(late_dump.last_ended_op) == "all_reduce 1 of default_pg"
+        assert late_dump.current_op is None
+        waits = [wait for rank_waits in job.waits.values() for wait in rank_waits]
+        reasons = {wait.reason for wait in waits if wait.awaited_rank == LATE_RANK}
+        assert reasons == {WaitReason.NOT_ISSUED}
         assert any(f"rank {LATE_RANK} is the cause" in line for line in describe_job(job))
     # Pickles also contain the position in the code.
     dumps, _ = read_dumps([str(tmp_path / "pickles")])

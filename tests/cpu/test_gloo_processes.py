@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,26 +87,23 @@ def test_limit_includes_slow_start(monkeypatch: pytest.MonkeyPatch, limit: int, 
     assert error.value.hung_ranks == (0,) and shown in error.value.tracebacks[0]
 
 
+CHANGES: dict[str, Callable[[], object]] = {
+    "a function": lambda: setattr(dist, "all_reduce", fail_on),
+    "a method": lambda: setattr(CheckpointError, "describe", fail_on),
+    "a constant": lambda: setattr(local_processes, "GRACE_SECONDS", 2.0),
+    "the environment": lambda: os.environ.update(SCHEDIR_TEST="1"),
+    "a signal": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+    "a thread": lambda: threading.Thread(target=time.sleep, args=(1000,), daemon=True).start(),
+}
+
+
 def change_process(rank: int, what: str) -> int:
-    if what == "a function":
-        torch.distributed.all_reduce = fail_on  # type: ignore[assignment]
-    if what == "a method":
-        CheckpointError.describe = fail_on  # type: ignore[attr-defined]
-    if what == "a constant":
-        local_processes.GRACE_SECONDS = 2.0
-    if what == "the environment":
-        os.environ["SCHEDIR_TEST"] = "1"
-    if what == "a signal":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if what == "a thread":
-        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+    if what:
+        CHANGES[what]()
     return os.getpid()
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["", "a function", "a method", "a constant", "the environment", "a signal", "a thread"],
-)
+@pytest.mark.parametrize("what", ["", *CHANGES])
 def test_unchanged_processes_are_reused(what: str) -> None:
     first = run(change_process, 1, what)
     assert (run(change_process, 1, "") == first) == (what == "")

@@ -16,7 +16,9 @@ import torch
 
 from benchmarks import gpu_metrics, gpu_run
 from benchmarks.gpu_run import METRICS, STATE, Step
+from schedir.io.black_box import read_process_state
 from tests.cases import campaign
+from tests.cpu.train_command import wait_until
 
 ROOT = Path(__file__).parents[2]
 GOOD = Step("good", "", 60, ["-c", "print('one'); print('two')"])
@@ -48,16 +50,6 @@ def read_rows(folder: Path) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
 
 
-def wait_for_exit(pid: int) -> bool:
-    """Return whether a process ends within 10 seconds. A killed process may need a moment."""
-    stat, limit = Path(f"/proc/{pid}/stat"), time.monotonic() + 10
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
-        if time.monotonic() > limit:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def test_failing_or_hanging_step_does_not_stop_other_steps(tmp_path: Path) -> None:
     assert gpu_run.main(["--folder", str(tmp_path)]) == 1
     assert list_files(tmp_path) == sorted(
@@ -67,7 +59,8 @@ def test_failing_or_hanging_step_does_not_stop_other_steps(tmp_path: Path) -> No
     assert steps["good"][::2] == ["ok", "two"]
     assert steps["bad"][::2] == ["failed: 1", "no: it fails"]
     assert steps["hangs"][0] == "cut after 5 s"
-    assert wait_for_exit(int((tmp_path / "hangs.txt").read_text()))
+    child = int((tmp_path / "hangs.txt").read_text())
+    wait_until(lambda: read_process_state(child, 0) not in ("runs", "stopped"))
     goals = {row[0]: row[1:] for row in read_rows(tmp_path) if len(row) == 4}
     assert goals[f"{gpu_metrics.GAP.name} (measures: a gap)"] == ["<= 10 us", "12.50 us", "no"]
     assert goals[gpu_metrics.MEMORY.name] == ["<= 2 %", "not measured", ""]
@@ -93,12 +86,9 @@ def test_interrupted_run_continues_with_rest(
     assert capsys.readouterr().out.splitlines()[1].startswith(f"hangs: {gpu_run.OUT_OF_TIME}, ")
     monkeypatch.setattr(gpu_run, "STEPS", (GOOD, hangs._replace(command=GOOD.command), MEASURES))
     assert gpu_run.main([*folder, "--rest"]) == 1
+    # The first step, which identifies the machine, runs again.
     step_names = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()[:-2]]
-    assert step_names == [
-        "good",
-        "hangs",
-        "measures",
-    ]  # the first step, which identifies the machine, runs again
+    assert step_names == ["good", "hangs", "measures"]
 
 
 def test_killed_run_leaves_partial_output(tmp_path: Path) -> None:
@@ -169,9 +159,8 @@ def test_every_step_has_files_with_its_tests(monkeypatch: pytest.MonkeyPatch) ->
         required = ["def test_", *(name for name in names if name not in ("and", "not"))]
         assert [name for name in required if name not in text] == [], file
         tested_files.add(file)
-    assert {
-        str(path.relative_to(ROOT)) for path in ROOT.glob("tests/gpu/test_*.py")
-    } <= tested_files
+    gpu_tests = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/gpu/test_*.py")}
+    assert gpu_tests <= tested_files
     outputs = [gpu_run.name_output_file(step) for step in gpu_run.STEPS]
     assert len({*outputs}) == len(outputs) and len(list_test_arguments()) > 8
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from schedir.errors import UsageError
 from schedir.testing.gradient_comparison import (
     GradientDifference,
     GradientDump,
@@ -47,14 +46,10 @@ def sum_gradients(loop: UnpipelinedModel, factors: list[float]) -> Gradients:
     total: Gradients = {}
     loop.model.zero_grad()
     for mb, factor in zip(loop.microbatches, factors, strict=True):
-        gradients = UnpipelinedModel(
-            loop.model, [mb], loop.loss_fn, loop.divisor
-        ).expected_gradients
-        for name, gradient in gradients.items():
-            earlier = total.get(name)
-            total[name] = (
-                factor * gradient.value if earlier is None else earlier + factor * gradient.value
-            )
+        one = UnpipelinedModel(loop.model, [mb], loop.loss_fn, loop.divisor)
+        for name, gradient in one.expected_gradients.items():
+            earlier: Any = total.get(name, 0)
+            total[name] = earlier + factor * gradient.value
     return total
 
 
@@ -66,11 +61,8 @@ def test_exactly_different_stages_are_listed(data: st.DataObject) -> None:
     loop = make_loop(make_model(3), M, M, data.draw(st.integers(0, 99)))
     stages = data.draw(st.sets(st.integers(0, 2), min_size=1))
     expected = sum_gradients(loop, [1.0] * M)
-    counts = data.draw(
-        st.lists(st.sampled_from([0.0, 0.9, 1.001, 2.0, -1.0]), min_size=M, max_size=M)
-    )
-    if counts == [1.0] * M:
-        counts[0] = 0.0
+    factors = st.sampled_from([0.0, 0.9, 1.001, 2.0, -1.0])
+    counts = data.draw(st.lists(factors, min_size=M, max_size=M))
     noise = data.draw(st.sampled_from([0.0, 1e-4, 1.0]))
     numbers = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     bad = {
@@ -102,13 +94,10 @@ def test_single_parameters_are_listed() -> None:
     dumped = sum_gradients(loop, [1.0] * 4)
     dumped["1.linear.weight"] = None
     dumped["1.linear.bias"] = sum_gradients(loop, [1.0, 1.0, 1.0, 0.0])["1.linear.bias"]
-    listed_differences = list_differences(loop, GradientDump(dumped).infer_stages())
-    assert [
-        (d.names, d.problem == "no gradient", d.has_all_parameters) for d in listed_differences
-    ] == [
-        (("1.linear.weight",), True, False),
-        (("1.linear.bias",), False, False),
-    ]
+    weight, bias = list_differences(loop, GradientDump(dumped).infer_stages())
+    assert weight.names == ("1.linear.weight",) and weight.problem == "no gradient"
+    assert bias.names == ("1.linear.bias",) and bias.problem != "no gradient"
+    assert not weight.has_all_parameters and not bias.has_all_parameters
 
 
 def test_none_is_accepted_for_gradients_of_other_ranks() -> None:
@@ -172,19 +161,6 @@ def test_tied_weights_keep_names_of_each_rank() -> None:
     first, last = list_differences(loop, *ranks)
     assert first.names == ("embed.weight",) and last.names == ("head.weight",)
     assert (first.error, last.error) == pytest.approx((1 / 2, 2 / 3))
-
-
-def test_dropout_missing_gradients_and_wrong_shapes_are_refused() -> None:
-    dropout = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout())
-    with pytest.raises(UsageError, match="model uses random numbers"):
-        assert make_loop(dropout, 2, 2).expected_gradients
-    assert make_loop(dropout.eval(), 2, 2).expected_gradients
-    with pytest.raises(UsageError, match="no rank has a gradient"):
-        compare_gradients(make_loop(make_model(2), 2, 2), [GradientDump({})])
-    with pytest.raises(UsageError, match="must have the shape of its weight"):
-        compare_gradients(
-            make_loop(make_model(2), 2, 2), [GradientDump({"0.linear.bias": torch.zeros(2)})]
-        )
 
 
 def test_comparison_does_not_change_buffers() -> None:

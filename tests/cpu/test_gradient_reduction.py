@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from schedir import compile
 from schedir.errors import ExecutionError
 from schedir.ir.isa.instructions import GRAD_ADDING_OPS, Instr, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.program import Program
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
@@ -45,13 +43,12 @@ from tests.timeline_legality import find_early_instructions
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "written_late.txt"
 ONE_RANK = PipelineShape(1, 3)
+TWO_UPDATES = PipelineShape(1, 4, optimizer_steps=2, weight_delay=1)
 CASES = {
     "whole": Case(one_f_one_b, ONE_RANK),
     "split": Case(split_1f1b, ONE_RANK),
     "two stages": Case(interleaved, PipelineShape(1, 2, 2)),
-    "two updates": Case(
-        pipedream_2bw, PipelineShape(1, 4, optimizer_steps=2, weight_delay=1), clip=False
-    ),
+    "two updates": Case(pipedream_2bw, TWO_UPDATES, clip=False),
     "loss scale": Case(one_f_one_b, ONE_RANK, scaled=True),
     **{
         f"{how}, {schedule.__name__}": Case(schedule, ONE_RANK, how)
@@ -59,15 +56,10 @@ CASES = {
             ("frozen", "hooks", "wide", "some", "twice", "checkpoint"), (split_1f1b, one_f_one_b)
         )
     },
-    **{
-        how: Case(one_f_one_b, ONE_RANK, how)
-        for how in (
-            "checkpoint, reentrant, twice",
-            "checkpoint, reentrant, shared",
-            "hook of a module",
-            "put in its place",
-        )
-    },
+    "checkpointed twice": Case(one_f_one_b, ONE_RANK, "checkpoint, reentrant, twice"),
+    "checkpointed and shared": Case(one_f_one_b, ONE_RANK, "checkpoint, reentrant, shared"),
+    "hook of a module": Case(one_f_one_b, ONE_RANK, "hook of a module"),
+    "put in its place": Case(one_f_one_b, ONE_RANK, "put in its place"),
     "split, checkpoint, reentrant, shared": Case(
         split_1f1b, ONE_RANK, "checkpoint, reentrant, shared"
     ),
@@ -163,20 +155,20 @@ def test_buckets_start_during_last_w() -> None:
         assert counts == 2 * [4, 3, 3, 2, 2, 1, 1, 0]
 
 
-def _train_with_nan(rank: int) -> tuple[bool, int, bool, bool]:
-    case = CASES["whole"]
+def _train_early_and_late(case: Case, bad: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the values after two steps with early reductions, and with one late reduction."""
     with limit_bucket_size(64):
-        early_values, _ = run_two_steps(create_executor(case), bad=True)
+        early_values, _ = run_two_steps(create_executor(case), bad)
     late_executor = create_executor(case)
     late_executor.state.service(PendingReductions).starts_after_backward = True
-    late_values, _ = run_two_steps(late_executor, bad=True)
-    nan_count = sum(int(t.isnan().sum()) for t in late_values[:-2])
-    return (
-        have_same_bits(early_values, late_values),
-        nan_count,
-        bool(late_values[0][0, 0].isnan()),
-        bool(late_values[-1].any()),
-    )
+    return early_values, run_two_steps(late_executor, bad)[0]
+
+
+def _train_with_nan(rank: int) -> tuple[bool, int, bool, bool]:
+    early, late = _train_early_and_late(CASES["whole"], bad=True)
+    nan_count = sum(int(t.isnan().sum()) for t in late[:-2])
+    is_nan, is_finite = bool(late[0][0, 0].isnan()), bool(late[-1].any())
+    return have_same_bits(early, late), nan_count, is_nan, is_finite
 
 
 def test_nonfinite_loss_spoils_one_element_on_all_replicas() -> None:
@@ -185,11 +177,7 @@ def test_nonfinite_loss_spoils_one_element_on_all_replicas() -> None:
 
 def _train_stage_replicas(rank: int) -> bool:
     case = Case(chimera, PipelineShape(2, 4, placement="mirror"))
-    with limit_bucket_size(64):
-        early_values, _ = run_two_steps(create_executor(case))
-    late_executor = create_executor(case)
-    late_executor.state.service(PendingReductions).starts_after_backward = True
-    return _equal_except_norm(early_values, run_two_steps(late_executor)[0])
+    return _equal_except_norm(*_train_early_and_late(case))
 
 
 def test_stage_replicas_sum_early_buckets() -> None:
@@ -214,11 +202,7 @@ def test_gradient_write_after_its_reduction_is_refused(how: str) -> None:
 
 def _train_with_replaced_gradient(rank: int, schedule: Any, replicas: int, how: str) -> bool:
     """Return whether a tensor that replaces a gradient is summed and scaled like the others."""
-    shape = (
-        PipelineShape(1, 4, optimizer_steps=2, weight_delay=1)
-        if schedule is pipedream_2bw
-        else ONE_RANK
-    )
+    shape = TWO_UPDATES if schedule is pipedream_2bw else ONE_RANK
     torch.manual_seed(0)
     module, plain = ReplicatedLayers(how), ReplicatedLayers(how)
     plain.load_state_dict(module.state_dict())
@@ -241,9 +225,7 @@ def _train_with_replaced_gradient(rank: int, schedule: Any, replicas: int, how: 
 @pytest.mark.parametrize(
     ("replicas", "schedule", "how"),
     each_value(
-        [2, 1],
-        [one_f_one_b, split_1f1b, pipedream_2bw],
-        ["put by a Function", "put in its place"],
+        [2, 1], [one_f_one_b, split_1f1b, pipedream_2bw], ["put by a Function", "put in its place"]
     ),
 )
 def test_replaced_gradient_tensor_is_reduced(schedule: Any, replicas: int, how: str) -> None:
@@ -302,11 +284,20 @@ def test_works_of_buckets_belong_to_reduction() -> None:
     assert run(_count_works, 2) == [{"reduce_grads 0": 9}] * 2
 
 
-def test_early_work_is_attributed_to_its_instruction() -> None:
-    class FinishedWork:
-        def wait(self) -> None:
-            """Return immediately."""
+class FinishedWork:
+    """Work of a lane that has ended."""
 
+    def __init__(self, lane: Any = None) -> None:
+        self.lane = lane
+
+    def wait(self) -> None:
+        """Return immediately."""
+
+    def record_end(self, event: torch.cuda.Event) -> None:
+        event.record(self.lane)
+
+
+def test_early_work_is_attributed_to_its_instruction() -> None:
     stamps = HostTimestamps(2)
     stamps.begin_instruction(0)
     with stamps.attribute_to(1):
@@ -322,18 +313,9 @@ def test_early_work_is_attributed_to_its_instruction() -> None:
         assert not isinstance(work, type(stamps.follow_work(FinishedWork())))
 
 
-def test_work_that_ends_early_has_no_duration(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_work_that_ends_early_has_no_duration(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = install_virtual_gpu(monkeypatch)
-    lane = torch.cuda.Stream()
-
-    class FinishedWork:
-        def wait(self) -> None:
-            """Return immediately."""
-
-        def record_end(self, event: torch.cuda.Event) -> None:
-            event.record(lane)
+    work = FinishedWork(torch.cuda.Stream())
 
     program = compile(one_f_one_b, ONE_RANK, dp=2, progress_model="per_edge")
     ops = [i.op for i in program.streams[0]]
@@ -344,7 +326,7 @@ def test_work_that_ends_early_has_no_duration(
         stamps.begin_instruction(k)
         if k == reduction - 1:
             with stamps.attribute_to(reduction):
-                stamps.follow_work(FinishedWork())
+                stamps.follow_work(work)
             stamps.on_issued()
         gpu.work(1.0)
         stamps.end_instruction(k)
@@ -354,17 +336,11 @@ def test_work_that_ends_early_has_no_duration(
 
 
 def test_single_replica_has_one_bucket() -> None:
-    program = compile(gpipe, ONE_RANK)
     with limit_bucket_size(64):
-        executor = _make_executor(program)
+        (executor,) = InProcessExecutor(
+            compile(gpipe, ONE_RANK), [ReplicatedLayers()], loss=nn.functional.mse_loss,
+            boundary=(ROWS, WIDTH),
+        ).executors  # fmt: skip
     (stage,) = executor.stages.values()
-    assert (
-        len(stage.gradients.flat) == 1 and not executor.state.service(PendingReductions).overlapped
-    )
-
-
-def _make_executor(program: Program) -> Executor:
-    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss
-    return InProcessExecutor(
-        program, [ReplicatedLayers()], loss=loss, boundary=(ROWS, WIDTH)
-    ).executors[0]
+    assert len(stage.gradients.flat) == 1
+    assert not executor.state.service(PendingReductions).overlapped

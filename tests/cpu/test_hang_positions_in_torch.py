@@ -62,13 +62,8 @@ class _StoppingStage(nn.Module):
         self, stop_count: int, is_stopped: threading.Event | None, may_continue: threading.Event
     ) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.stop_count, self.is_stopped, self.may_continue, self.count = (
-            stop_count,
-            is_stopped,
-            may_continue,
-            0,
-        )
+        self.layer, self.count, self.stop_count = nn.Linear(4, 4), 0, stop_count
+        self.is_stopped, self.may_continue = is_stopped, may_continue
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_stopped is not None and self.count == self.stop_count:
@@ -98,10 +93,8 @@ def _train_and_record(rank: int, name: str, shape: PipelineShape, folder: str) -
         return [_RecordedWork(w, e) for w, e in zip(works, recorder.entries[first:], strict=True)]
 
     vars(theirs)["_batch_p2p"] = batch_p2p
-    may_continue, is_stopped = (
-        threading.Event(),
-        threading.Event() if rank == STOPPED_RANK else None,
-    )
+    may_continue = threading.Event()
+    is_stopped = threading.Event() if rank == STOPPED_RANK else None
     store = dist.distributed_c10d._get_default_store()
 
     def write() -> None:
@@ -123,21 +116,12 @@ def _train_and_record(rank: int, name: str, shape: PipelineShape, folder: str) -
     stop_count = STEP * shape.microbatches + MICROBATCH
     stop_count += 1  # torch runs one more forward before its first step, to learn the shapes
     local_stages = shape.stages_on_rank[rank]
-    stages = [
-        PipelineStage(
-            _StoppingStage(stop_count, is_stopped if s == STAGE else None, may_continue),
-            s,
-            shape.stages,
-            torch.device("cpu"),
-        )
-        for s in local_stages
-    ]
+    stages = []
+    for s in local_stages:
+        stage = _StoppingStage(stop_count, is_stopped if s == STAGE else None, may_continue)
+        stages.append(PipelineStage(stage, s, shape.stages, torch.device("cpu")))
     kind: Any = getattr(theirs, name)
-    pipe = kind(
-        stages[0] if name in SINGLE else stages,
-        n_microbatches=shape.microbatches,
-        loss_fn=nn.functional.mse_loss,
-    )
+    pipe = kind(stages[0] if name in SINGLE else stages, shape.microbatches, nn.functional.mse_loss)
     x, target = torch.randn(2, 2 * shape.microbatches, 4).unbind()
     for _ in range(STEP + 1):
         inputs = (x,) if 0 in local_stages else ()
@@ -165,18 +149,16 @@ def test_diagnosis_finds_forward_that_stopped(name: str, tmp_path: Path) -> None
     assert matched.step == STEP and bool(matched.order_mismatch) == (name in OTHER_ORDER)
     # The rank has the input of that forward.
     ended = [op for op in job.dumps[STOPPED_RANK].ops if op.is_done and op.kind == "recv"]
-    names = [
-        str(index.locate(matched.position_of_message[STOPPED_RANK, op.number])[2]) for op in ended
-    ]
+    positions = [matched.position_of_message[STOPPED_RANK, op.number] for op in ended]
+    names = [str(index.locate(position)[2]) for position in positions]
     assert f"recv_act {STAGE}.{MICROBATCH}" in names[-2:]
     if matched.order_mismatch:
         assert job.root_ranks == (STOPPED_RANK,)
         return
     (verdict,) = diagnose_copies(program, [matched])
     assert not verdict.is_deadlock
-    assert {int(index.rank[place]) for cause in verdict.causes for place in cause.positions} == {
-        STOPPED_RANK
-    }
+    places = [place for cause in verdict.causes for place in cause.positions]
+    assert {int(index.rank[place]) for place in places} == {STOPPED_RANK}
     position = verdict.positions[STOPPED_RANK]
     assert position.is_late
     possible = [str(index.locate(place)[2]) for place in range(*position.compute_range)]

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import schedir
 from schedir import find_tied_weights
 from schedir.errors import UsageError
 from schedir.models.huggingface import cut
-from schedir.runtime import InProcessExecutor
 from tests.cases import each_value
 from tests.cpu.train_command import ROOT, run_in_forks
 
@@ -155,33 +153,6 @@ def test_scripts_of_documentation_page_print_same_loss() -> None:
     losses += map(float, run_in_forks(partial(exec, script, {"__name__": "__main__"}), 2).split())
     assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert f"prints about {losses[0]:.1f}" in page
-
-
-def test_executor_passes_keywords_to_all_stages() -> None:
-    """Gradients equal those of a loop over microbatches with the same padding."""
-    model, tokens = build_model("llama"), torch.randint(96, (4, 2, 13))
-    masks = [torch.ones(2, 12, dtype=torch.int64) for _ in range(4)]
-    for mb, mask in enumerate(masks):
-        mask[0, : mb + 1] = 0
-    keywords = [{"attention_mask": mask} for mask in masks]
-    inputs, targets = tokens[..., :-1], tokens[..., 1:]
-
-    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-    for x, y, mask_keywords in zip(inputs, targets, keywords, strict=True):
-        loss(model(x, use_cache=False, **mask_keywords).logits, y).backward()
-    plain = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    stages = cut(model, LAYERS)
-    ties = find_tied_weights(stages)
-    program = schedir.compile("one_f_one_b", ranks=LAYERS, microbatches=4, tied_weights=ties)
-    executor = InProcessExecutor(
-        program, stages, loss=loss, boundary=(2, 12, 32), tied_weights=ties
-    )
-    executor.step(inputs, targets, keywords=keywords)
-    for name, p in model.named_parameters():
-        assert torch.allclose(p.grad, plain[name], rtol=1e-4, atol=1e-6), name
 
 
 def test_lora_stages_equal_whole_model() -> None:

@@ -25,6 +25,8 @@ from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.gloo_processes import run
+from tests.cpu.stage_chains import make_chain_schedule
+from tests.cpu.stage_chains import squared_error as loss
 from tests.cpu.tiny_stages import copy_gradients, have_same_bits
 
 WIDTH = 5
@@ -48,10 +50,6 @@ class WriteIfPositive(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.relu_() if float(x.sum()) > 0 else x * 1
-
-
-def loss(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().sum()
 
 
 def make_stages(number: int) -> list[nn.Module]:
@@ -93,14 +91,9 @@ def run_plain_loop(number: int, m: int) -> tuple[float, list[dict[str, Tensor]]]
 def test_inplace_stages_equal_stages_without_inplace_writes(
     schedule: Any, shape: PipelineShape, slots: Any
 ) -> None:
-    def gpipe_of_stages(r: int, P: int, m: int) -> RankSchedule:
-        local_stages = range(len(shape.stages_on_rank[r]))
-        down = sum((m * F[j] for j in local_stages[1:]), m * F[0])
-        return down + sum((m * B[j] for j in reversed(local_stages[:-1])), m * B[local_stages[-1]])
-
-    program = compile(
-        gpipe_of_stages if schedule is gpipe else schedule, shape, buffer_sharing=slots
-    )
+    if schedule is gpipe:
+        schedule = make_chain_schedule(shape.ranks, shape.stages)
+    program = compile(schedule, shape, buffer_sharing=slots)
     stages_of_model = make_stages(shape.stages)
     world = InProcessExecutor(program, stages_of_model, loss=loss, boundary=BOUNDARY)
     x, target = make_batch(shape.microbatches)

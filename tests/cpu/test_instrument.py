@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.pipelining import schedules as theirs
-from torch.distributed.pipelining.stage import PipelineStage
 
 import schedir
 from schedir import PipelineShape, schedules
@@ -25,8 +24,9 @@ from schedir.instrumentation import deepspeed, megatron
 from schedir.testing.tiny_model import WIDTH, make_batch, squared_error
 from tests.cases import campaign
 from tests.cpu.gloo_processes import run
+from tests.cpu.torch_pipelines import make_stage
 from tests.cpu.train_command import run_launched
-from tests.cpu.trainer_traces import import_traces, list_computes, profile_step
+from tests.cpu.trainer_traces import Runs, import_traces, list_computes, profile_step
 
 ROOT = Path(__file__).parents[2]
 RANKS, MICROBATCHES = 4, 5
@@ -49,10 +49,7 @@ def _make_schedule(rank: int, name: str, wrapped_flags: list[bool]) -> Any:
     for s in range(rank, count, RANKS):
         layer = _Layer(WIDTH, WIDTH, dtype=torch.float64)
         layer.wrapped_flags = wrapped_flags
-        stage = PipelineStage(layer, s, count, torch.device("cpu"))
-        # These first messages are only for NCCL. torch 2.11 sends them to itself, which Gloo
-        # refuses.
-        stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+        stage = make_stage(layer, s, count)
         stages.append(stage)
     argument = stages if STAGES[name] > 1 else stages[0]
     return getattr(theirs, name)(argument, n_microbatches=MICROBATCHES, loss_fn=squared_error)
@@ -86,7 +83,7 @@ def profile_schedules(rank: int, folder: str) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Return the folder of the traces, and the ranges of each rank."""
     folder = tmp_path_factory.mktemp("traces")
     return folder, run(profile_schedules, RANKS, str(folder))
@@ -106,9 +103,7 @@ LAST = """
 """
 
 
-def test_schedules_without_ranges_get_all_ranges(
-    runs: tuple[Path, list[dict[str, list[str]]]],
-) -> None:
+def test_schedules_without_ranges_get_all_ranges(runs: Runs) -> None:
     """Each forward, backward, message and wait has a range, in the order of torch's code."""
     _, ranks = runs
     assert ranks[0]["Schedule1F1B"] == FIRST.split()
@@ -117,9 +112,7 @@ def test_schedules_without_ranges_get_all_ranges(
         assert all(rank[f"plain {name}"] == [] for rank in ranks)
 
 
-def test_schedules_with_ranges_get_only_waits(
-    runs: tuple[Path, list[dict[str, list[str]]]],
-) -> None:
+def test_schedules_with_ranges_get_only_waits(runs: Runs) -> None:
     """Each compute contains the wait for its receive. The waits for sends are at the end."""
     for rank in runs[1]:
         ranges, plain = rank["ScheduleInterleaved1F1B"], rank["plain ScheduleInterleaved1F1B"]
@@ -135,11 +128,10 @@ def test_schedules_with_ranges_get_only_waits(
 
 
 @pytest.mark.parametrize(
-    ("name", "ours"),
-    [("Schedule1F1B", schedules.one_f_one_b), ("ScheduleGPipe", schedules.gpipe)],
+    ("name", "ours"), [("Schedule1F1B", schedules.one_f_one_b), ("ScheduleGPipe", schedules.gpipe)]
 )
 def test_traces_of_torch_schedules_equal_built_in_schedules(
-    name: str, ours: Any, runs: tuple[Path, list[dict[str, list[str]]]]
+    name: str, ours: Any, runs: Runs
 ) -> None:
     program = import_traces(runs[0], name)
     assert list_computes(program) == list_computes(
@@ -150,9 +142,7 @@ def test_traces_of_torch_schedules_equal_built_in_schedules(
 
 
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleGPipe"])
-def test_traces_of_evaluations_have_no_backward(
-    name: str, runs: tuple[Path, list[dict[str, list[str]]]]
-) -> None:
+def test_traces_of_evaluations_have_no_backward(name: str, runs: Runs) -> None:
     """torch also calls backwards in an evaluation, but they do nothing."""
     program = import_traces(runs[0], f"{name} eval")
     built_in = schedir.compile(schedules.forward_only, PipelineShape(RANKS, MICROBATCHES))
@@ -161,11 +151,8 @@ def test_traces_of_evaluations_have_no_backward(
 
 def test_unexpected_messages_and_buffers_are_refused() -> None:
     """A received message must belong to the stage and microbatch that uses it."""
-    stage, next_microbatch, tensor = (
-        megatron._MessageStage(5, 3),
-        megatron._MessageStage(5, 4),
-        torch.zeros(1),
-    )
+    stage, next_microbatch = (megatron._MessageStage(5, mb) for mb in (3, 4))
+    tensor = torch.zeros(1)
     megatron._require_tag(tensor, stage)  # a tensor without a tag
     with pytest.raises(ExecutionError, match="no forward_step returned"):
         megatron._read_tag(tensor)
@@ -180,11 +167,8 @@ def test_unexpected_messages_and_buffers_are_refused() -> None:
 
     schedule = SimpleNamespace(stage_id=2, stages=4, micro_batches=9, num_pipe_buffers=lambda: 2)
     deepspeed_step = deepspeed._DeepSpeedStep(schedule, queues_messages=False)
-    assert [deepspeed_step.name_next_action("ForwardPass", buffer, 0) for buffer in (0, 1, 0)] == [
-        "2F0",
-        "2F1",
-        "2F2",
-    ]
+    names = [deepspeed_step.name_next_action("ForwardPass", buffer, 0) for buffer in (0, 1, 0)]
+    assert names == ["2F0", "2F1", "2F2"]
     with pytest.raises(ExecutionError, match="not the buffer of microbatch 3"):
         deepspeed_step.name_next_action("ForwardPass", 0, 0)
 
@@ -206,7 +190,7 @@ def _profile_nested_schedule(rank: int, path: str) -> list[str]:
     x = torch.ones(4, WIDTH)
 
     def make_schedule(loss_fn: Any) -> Any:
-        stage = PipelineStage(torch.nn.Linear(WIDTH, WIDTH), 0, 1, torch.device("cpu"))
+        stage = make_stage(torch.nn.Linear(WIDTH, WIDTH), 0, 1)
         return theirs.Schedule1F1B(stage, n_microbatches=2, loss_fn=loss_fn)
 
     teacher = make_schedule(torch.nn.functional.mse_loss)
@@ -270,11 +254,8 @@ def test_instrument_without_name_skips_missing_trainers(monkeypatch: pytest.Monk
 def test_instrument_without_name_covers_installed_trainers() -> None:
     with schedir.instrument() as instrumentation:
         assert instrumentation.trainers["torch"] == torch.__version__
-        assert {*instrumentation.skipped} == {
-            name
-            for name, module in (("megatron", "megatron"), ("deepspeed", "deepspeed"))
-            if find_spec(module) is None
-        }
+        names = ("megatron", "deepspeed")
+        assert {*instrumentation.skipped} == {name for name in names if find_spec(name) is None}
 
 
 def test_unknown_trainer_name_changes_nothing() -> None:

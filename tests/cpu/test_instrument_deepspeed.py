@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 import schedir
 from schedir import PipelineShape, schedules
 from tests.cpu.gloo_processes import run
-from tests.cpu.trainer_traces import OTHER_MODELS, import_traces, list_computes, profile_step
+from tests.cpu.trainer_traces import OTHER_MODELS, Runs, import_traces, list_computes, profile_step
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed")
 
@@ -32,10 +31,7 @@ def profile_engines(rank: int, folder: str) -> dict[str, list[str]]:
     for name, kind, stages in (("train", PipelineModule, 1), ("dualpipev", DualPipeVModule, 2)):
         layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(RANKS * stages)]
         model = kind(layers=layers, num_stages=RANKS, loss_fn=torch.nn.MSELoss())
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": MICROBATCHES,
-        }
+        config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": MICROBATCHES}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
         data = iter([(torch.ones(1, WIDTH), torch.ones(1, WIDTH))] * 10 * MICROBATCHES)
@@ -49,15 +45,13 @@ def profile_engines(rank: int, folder: str) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Return the folder of the traces, and the ranges of each rank."""
     folder = tmp_path_factory.mktemp("traces")
     return folder, run(profile_engines, RANKS, str(folder))
 
 
-def test_trace_of_deepspeed_1f1b_equals_one_f_one_b(
-    runs: tuple[Path, list[dict[str, list[str]]]],
-) -> None:
+def test_trace_of_deepspeed_1f1b_equals_one_f_one_b(runs: Runs) -> None:
     program = import_traces(runs[0], "train")
     shape = PipelineShape(RANKS, MICROBATCHES)
     assert list_computes(program) == list_computes(schedir.compile(schedules.one_f_one_b, shape))
@@ -66,9 +60,7 @@ def test_trace_of_deepspeed_1f1b_equals_one_f_one_b(
 
 
 @pytest.mark.parametrize("name", ["train eval", "dualpipev", "dualpipev eval"])
-def test_traces_of_other_engines_are_deadlock_free(
-    name: str, runs: tuple[Path, list[dict[str, list[str]]]]
-) -> None:
+def test_traces_of_other_engines_are_deadlock_free(name: str, runs: Runs) -> None:
     program = import_traces(runs[0], name)
     assert program.shape.microbatches == MICROBATCHES
     assert program.shape.placement == ("vee" if "dualpipev" in name else "loop")
@@ -76,9 +68,7 @@ def test_traces_of_other_engines_are_deadlock_free(
         schedir.check(program, progress_model=model)
 
 
-def test_each_deepspeed_instruction_has_range(
-    runs: tuple[Path, list[dict[str, list[str]]]],
-) -> None:
+def test_each_deepspeed_instruction_has_range(runs: Runs) -> None:
     _, ranks = runs
     assert ranks[3]["train"][:4] == ["3RECV_F0", "3F0", "3B0", "3SEND_B0"]
     assert ranks[3]["train"][-2:] == ["3REDUCE_GRAD", "STEP"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from tests.cpu.megatron_on_cpu import (
     make_chunks,
     skip_without_megatron,
 )
-from tests.cpu.trainer_traces import OTHER_MODELS, import_traces, list_computes, profile_step
+from tests.cpu.trainer_traces import OTHER_MODELS, Runs, import_traces, list_computes, profile_step
 from tests.museum.cases import cases
 
 skip_without_megatron()
@@ -34,22 +33,15 @@ def _megatron() -> None:
 
 
 RANKS, LENGTH = 4, 3
+OVERLAPPED = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
 # Chunks, microbatches, and settings of Megatron, by name.
 RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "1F1B": (1, 6, {}),
     "1F1B, few": (1, 2, {}),
     "interleaved": (2, 8, {}),
     "interleaved, larger groups": (2, 10, {"microbatch_group_size_per_vp_stage": 6}),
-    "overlapped": (2, 8, {"overlap_p2p_comm": True, "batch_p2p_comm": False}),
-    "overlapped, all": (
-        2,
-        4,
-        {
-            "overlap_p2p_comm": True,
-            "batch_p2p_comm": False,
-            "overlap_p2p_comm_warmup_flush": True,
-        },
-    ),
+    "overlapped": (2, 8, OVERLAPPED),
+    "overlapped, all": (2, 4, OVERLAPPED | {"overlap_p2p_comm_warmup_flush": True}),
     "one by one": (1, 5, {"batch_p2p_comm": False}),
 }
 # This run posts receives early, and sends of the other direction wait for them. It finishes if each
@@ -76,14 +68,9 @@ def _run_step(
     model = make_chunks(RANKS, parts, **settings)
     data = [iter([torch.ones(LENGTH, 1, WIDTH)] * microbatches) for _ in range(chunks)]
     get_forward_backward_func(ranks, chunks if chunks > 1 else None)(
-        forward_step_func=_forward_step,
-        data_iterator=data,
-        model=model,
-        num_microbatches=microbatches,
-        seq_length=LENGTH,
-        micro_batch_size=1,
-        forward_only=forward,
-    )
+        forward_step_func=_forward_step, data_iterator=data, model=model,
+        num_microbatches=microbatches, seq_length=LENGTH, micro_batch_size=1, forward_only=forward,
+    )  # fmt: skip
 
 
 def profile_runs(rank: int, folder: str) -> dict[str, list[str]]:
@@ -104,7 +91,7 @@ def profile_runs(rank: int, folder: str) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Return the folder of the traces, and the ranges of each rank."""
     folder = tmp_path_factory.mktemp("traces")
     # Forks of this process have Megatron loaded. It keeps its process groups in its modules.
@@ -113,9 +100,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_traces_of_megatron_equal_built_in_schedules(
-    name: str, runs: tuple[Path, list[dict[str, list[str]]]]
-) -> None:
+def test_traces_of_megatron_equal_built_in_schedules(name: str, runs: Runs) -> None:
     """Megatron's schedules have the same computes as ours, and their messages are complete."""
     chunks, microbatches, settings = RUNS[name]
     program = import_traces(runs[0], name)
@@ -133,42 +118,28 @@ def test_traces_of_megatron_equal_built_in_schedules(
             schedir.check(program, progress_model=model)
 
 
-def test_museum_program_equals_trace_of_megatron(
-    runs: tuple[Path, list[dict[str, list[str]]]],
-) -> None:
+def test_museum_program_equals_trace_of_megatron(runs: Runs) -> None:
     (case,) = (case for case in cases() if case.name == "megatron_warmup_flush")
     assert (
         import_traces(runs[0], "overlapped, all").streams == schedir.from_text(case.program).streams
     )
 
 
-def test_every_message_is_posted_once_and_every_receive_has_wait(
-    runs: tuple[Path, list[dict[str, list[str]]]],
-) -> None:
+def test_every_message_is_posted_once_and_every_receive_has_wait(runs: Runs) -> None:
     """With `overlap_p2p_comm` Megatron does not wait for the last send."""
     for rank in runs[1]:
         for name in (*RUNS, "forward"):
-            operations = [
-                operation for mark in rank[name] for operation in re.findall(r"\w+", mark)
-            ]
-            posted = [
-                operation for operation in operations if re.match(r"\d+(SEND|RECV)", operation)
-            ]
-            waits = [
-                operation.replace("WAIT_", "") for operation in operations if "WAIT" in operation
-            ]
+            names = [word for mark in rank[name] for word in re.findall(r"\w+", mark)]
+            posted = [word for word in names if re.match(r"\d+(SEND|RECV)", word)]
+            waits = [word.replace("WAIT_", "") for word in names if "WAIT" in word]
             assert len({*posted}) == len(posted) and len({*waits}) == len(waits)
             without_wait = {*posted} - {*waits}
-            assert {*waits} <= {*posted} and not any(
-                "RECV" in operation for operation in without_wait
-            )
+            assert {*waits} <= {*posted} and not any("RECV" in word for word in without_wait)
             assert len(without_wait) <= name.startswith("overlapped")
         assert rank["plain"] == []
 
 
-def test_batched_messages_have_one_range(
-    runs: tuple[Path, list[dict[str, list[str]]]],
-) -> None:
+def test_batched_messages_have_one_range(runs: Runs) -> None:
     """`batch_p2p_comm` issues four messages as one group. Without it, messages are single."""
     _, ranks = runs
     assert "(5SEND_B3;5RECV_F4;1SEND_F7;1RECV_B0)BATCH_P2P" in ranks[1]["interleaved"]

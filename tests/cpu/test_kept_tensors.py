@@ -70,13 +70,8 @@ class KeepsTensor(Layer):
         y = hidden * hidden
         if self.reads and before is not None:
             y = y + before.detach().mean()
-        tensors = {
-            "input": x,
-            "view": x.detach()[1:],
-            "hidden": hidden,
-            "output": y,
-            "loss": y.sum(),
-        }
+        tensors = {"input": x, "view": x.detach()[1:], "hidden": hidden, "output": y}
+        tensors["loss"] = y.sum()
         self.last = tensors[self.what]  # type: ignore[assignment]
         return y
 
@@ -223,12 +218,10 @@ class KeepsWeight(Layer):
 def test_kept_full_weight_is_refused_with_zero_3() -> None:
     for zero in (0, 1, 2):
         stages = make_stages(*[KeepsWeight] * 4)
-        make_executor(
-            compile(one_f_one_b, PipelineShape(4, MICROBATCHES), zero=zero, clip_grad_norm=False),
-            stages,
-        ).step(*make_batch())
+        program = compile(one_f_one_b, PipelineShape(4, MICROBATCHES), zero=zero)
+        make_executor(program, stages).step(*make_batch())
         assert all(last.isfinite().all() for last in copy_kept_tensors(stages))
-    program = compile(one_f_one_b, PipelineShape(4, MICROBATCHES), zero=3, clip_grad_norm=False)
+    program = compile(one_f_one_b, PipelineShape(4, MICROBATCHES), zero=3)
     with pytest.raises(ModelError):
         make_executor(program, make_stages(*[KeepsWeight] * 4)).step(*make_batch())
 
@@ -244,10 +237,8 @@ class BackwardInForward(Layer):
 
 @pytest.mark.parametrize("name", NOT_RECOMPUTED)
 def test_backward_in_forward_equals_plain_loop(name: str) -> None:
-    stages, plain = (
-        make_stages(Layer, BackwardInForward, Layer),
-        nn.Sequential(*make_stages(Layer, BackwardInForward, Layer)),
-    )
+    stages, copies = (make_stages(Layer, BackwardInForward, Layer) for _ in range(2))
+    plain = nn.Sequential(*copies)
     ranks = make_executor(PROGRAMS[name](), stages)
     xs, targets = make_batch()
     for _ in range(2):  # the first step has checks that later ones do not have

@@ -14,12 +14,7 @@ import pytest
 from schedir import Cluster, load_cluster, planner, save_cluster
 from schedir.__main__ import main
 from schedir.errors import UsageError
-from schedir.training.hardware_benchmark import (
-    EXTENTS,
-    BenchmarkResult,
-    count_processors,
-    measure,
-)
+from schedir.training.hardware_benchmark import EXTENTS, BenchmarkResult, count_processors, measure
 from tests.cpu.gloo_processes import CONTEXT
 
 

@@ -33,7 +33,7 @@ from schedir.runtime.program_state import Call
 from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.runtime.services.pending_sends import PendingSends
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
-from tests.cases import each_value
+from tests.cases import cases, each_value
 from tests.cpu.tiny_stages import BOUNDARY, HIDDEN, gpt_stages, make_batch, split_1f1b
 
 
@@ -84,17 +84,6 @@ class Checkpointed(nn.Module):
         return y
 
 
-def _keep_stage(stage: nn.Module) -> nn.Module:
-    return stage
-
-
-WRAPS: list[Callable[[nn.Module], nn.Module]] = [
-    _keep_stage,
-    lambda stage: Checkpointed(stage, False),
-    lambda stage: Checkpointed(stage, True),
-]
-
-
 def _measure_live_bytes(stages: list[nn.Module], s: int) -> tuple[int, int]:
     """Return the bytes that a stage keeps after a forward, and after I."""
     inputs, targets, _ = make_batch(1)
@@ -114,15 +103,16 @@ def _measure_live_bytes(stages: list[nn.Module], s: int) -> tuple[int, int]:
     return saved, memory.alive([*gradients, *dx])
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize(("count", "tied"), [(1, True), (2, True), (3, False)])
 def test_saved_size_equals_live_memory_after_forward(
-    count: int, tied: bool, wrap: Callable[[nn.Module], nn.Module]
+    count: int, tied: bool, reentrant: bool | None
 ) -> None:
     inputs, targets, _ = make_batch(1)
-    stages = [wrap(stage) for stage in gpt_stages(count, tied)]
-    if wrap is WRAPS[2]:  # a reentrant checkpoint computes no gradient if its input has none
-        stages[0] = gpt_stages(count, tied)[0]
+    stages = gpt_stages(count, tied)
+    # A reentrant checkpoint computes no gradient if its input has none.
+    for s in range(int(reentrant or False), count if reentrant is not None else 0):
+        stages[s] = Checkpointed(stages[s], bool(reentrant))
     sizes = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
     live_bytes = [_measure_live_bytes(stages, s) for s in range(count)]
     assert sizes.saved == tuple(saved for saved, _ in live_bytes)
@@ -186,11 +176,8 @@ class Witness:
     def living(self) -> dict[StorageWeakRef, int]:
         """Return the live storages, without outputs of stages and tensors that are being sent."""
         rank = self.rank
-        out = [
-            x
-            for kind in (Value.ACT_OUT, Value.GRAD_OUT)
-            for x in rank.state.slot_tables[kind].values
-        ]
+        tables = (rank.state.slot_tables[kind] for kind in (Value.ACT_OUT, Value.GRAD_OUT))
+        out = [x for table in tables for x in table.values]
         out += [tensor for _, tensor in rank.state.service(PendingSends).works.values()]
         return self.born.living(rank.state.losses + tree_leaves(out))
 
@@ -206,55 +193,6 @@ def _find_group(joined: list[bool], k: int) -> tuple[int, int]:
 
 
 own_activation = 4 * torch.Size(BOUNDARY.shape).numel()
-
-
-@pytest.mark.parametrize(
-    ("schedule", "shape", "slots"),
-    each_value(
-        [
-            (gpipe, PipelineShape(2, 4)),
-            (one_f_one_b, PipelineShape(2, 4)),
-            (split_1f1b, PipelineShape(3, 4)),
-            (interleaved, PipelineShape(1, 3, 2)),  # all stages on one rank
-            (interleaved, PipelineShape(2, 4, 2)),
-        ],
-        ["minimal", None],
-    ),
-)
-def test_memory_between_computes_equals_prediction(
-    schedule: Any, shape: PipelineShape, slots: Any
-) -> None:
-    """With shared buffers the prediction is exact.
-
-    With one buffer per message, every received tensor occupies its slot during the whole step.
-    """
-    stages = gpt_stages(shape.stages, tied=False)
-    inputs, targets, scale = make_batch(shape.microbatches)
-    sizes = measure_sizes(
-        stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY, optimizer_state=0
-    )
-    program = compile(schedule, shape, buffer_sharing=slots)
-    world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
-    witnesses = [
-        Witness(rank, footprint)
-        for rank, footprint in zip(world.executors, compute_footprints(program, sizes), strict=True)
-    ]
-    world.step(inputs, targets, scale)
-    peaks = simulate(program, sizes=sizes).peak_memory.tolist()
-    for rank, witness, peak in zip(world.executors, witnesses, peaks, strict=True):
-        static = [*rank.state.service(MessageBuffers).received.values()]
-        for stage in rank.stages.values():
-            module = stage.module
-            static += [*module.parameters(), *module.buffers(), *stage.gradients.flat]
-        static_bytes = sum(_refs(static).values())
-        static_sizes = {name: size for name, (_, size) in witness.own.static_memory.items()}
-        output_bytes = static_sizes.pop("act_out") + static_sizes.pop("grad_out")
-        if "handed_over" in witness.own.dynamic_memory:
-            output_bytes += witness.own.dynamic_memory["handed_over"][1].max()
-        assert static_bytes == sum(static_sizes.values())
-        assert witness.most > 0 and (witness.beside == 0 or slots is None)
-        # Not all output buffers are filled at the same time.
-        assert 0 <= peak - static_bytes - witness.most <= output_bytes + witness.beside
 
 
 def normed_stages(stages: int) -> list[nn.Module]:
@@ -291,44 +229,60 @@ MODELS: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("schedule", "shape", "model"),
-    each_value(
-        [
-            (one_f_one_b, PipelineShape(3, 4)),
-            (zb_h1, PipelineShape(3, 5)),
-            (zb_v, PipelineShape(2, 4, placement="vee")),
-            (dualpipe_v, PipelineShape(2, 5, placement="vee")),
-        ],
-        [*MODELS],
-    ),
-)
+def measure_static_memory(rank: Executor) -> int:
+    """Return the bytes of parameters, buffers, gradients and messages of a rank."""
+    static = [*rank.state.service(MessageBuffers).received.values()]
+    for stage in rank.stages.values():
+        static += [*stage.module.parameters(), *stage.module.buffers(), *stage.gradients.flat]
+    return sum(_refs(static).values())
+
+
+PLANS = [
+    (gpipe, PipelineShape(2, 4)),
+    (one_f_one_b, PipelineShape(3, 4)),
+    (split_1f1b, PipelineShape(3, 4)),
+    (interleaved, PipelineShape(1, 3, 2)),  # all stages on one rank
+    (interleaved, PipelineShape(2, 4, 2)),
+    (zb_h1, PipelineShape(3, 5)),
+    (zb_v, PipelineShape(2, 4, placement="vee")),
+    (dualpipe_v, PipelineShape(2, 5, placement="vee")),
+]
+CASES = [(*case, "minimal") for case in each_value(PLANS, [*MODELS])]
+CASES += [(*plan, "gpt", None) for plan in cases(PLANS[1:4:2], PLANS[:5:2])]
+
+
+@pytest.mark.parametrize(("schedule", "shape", "model", "slots"), CASES)
 def test_memory_during_instructions_equals_prediction(
-    schedule: Any, shape: PipelineShape, model: str
+    schedule: Any, shape: PipelineShape, model: str, slots: Any
 ) -> None:
+    """With shared buffers the prediction is exact.
+
+    With one buffer per message, every received tensor occupies its slot during the whole step.
+    """
     make, data, loss = MODELS[model]
     stages, (inputs, targets, scale) = make(shape.stages), data(shape.microbatches)
     sizes = measure_sizes(
         stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, optimizer_state=0
     )
-    unlimited = compile(schedule, shape, buffer_sharing="minimal")
-    peak = float(simulate(unlimited, sizes=sizes).peak_memory.max())
-    program = compile(schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=peak)
+    options = {"buffer_sharing": slots, "sizes": sizes}
+    peak = float(simulate(compile(schedule, shape, **options), sizes=sizes).peak_memory.max())
+    program = compile(schedule, shape, memory_limit=peak, **options)
     world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
-    footprints = compute_footprints(program, sizes)
-    witnesses = [
-        Witness(rank, footprint)
-        for rank, footprint in zip(world.executors, footprints, strict=True)
-    ]
+    witnesses = [*map(Witness, world.executors, compute_footprints(program, sizes))]
     world.step(inputs, targets, scale)
+    assert any(witness.most for witness in witnesses)
     timeline = simulate(program, sizes=sizes)
-    for rank, (witness, curve) in enumerate(zip(witnesses, timeline.memory, strict=True)):
-        assert witness.beside == 0
-        static = sum(size for _, size in witness.own.static_memory.values())
+    for rank, witness, curve in zip(world.executors, witnesses, timeline.memory, strict=True):
+        static = {name: size for name, (_, size) in witness.own.static_memory.items()}
         handed_over = curve.by_kind.get("handed_over", np.zeros(1))
-        assert (curve.total - handed_over).max() == static + witness.most, rank
+        outputs = static["act_out"] + static["grad_out"]
+        assert measure_static_memory(rank) == sum(static.values()) - outputs
+        assert witness.beside == 0 or slots is None
+        # Not all output buffers are filled at the same time.
+        beside = (curve.total - handed_over).max() - sum(static.values()) - witness.most
+        assert beside == 0 if slots else 0 <= beside + outputs <= outputs + witness.beside
     with pytest.raises(MemoryLimitError):
-        compile(schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=peak - 1)
+        compile(schedule, shape, memory_limit=peak - 1, **options)
 
 
 class UnusualStage(nn.Module):
@@ -370,10 +324,8 @@ def test_measurement_does_not_change_model() -> None:
     assert sizes.activation == 4 * 4 * 8 and sizes.version == (4 * 88, 4 * 88)
     assert sizes.params == sizes.grads == (4 * 88,) * 2 and sizes.optimizer == (0, 0)
     assert sizes.buffers == (4 * 16 + 8,) * 2  # 8 bytes for num_batches_tracked
-    assert (
-        sizes.model_states is None
-        and sizes.for_stages("model_states", 2).tolist() == [4 * (88 + 88 + 16) + 8] * 2
-    )
+    assert sizes.model_states is None
+    assert sizes.for_stages("model_states", 2).tolist() == [4 * (88 + 88 + 16) + 8] * 2
 
 
 def test_sizes_of_local_bfloat16_stages() -> None:

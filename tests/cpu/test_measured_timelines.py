@@ -32,6 +32,11 @@ from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
 from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch, paired_1f1b
 
+PROGRAM = schedir.compile(
+    one_f_one_b, PipelineShape(2, 3),
+    progress_model="per_edge", tied_weights=True, clip_grad_norm=True,
+)  # fmt: skip
+
 
 def _make_timeline(program: Program, **delays: float) -> Timeline:
     """Return a Timeline in which instruction k runs from k to k + 0.5, plus its delay."""
@@ -75,16 +80,9 @@ def _run_with_shifted_clock(rank: int) -> Any:
     for module in (runtime_stamps, runtime_clock):
         module.perf_counter = clock  # type: ignore[attr-defined]
     runtime_clock.socket.gethostname = lambda: f"host{rank}"  # type: ignore[attr-defined]
-    program = schedir.compile(
-        one_f_one_b,
-        PipelineShape(2, 3),
-        progress_model="per_edge",
-        tied_weights=True,
-        clip_grad_norm=True,
-    )
-    transport = GlooTransport(program, timeout=77.0)
+    transport = GlooTransport(PROGRAM, timeout=77.0)
     stage = {rank: gpt_stages(2)[rank]}
-    executor = Executor(program, rank, stage, transport, loss=gpt.loss, boundary=BOUNDARY)
+    executor = Executor(PROGRAM, rank, stage, transport, loss=gpt.loss, boundary=BOUNDARY)
     executor.step(*make_batch(3))
     (times,), _ = read_step_times([executor.timestamps])
     reductions = {
@@ -96,12 +94,8 @@ def _run_with_shifted_clock(rank: int) -> Any:
         group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         for group in (transport.pipeline_group, transport.groups["model"], transport.groups[0, 1])
     ]
-    return (
-        gather_timeline(executor, transport),
-        reductions,
-        timeouts,
-        runtime_clock.measure_clock_offset(),
-    )
+    timeline = gather_timeline(executor, transport)
+    return timeline, reductions, timeouts, runtime_clock.measure_clock_offset()
 
 
 def test_gathered_timeline_corrects_clock_offsets() -> None:
@@ -122,19 +116,9 @@ def test_gathered_timeline_corrects_clock_offsets() -> None:
 
 
 def _make_ranks(record: bool = True) -> InProcessExecutor:
-    program = schedir.compile(
-        one_f_one_b,
-        PipelineShape(2, 3),
-        progress_model="per_edge",
-        tied_weights=True,
-        clip_grad_norm=True,
-    )
+    execution = ExecutionOptions(record_timestamps=record)
     return InProcessExecutor(
-        program,
-        gpt_stages(2, True),
-        loss=gpt.loss,
-        boundary=BOUNDARY,
-        execution=ExecutionOptions(record_timestamps=record),
+        PROGRAM, gpt_stages(2, True), loss=gpt.loss, boundary=BOUNDARY, execution=execution
     )
 
 

@@ -466,15 +466,10 @@ def find_wrong_checkpoint_keys() -> list[set[str]]:
     with megatron_on_cpu(VEE):
         chunks = build_chunks(VEE, partial(schedir.megatron.model_provider, schedule="zb_v"))
         metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(True)}
-        return [
-            {key for key in chunk.module.state_dict() if "_extra_state" not in key}
-            ^ {
-                key
-                for key in chunk.module.sharded_state_dict(metadata=metadata)
-                if "_extra_state" not in key
-            }
-            for chunk in chunks
-        ]
+        modules = [chunk.module for chunk in chunks]
+        differences = [m.state_dict().keys() ^ m.sharded_state_dict(metadata=metadata).keys()
+                       for m in modules]  # fmt: skip
+        return [{key for key in keys if "_extra_state" not in key} for keys in differences]
 
 
 def exchange_shapes() -> list[tuple[int, ...]]:

@@ -70,20 +70,23 @@ def test_unsupported_settings_are_refused_by_name(name: str, value: object) -> N
     assert caught.value.fields == (name,)
 
 
-def test_megatron_fsdp_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("ddp", "message"),
+    [
+        ({"use_megatron_fsdp": True}, "use_megatron_fsdp=True is not supported"),
+        (
+            {"overlap_grad_reduce": True, "num_distributed_optimizer_instances": 2},
+            "num_distributed_optimizer_instances=2",
+        ),
+    ],
+    ids=["fsdp", "optimizer instances"],
+)
+def test_unsupported_settings_of_ddp_are_refused(ddp: dict[str, Any], message: str) -> None:
     from schedir.megatron.run_requirements import require_supported_settings
 
-    chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
-    with pytest.raises(UsageError, match="use_megatron_fsdp=True is not supported"):
+    chunk = SimpleNamespace(ddp_config=SimpleNamespace(**ddp))
+    with pytest.raises(UsageError, match=message):
         require_supported_settings([chunk], SimpleNamespace())
-
-
-def test_overlapped_reduction_with_optimizer_instances_is_refused() -> None:
-    from schedir.megatron.run_requirements import require_supported_settings
-
-    ddp = SimpleNamespace(overlap_grad_reduce=True, num_distributed_optimizer_instances=2)
-    with pytest.raises(UsageError, match="num_distributed_optimizer_instances=2"):
-        require_supported_settings([SimpleNamespace(ddp_config=ddp)], SimpleNamespace())
 
 
 def test_looped_ranks_of_vee() -> None:
@@ -124,25 +127,30 @@ def test_delayed_gradients_without_setting_of_ddp_are_refused() -> None:
         require_delay_settings([chunk])
 
 
-def test_unknown_schedule_name_is_refused() -> None:
+RUN_OPTIONS = ("ranks", "microbatches", "stages_per_rank", "progress_model", "shape")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "fact", "hint"),
+    [
+        ("zb_h9", {}, "zb_h9", ""),
+        ("zb_h1", {"cost": 3}, "compile has no option 'cost'", "costs"),
+        *(("zb_h1", {n: 4}, f"{n} cannot be given: it is that of Mega", "") for n in RUN_OPTIONS),
+        (
+            "zb_h1", {"num_microbatches": 4}, "Megatron gives it at each step",
+            "leave out num_microbatches",
+        ),
+    ],
+)  # fmt: skip
+def test_unknown_schedules_and_options_are_refused(
+    schedule: str, options: dict[str, Any], fact: str, hint: str
+) -> None:
+    """They are refused before the first step."""
     import schedir.megatron
 
-    with pytest.raises(UsageError, match="zb_h9"):
-        schedir.megatron.forward_backward("zb_h9")
-
-
-def test_unknown_options_are_refused_before_first_step() -> None:
-    import schedir.megatron
-
-    with pytest.raises(UsageError, match="compile has no option 'cost'") as caught:
-        schedir.megatron.forward_backward("zb_h1", cost=3)
-    assert "costs" in caught.value.hint
-    for name in ("ranks", "microbatches", "stages_per_rank", "progress_model", "shape"):
-        with pytest.raises(UsageError, match=f"{name} cannot be given: it is that of Megatron"):
-            schedir.megatron.forward_backward("zb_h1", **{name: 4})
-    with pytest.raises(UsageError, match="Megatron gives it at each step") as refused:
-        schedir.megatron.forward_backward("zb_h1", num_microbatches=4)
-    assert refused.value.hint == "leave out num_microbatches"
+    with pytest.raises(UsageError, match=fact) as caught:
+        schedir.megatron.forward_backward(schedule, **options)
+    assert hint in caught.value.hint
 
 
 def test_receive_before_shape_is_known_is_refused() -> None:

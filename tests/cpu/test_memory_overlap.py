@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 import schedir
 from schedir import PipelineShape
 from schedir.errors import ModelError
-from schedir.ir.pipeline.tied_weights import find_tied_weights
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
@@ -109,15 +108,18 @@ def make_ranks(
         schedule, shape, progress_model="per_edge", tied_weights=tied or False, **options
     )
     folder = "." if options.get("optimizer_placement") == "disk" else None
+    execution = ExecutionOptions(spill_dir=folder)
     return InProcessExecutor(
-        program,
-        stages,
-        loss=squared_error,
-        boundary=BOUNDARY,
-        optimizer=optimizer,
-        tied_weights=tied,
-        execution=ExecutionOptions(spill_dir=folder),
-    )
+        program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=optimizer,
+        tied_weights=tied, execution=execution,
+    )  # fmt: skip
+
+
+def train(ranks: InProcessExecutor, stages: list[nn.Module]) -> list[Tensor]:
+    """Return the weights of stages after three steps."""
+    for k in range(3):
+        ranks.step(*make_batch(4, k))
+    return copy_weights(stages)
 
 
 @pytest.mark.parametrize("kind", ["parameter", "frozen", "buffer", "attribute"])
@@ -158,16 +160,8 @@ def train_plain_loop(stages: list[nn.Module], microbatches: int) -> list[Tensor]
 @pytest.mark.parametrize("view", ["a row", "a column", "transposed"])
 def test_view_of_weight_of_one_rank_trains_like_plain_loop(view: str) -> None:
     stages = make_three_stages(view, "parameter")
-    ranks = make_ranks(PipelineShape(1, 4, 3), stages)
-    for k in range(3):
-        ranks.step(*make_batch(4, k))
-    assert all(
-        map(
-            torch.equal,
-            copy_weights(stages),
-            train_plain_loop(make_three_stages(view, "parameter"), 4),
-        )
-    )
+    weights = train(make_ranks(PipelineShape(1, 4, 3), stages), stages)
+    assert all(map(torch.equal, weights, train_plain_loop(make_three_stages(view, "parameter"), 4)))
 
 
 def test_untrained_memory_may_be_shared() -> None:
@@ -185,15 +179,6 @@ def test_untrained_memory_may_be_shared() -> None:
     ).step(*make_batch(4))
 
 
-def test_one_parameter_of_several_ranks_may_be_tied() -> None:
-    stages: list[Any] = [MatrixStage(0), MatrixStage(1), MatrixStage(2)]
-    stages[2].weight = stages[0].weight
-    ranks = make_ranks(PipelineShape(3, 4), stages, tied_weights=find_tied_weights(stages))
-    before = copy_weights(stages)[0].clone()
-    ranks.step(*make_batch(4))
-    assert stages[2].weight is stages[0].weight and not torch.equal(before, stages[0].weight)
-
-
 @pytest.mark.parametrize("kind", ["frozen", "buffer", "attribute"])
 def test_view_of_weight_with_versions_is_refused(kind: str) -> None:
     """Forwards use copies of older weights, but the view shows the newest weights."""
@@ -205,11 +190,8 @@ def test_view_of_weight_with_versions_is_refused(kind: str) -> None:
         return modules
 
     with pytest.raises(ModelError) as error:
-        make_ranks(
-            PipelineShape(2, 4, optimizer_steps=2, weight_delay=1),
-            make_stages(),
-            schedule=pipedream_2bw,
-        )
+        shape = PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)
+        make_ranks(shape, make_stages(), schedule=pipedream_2bw)
     assert "0.weight of stage 0" in error.value.fact and "1.also of stage 0" in error.value.fact
     assert "delay=0" in error.value.hint
     make_ranks(PipelineShape(2, 4), make_stages()).step(*make_batch(4))
@@ -249,12 +231,9 @@ def test_frozen_view_shows_weights_of_host_steps() -> None:
     for states in ("device", "host", "cpu_step"):
         stages = make_three_stages("a row", "frozen")
         ranks = make_ranks(PipelineShape(1, 4, 3), stages, optimizer_placement=states)
-        for k in range(3):
-            ranks.step(*make_batch(4, k))
-        results.append(copy_weights(stages))
-    assert all(map(torch.equal, results[0], results[1])) and all(
-        map(torch.equal, results[0], results[2])
-    )
+        results.append(train(ranks, stages))
+    for placed in results[1:]:
+        assert all(map(torch.equal, results[0], placed))
 
 
 def test_main_optimizer_with_weight_twice_is_refused() -> None:
@@ -270,15 +249,11 @@ class KeepsView(MatrixStage):
     def __init__(self, how: str) -> None:
         super().__init__(0)
         view = self.weight.detach()[0]
-        values: dict[str, Any] = {
-            "private": view,
-            "list": [view],
-            "tuple": (0, (view,)),
-            "dict": {"a": [view]},
-        }
+        self._kept: Any
         if how == "buffer":
             self.register_buffer("_kept", view)
         else:
+            values = {"private": view, "list": [view], "tuple": (0, (view,)), "dict": {"a": [view]}}
             self._kept = values[how]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -313,14 +288,8 @@ def test_view_of_weight_with_stage_replicas_is_refused(how: str) -> None:
 def test_buffer_view_is_copied_to_replicas_before_each_step() -> None:
     stages: list[nn.Module] = [KeepsView("buffer"), MatrixStage(1)]
     ranks = make_ranks(PipelineShape(2, 4, placement="mirror"), stages, schedule=chimera)
-    for k in range(3):
-        ranks.step(*make_batch(4, k))
-    for actual, expected in zip(
-        copy_weights(stages),
-        train_plain_loop([KeepsView("buffer"), MatrixStage(1)], 4),
-        strict=True,
-    ):
-        torch.testing.assert_close(actual, expected)
+    expected = train_plain_loop([KeepsView("buffer"), MatrixStage(1)], 4)
+    torch.testing.assert_close(train(ranks, stages), expected)
 
 
 class Recurrent(nn.Module):

@@ -17,24 +17,9 @@ from schedir.runtime import Boundary, Executor, GradientOptions, InProcessExecut
 from schedir.runtime.model_checks.tied_weight_requirements import fingerprint_parameters
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import one_f_one_b
+from tests.cpu.stage_chains import squared_error
 
 Arguments = dict[str, Any]
-
-
-def _freeze(arguments: Arguments) -> None:
-    arguments["options"]["frozen_stages"] = 1
-
-
-def _move(arguments: Arguments) -> None:
-    arguments["modules"][0].extra = nn.Parameter(torch.ones(1, device="meta"), requires_grad=False)
-
-
-def _add_replicas(arguments: Arguments) -> None:
-    arguments["transport"].dp = 2
-
-
-def _stop_gradients(arguments: Arguments) -> None:
-    arguments["boundary"] = Boundary((2, 3), requires_grad=False)
 
 
 def _transpose(arguments: Arguments) -> None:
@@ -66,12 +51,17 @@ def _limit_rows(arguments: Arguments) -> None:
     arguments["modules"][0].append(nn.Embedding(4, 4, max_norm=1.0))
 
 
+META = nn.Parameter(torch.ones(1, device="meta"), requires_grad=False)
+WITHOUT_GRADIENT = Boundary((2, 3), requires_grad=False)
 # Faults in the order of the checks, and the argument of Executor that the error names.
 FAULTS: dict[str, tuple[Callable[[Arguments], None], str]] = {
-    "trained parameters of a frozen stage": (_freeze, "stages"),
-    "two devices": (_move, "stages"),
-    "replicas of the transport only": (_add_replicas, "transport"),
-    "a boundary without a gradient": (_stop_gradients, "boundary"),
+    "trained parameters of a frozen stage": (
+        lambda a: a["options"].update(frozen_stages=1),
+        "stages",
+    ),
+    "two devices": (lambda a: a["modules"][0].register_parameter("extra", META), "stages"),
+    "replicas of the transport only": (lambda a: setattr(a["transport"], "dp", 2), "transport"),
+    "a boundary without a gradient": (lambda a: a.update(boundary=WITHOUT_GRADIENT), "boundary"),
     "a weight that is not contiguous": (_transpose, "stages"),
     "a weight that is stepped twice": (_repeat_weight, "optimizer"),
     "a loss scale without a norm": (_scale_loss, "gradients"),
@@ -85,9 +75,9 @@ def _read_refusal(*faults: Callable[[Arguments], None]) -> ModelError:
     shape = PipelineShape(2, 4)
     modules = [nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3))]
     base = compile(one_f_one_b, shape)
-    ranks = InProcessExecutor(base, deepcopy(modules), loss=_loss, boundary=(2, 3))
+    ranks = InProcessExecutor(base, deepcopy(modules), loss=squared_error, boundary=(2, 3))
     arguments: Arguments = {
-        "options": {"zero": 1}, "modules": modules, "boundary": (2, 3), "loss": _loss,
+        "options": {"zero": 1}, "modules": modules, "boundary": (2, 3), "loss": squared_error,
         "transport": ranks.mailboxes[0],
         "optimizer": torch.optim.SGD(modules[0].parameters(), lr=0.1),
     }  # fmt: skip
@@ -98,10 +88,6 @@ def _read_refusal(*faults: Callable[[Arguments], None]) -> ModelError:
     with pytest.raises(ModelError) as caught:
         Executor(program, 0, stages, transport, **arguments)
     return caught.value
-
-
-def _loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (y - target).square().sum()
 
 
 @pytest.mark.parametrize("name", FAULTS)

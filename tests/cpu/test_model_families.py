@@ -1,7 +1,6 @@
-"""Tests of models in pipelines, with tensor-parallel ranks and replicas, against a plain loop.
+"""Tests of models in pipelines, with tensor-parallel ranks and replicas, against one process.
 
-Any schedule equals the reference bit for bit. Tensor-parallel ranks and replicas sum in another
-order, so they are only close to it.
+Tensor-parallel ranks and replicas sum in another order, so they are only close to it.
 """
 
 from __future__ import annotations
@@ -22,22 +21,18 @@ from schedir.models import llama
 from schedir.models.llama_config import LlamaConfig
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.schedules.schedule_algebra import get_placement_mark
 from schedir.tensor_parallel.mappings import get_shard_dim
 from schedir.transports.gloo import GlooTransport
-from tests.cases import cases, each_value
+from tests.cases import cases
 from tests.cpu.gloo_processes import run
-from tests.cpu.test_built_in_schedules import ZOO, program_of
-from tests.cpu.tiny_models import KINDS, Kind, copy_gradients
-from tests.cpu.tiny_stages import have_same_bits
+from tests.cpu.test_built_in_schedules import program_of
+from tests.cpu.tiny_models import KINDS, Kind
 
 torch.set_num_threads(1)
 M = 4
 SGD = partial(torch.optim.SGD, lr=0.5)
-USUAL = [interleaved, zb_h1]
-SCHEDULES = cases(USUAL, [s for s in ZOO.values() if s not in USUAL])
 
 
 def compile_for(schedule: Any, kind: Kind, microbatches: int = M, **options: Any) -> Program:
@@ -46,33 +41,6 @@ def compile_for(schedule: Any, kind: Kind, microbatches: int = M, **options: Any
         2, microbatches, schedule_shape.stages_per_rank, get_placement_mark(schedule)[0] or "loop"
     )
     return compile(schedule, shape, tied_weights=kind.tied(shape.stages), **options)
-
-
-@pytest.mark.parametrize(("name", "options"), each_value([*KINDS], [{}, {"recompute": "all"}]))
-def test_schedules_equal_reference(name: str, options: Any) -> None:
-    kind = KINDS[name]
-    data = kind.batch(M, 0)
-    for schedule in SCHEDULES:
-        program = compile_for(schedule, kind, **options)
-        count = program.shape.stages
-        stages, reference_stages = kind.stages(count), kind.stages(count)
-        ranks = InProcessExecutor(program, stages, loss=kind.loss, boundary=kind.boundary(count))
-        loss = ranks.step(data.inputs, data.targets, data.scale, keywords=data.keywords)
-        order = None if program.reduces_in_microbatch_order else program
-        expected_loss = run_sequential(
-            reference_stages, data.inputs, data.targets, loss=kind.loss, grad_scale=data.scale,
-            program=order,
-            keywords=data.keywords,
-        )  # fmt: skip
-        assert torch.equal(loss, expected_loss) and loss > 10, schedule.__name__
-        assert have_same_bits(copy_gradients(stages), copy_gradients(reference_stages)), (
-            schedule.__name__
-        )
-        assert all(
-            g.norm() > 0
-            for stage_gradients in copy_gradients(stages)
-            for g in stage_gradients.values()
-        )
 
 
 class Case(NamedTuple):
@@ -102,10 +70,8 @@ PARALLEL_CASES = [
         for case in cases([SPLIT, ZERO_3], [TP, RECOMPUTED, ZERO_2, *MORE_CASES])
     ),
     *(("bert", case) for case in cases([TP], [ZERO_2, SPLIT, RECOMPUTED, ZERO_3, *MORE_CASES])),
-    *(
-        ("encoder_decoder", case)
-        for case in cases([RECOMPUTED], [TP, SPLIT, ZERO_2, ZERO_3, *MORE_CASES])
-    ),
+    ("uneven", RECOMPUTED),
+    *(("encoder_decoder", case) for case in cases([], [TP, SPLIT, ZERO_2, ZERO_3, *MORE_CASES])),
 ]
 Weights = dict[tuple[int, str], tuple[Tensor, int | None]]
 
@@ -127,15 +93,7 @@ def train_rank(kind: Kind, case: Case) -> tuple[list[float], Weights]:
         boundary=kind.boundary(count),
         optimizer=SGD([p for stage in stages.values() for p in stage.parameters()]),
     )  # fmt: skip
-    replica_part = slice(transport.dp_rank * M, (transport.dp_rank + 1) * M)
-    losses = []
-    for step in range(2):
-        data = kind.batch(M * case.dp, step)
-        keywords = data.keywords[replica_part] if data.keywords else ()
-        loss = executor.step(
-            data.inputs[replica_part], data.targets[replica_part], data.scale, keywords
-        )
-        losses += [] if loss is None else [float(loss)]
+    losses = run_two_steps(executor, kind, case, transport.dp_rank)
     with executor.full_parameters():
         weights = {
             (s, n): (p.detach().clone(), get_shard_dim(p))
@@ -143,6 +101,20 @@ def train_rank(kind: Kind, case: Case) -> tuple[list[float], Weights]:
             for n, p in stage.named_parameters()
         }
     return losses, weights
+
+
+def run_two_steps(
+    executor: Executor | InProcessExecutor, kind: Kind, case: Case, replica: int = 0
+) -> list[float]:
+    """Run the microbatches of a program's replica, and return the losses where they are known."""
+    m, losses = executor.program.shape.microbatches, []
+    own = slice(replica * m, (replica + 1) * m)
+    for step in range(2):
+        data = kind.batch(M * case.dp, step)
+        keywords = data.keywords[own]
+        loss = executor.step(data.inputs[own], data.targets[own], data.scale, keywords=keywords)
+        losses += [] if loss is None else [float(loss)]
+    return losses
 
 
 def train_one_process(kind: Kind, case: Case) -> tuple[list[float], Weights]:
@@ -153,11 +125,7 @@ def train_one_process(kind: Kind, case: Case) -> tuple[list[float], Weights]:
     ranks = InProcessExecutor(
         program, stages, loss=kind.loss, boundary=kind.boundary(count), optimizer=SGD
     )
-    losses = []
-    for step in range(2):
-        data = kind.batch(M * case.dp, step)
-        losses.append(float(ranks.step(*data[:3], keywords=data.keywords)))
-    return losses, {
+    return run_two_steps(ranks, kind, case), {
         (s, n): (p.detach(), None)
         for s, stage in enumerate(stages)
         for n, p in stage.named_parameters()

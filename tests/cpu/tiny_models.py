@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -129,12 +129,5 @@ def make_encoder_decoder(encoder: int, decoder: int) -> Kind:
     )
 
 
-KINDS = {"llama": make_llama(), "tied llama": make_llama(tied=True), "bert": make_bert()}
+KINDS = {"tied llama": make_llama(tied=True), "bert": make_bert()}
 KINDS |= {"encoder_decoder": make_encoder_decoder(2, 2), "uneven": make_encoder_decoder(1, 3)}
-
-
-def copy_gradients(stages: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
-    """Return the gradients of each stage."""
-    return [
-        {n: p.grad.clone() for n, p in s.named_parameters() if p.grad is not None} for s in stages
-    ]

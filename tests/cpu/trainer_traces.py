@@ -20,6 +20,10 @@ from schedir.traces.trace_import import read_run
 OTHER_MODELS = [model for model in MODELS if model != "torch_lazy"]
 
 
+# The folder of the traces of several runs, and the ranges of each run by rank.
+Runs = tuple[Path, list[dict[str, list[str]]]]
+
+
 def profile_step(step: Callable[[], Any], path: Path | str) -> list[str]:
     """Return a step's ranges by their start, the outer before the inner, and save its trace."""
     with torch.profiler.profile(
