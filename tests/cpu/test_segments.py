@@ -32,6 +32,7 @@ from schedir.runtime.boundaries.microbatch_boundaries import require_fit
 from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.cases import each_value
 from tests.cpu.gloo_processes import run
+from tests.cpu.tiny_stages import have_same_bits
 
 CONFIG = gpt.GPTConfig(vocab=61, layers=4, hidden=32, heads=4, context=8, dropout=0.1)
 HIDDEN = (2, 8, 32)
@@ -131,15 +132,11 @@ def find_differences(rank: int, name: str, sequence: bool) -> list[str]:
         )
         for segments in (None, count_segments([CONFIG.layers // shape.stages] * shape.stages))
     )
-    return [key for key, value in stage_results.items() if not is_same(value, segment_results[key])]
-
-
-def is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if one is None:
-        return other is None
-    return all(is_same(a, b) for a, b in zip(one, other, strict=True))
+    return [
+        key
+        for key, value in stage_results.items()
+        if not have_same_bits(value, segment_results[key])
+    ]
 
 
 @pytest.mark.parametrize(("name", "sequence"), each_value([*CASES], [False, True]))
@@ -169,7 +166,7 @@ def test_segments_after_frozen_stage_have_same_bits() -> None:
         tokens = torch.arange(72).view(4, 2, 9) % CONFIG.vocab
         loss = ranks.step(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous())
         results.append([loss, *(p.grad for s in stages for p in stages[s].parameters())])
-    assert is_same(*results) and sum(p is not None for p in results[0]) > 20
+    assert have_same_bits(*results) and sum(p is not None for p in results[0]) > 20
 
 
 # ---------------------------------------------------------------- users' own modules
@@ -203,57 +200,24 @@ class Twice(nn.Module):
         return x, x
 
 
-def compare_in_place_sums(rank: int) -> bool:
-    """Return whether a user's stage, cut "fg", has the gradients of one process without TP."""
-    program = compile(
-        schedules.one_f_one_b,
-        PipelineShape(1, 3),
-        tp=2,
-        stage_segments="fg",
-        progress_model="per_edge",
-    )
-    transport = GlooTransport(program)
-    torch.manual_seed(0)
-    w, b, v, c = torch.randn(8, 4), torch.randn(8), torch.randn(4, 8), torch.randn(4)
-    group = transport.tp_group
-    up, down = ColumnParallelLinear(w, b, group), RowParallelLinear(v, c, group)
-    one = Boundary((2, 4))
-    x = torch.randn(3, 2, 4)
-    executor = Executor(
-        program, 0, [Twice(), PartialSum(up, down), BiasAndResidual(down, True)], transport,
-        loss=lambda y, target: ((y - target) ** 2).sum(), boundary=(one, one),
-    )  # fmt: skip
-    loss = executor.step(x, torch.ones(3, 2))
-    weights = [p.clone().requires_grad_() for p in (w, b, v, c)]
-    y = x + (x @ weights[0].T + weights[1]).relu() @ weights[2].T + weights[3]
-    want = ((y.sum(-1) - 1) ** 2).sum()
-    want.backward()
-    shard = slice(4 * rank, 4 * rank + 4)
-    grads = [p.grad for p in weights]
-    parts = (grads[0][shard], grads[1][shard], grads[2][:, shard], grads[3])  # type: ignore[index]
-    got = (up.weight.grad, up.bias.grad, down.weight.grad, down.bias.grad)  # type: ignore[union-attr]
-    is_close = [torch.allclose(a, b, rtol=1e-5) for a, b in zip(got, parts, strict=True)]  # type: ignore[arg-type]
-    return all(is_close) and loss is not None and torch.allclose(loss, want.detach())
+def compare_user_stage(rank: int) -> list[bool]:
+    """Return whether a user's stage, cut "fg", has the loss and gradients of one process.
 
-
-def compare_divided_sequence(rank: int) -> list[bool]:
-    """Return the same comparisons with sequence parallelism, for several samples and for one."""
+    It sums in place, and has sequence parallelism for several samples and for one.
+    """
     is_close = []
-    for samples in ((3,), ()):
+    for samples, sequence in (((2,), False), ((3,), True), ((), True)):
         program = compile(
-            schedules.zb_h1,
-            PipelineShape(1, 3),
-            tp=2,
-            stage_segments="fg",
-            progress_model="per_edge",
-            sequence_parallel=True,
-        )
+            schedules.zb_h1 if sequence else schedules.one_f_one_b, PipelineShape(1, 3), tp=2,
+            stage_segments="fg", progress_model="per_edge", sequence_parallel=sequence,
+        )  # fmt: skip
         transport = GlooTransport(program)
         torch.manual_seed(0)
         w, b, v, c = torch.randn(8, 4), torch.randn(8), torch.randn(4, 8), torch.randn(4)
-        options: Any = {"group": transport.tp_group, "sequence_parallel": True}
+        options: Any = {"group": transport.tp_group, "sequence_parallel": sequence}
         up, down = ColumnParallelLinear(w, b, **options), RowParallelLinear(v, c, **options)
-        local_shape, full_shape = (*samples, 1, 4), (*samples, 2, 4)
+        full_shape = (*samples, 2, 4)
+        local_shape = (*samples, 1, 4) if sequence else full_shape
         executor = Executor(
             program, 0, [Twice(), PartialSum(up, down), BiasAndResidual(down, True)], transport,
             loss=lambda y, target: ((y - target) ** 2).sum(),
@@ -261,10 +225,11 @@ def compare_divided_sequence(rank: int) -> list[bool]:
                       1: (Boundary(full_shape, received_shape=local_shape), Boundary(local_shape))},
         )  # fmt: skip
         x = torch.randn(3, *full_shape)
-        local_tokens = x[..., rank : rank + 1, :].contiguous()
-        loss = executor.step(local_tokens, torch.ones(3, *samples, 1))
+        local_tokens = x[..., rank : rank + 1, :].contiguous() if sequence else x
+        loss = executor.step(local_tokens, torch.ones(local_tokens.shape[:-1]))
         assert loss is not None
-        dist.all_reduce(loss, group=transport.tp_group)
+        if sequence:
+            dist.all_reduce(loss, group=transport.tp_group)
         weights = [p.clone().requires_grad_() for p in (w, b, v, c)]
         y = x + (x @ weights[0].T + weights[1]).relu() @ weights[2].T + weights[3]
         want = ((y.sum(-1) - 1) ** 2).sum()
@@ -280,13 +245,9 @@ def compare_divided_sequence(rank: int) -> list[bool]:
     return is_close
 
 
-def compare_user_stage(rank: int) -> list[bool]:
-    return [compare_in_place_sums(rank), *compare_divided_sequence(rank)]
-
-
 def test_segments_of_user_stage_have_gradients_of_one_process() -> None:
     """The stage is tested with in-place sums and with sequence parallelism."""
-    assert run(compare_user_stage, 2) == [[True] * 11] * 2
+    assert run(compare_user_stage, 2) == [[True] * 15] * 2
 
 
 LOCAL_SHAPE, FULL_SHAPE = (2, 4, 8), (2, 8, 8)

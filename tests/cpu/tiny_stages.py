@@ -61,11 +61,15 @@ def copy_gradients(stages: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
     ]
 
 
-def have_same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
-    return all(
-        a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-        for a, b in zip(one, other, strict=True)
-    )
+def have_same_bits(one: Any, other: Any) -> bool:
+    """Return whether the tensors in two lists or dictionaries are equal, and so is all else."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(have_same_bits(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(have_same_bits, one, other))
+    return one is other or bool(one == other)
 
 
 def gpt_executor(
@@ -74,6 +78,7 @@ def gpt_executor(
     device: str | torch.device = "cpu",
     *,
     lr: float | None = None,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     **options: Any,
 ) -> Executor:
     """Return the executor of a process, with its part of the GPT.
@@ -85,8 +90,10 @@ def gpt_executor(
     own = shape.stages_on_rank[transport.rank]
     stages = {s: gpt.build_stage(cfg, s, shape.stages, tp=tp).to(device) for s in own}
     if lr is not None:
+        make_optimizer = partial(torch.optim.AdamW, lr=lr)
+    if make_optimizer is not None:
         parameters = [p for stage in stages.values() for p in stage.parameters()]
-        options["optimizer"] = torch.optim.AdamW(parameters, lr)
+        options["optimizer"] = make_optimizer(parameters)
     loss = partial(gpt.loss, tp=tp)
     return Executor(
         program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY, **options
@@ -142,6 +149,15 @@ def make_replica_batch(
     inputs, targets, scale = make_batch(m * program.dp, seed)
     own = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
     return inputs[own], targets[own], scale
+
+
+def list_parameters(executor: Executor) -> list[nn.Parameter]:
+    """Return the parameters of a process's stages."""
+    return [p for stage in executor.stages.values() for p in stage.module.parameters()]
+
+
+def copy_parameters(*executors: Executor) -> list[Tensor]:
+    return [p.detach().clone() for executor in executors for p in list_parameters(executor)]
 
 
 def gradients_by_stage(executor: Executor) -> dict[int, dict[str, Tensor]]:
