@@ -6,6 +6,7 @@ import csv
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -35,6 +36,7 @@ from tests.cpu.gloo_processes import CONTEXT
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 240  # seconds: enough on any machine, and the limit of a hang
 TORCHRUN = ["-m", "torch.distributed.run"]
+ONE_STAGE_PER_RANK = ["pipeline.tp=1", "pipeline.stages_per_rank=1"]
 ONE_PROCESS = ["pipeline.ranks=1", "pipeline.stages_per_rank=1", "pipeline.tp=1", "pipeline.dp=1"]
 
 CONFIG = """\
@@ -81,6 +83,23 @@ def write_small_config(folder: Path) -> Path:
 
 def make_arguments(config: str, folder: Path, *sets: str) -> list[str]:
     return ["train", config, *(f"--set={s}" for s in (*sets, f'output.dir="{folder}"'))]
+
+
+def write_schedule(folder: Path, text: str) -> str:
+    """Write a file with a schedule `mine`, and return the setting that selects it."""
+    path = folder / "mine.py"
+    path.write_text(text)
+    return f"pipeline.schedule={path}:mine"
+
+
+def make_torchrun_command(processes: int, *words: str) -> list[str]:
+    """Return the arguments of Python that run a command of schedir in processes of torchrun."""
+    return [*TORCHRUN, "--standalone", f"--nproc-per-node={processes}", "-m", "schedir", *words]
+
+
+def find_free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 _STARTED: list[subprocess.Popen[str]] = []
