@@ -27,7 +27,7 @@ from tests.cpu.train_command import (
     run_forked,
     run_launched,
     wait_until,
-    write_schedule,
+    write_patched_schedule,
 )
 
 # A picture would take as long as the steps.
@@ -316,21 +316,6 @@ def test_damaged_checkpoint_is_skipped(
 
 # Runs that receive a signal
 
-SLOW_CHECKPOINT = """\
-import time
-from pathlib import Path
-
-from schedir.schedules import one_f_one_b as mine
-from schedir.training import checkpointing
-
-def slowly(*given, **more):
-    Path(__file__).with_suffix(".saving").touch()
-    time.sleep(60)
-
-
-checkpointing.write_checkpoint = slowly
-"""
-
 
 def start_endless_run(config: str, folder: Path, *settings: str) -> Run:
     """Start a run of two processes that would take forever, and wait for its first step."""
@@ -360,7 +345,9 @@ def test_sigterm_saves_same_step_on_all_processes(config: str, tmp_path: Path) -
 
 def start_slow_checkpoint(config: str, folder: Path, grace: int) -> Run:
     """Start a run that has received SIGTERM, and does not finish its checkpoint in time."""
-    schedule = write_schedule(folder, SLOW_CHECKPOINT)
+    write = "schedir.training.checkpointing:write_checkpoint"
+    sleep = f"open({str(folder / 'saving')!r}, 'w').close()\ntime.sleep(60)"
+    schedule = write_patched_schedule(folder, write, sleep)
     launcher = start_endless_run(config, folder, schedule, f"train.shutdown_grace={grace}")
     os.kill(launcher.pid, signal.SIGTERM)
     return launcher
@@ -375,33 +362,12 @@ def test_shutdown_grace_ends_run_without_checkpoint(config: str, tmp_path: Path)
 
 def test_second_sigterm_ends_run_at_once(config: str, tmp_path: Path) -> None:
     launcher = start_slow_checkpoint(config, tmp_path, grace=200)
-    wait_until((tmp_path / "mine.saving").exists)
+    wait_until((tmp_path / "saving").exists)
     os.kill(launcher.pid, signal.SIGTERM)
     assert launcher.finish(60)[0] == -signal.SIGTERM
 
 
 # Restarts of torchrun
-
-FAILING_RANKS = """\
-import os
-import signal
-
-from schedir.schedules import one_f_one_b as mine
-from schedir.training import step_queue
-
-issue = step_queue.StepQueue.issue
-attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def issues(self, *given):
-    now = int(os.environ.get("RANK", "0")), self.last_issued_step
-    if attempt < len({deaths}) and now == {deaths}[attempt]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    issue(self, *given)
-
-
-step_queue.StepQueue.issue = issues
-"""
 
 
 @pytest.mark.parametrize("deaths", cases([[(1, 6)]], [[(0, 2), (1, 6)]]))
@@ -410,7 +376,13 @@ def test_torchrun_restart_resumes_from_checkpoint(
 ) -> None:
     """Each attempt ends with the death of a rank after a step. The first checkpoint has step 3."""
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3", "-m", "schedir"]
-    schedule = write_schedule(tmp_path, FAILING_RANKS.format(deaths=deaths))
+    die = f"""\
+attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+if (int(rank), arguments[0].last_issued_step) in {deaths}[attempt : attempt + 1]:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    issue = "schedir.training.step_queue:StepQueue.issue"
+    schedule = write_patched_schedule(tmp_path, issue, die)
     sets = [*TWO_RANKS, schedule, *make_options(tmp_path, every=3)]
     command = [*agent, "train", config, *(f"--set={s}" for s in sets)]
     code, out, err = run_launched(command, tmp_path / "died")

@@ -34,6 +34,7 @@ from tests.cpu.train_command import (
     run_forked,
     run_launched,
     wait_until,
+    write_patched_schedule,
     write_schedule,
 )
 
@@ -299,29 +300,11 @@ def test_summary_is_written_if_picture_fails(
     assert math.isfinite(json.loads((tmp_path / "out" / "summary.json").read_text())["loss"])
 
 
-REMOVED_FOLDER = """\
-import os
-import shutil
-
-from schedir.schedules import one_f_one_b as mine
-from schedir.training.batches.prefetch import Prefetch
-
-take = Prefetch.take
-
-
-def removing(self, step):
-    if step == 2 and os.environ.get("RANK") == "0":
-        shutil.rmtree({folder!r})
-    return take(self, step)
-
-
-Prefetch.take = removing
-"""
-
-
 def test_removed_output_folder_is_named_in_error(config: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    schedule = write_schedule(tmp_path, REMOVED_FOLDER.format(folder=str(folder)))
+    remove = f'if rank == "0" and arguments[1] == 2:\n    shutil.rmtree({str(folder)!r})'
+    take = "schedir.training.batches.prefetch:Prefetch.take"
+    schedule = write_patched_schedule(tmp_path, take, remove)
     code, _, err = run_launched(make_arguments(config, folder, *TWO_RANKS, schedule), folder)
     assert code and "Traceback" not in err and "before it joined the run" not in err, err
     first, last = err.splitlines()
