@@ -132,6 +132,17 @@ def test_optimizer_state_and_main_parameters_are_sharded() -> None:
     assert have_same_bits(*results)
 
 
+def test_evaluation_with_sharded_weights_has_same_loss() -> None:
+    losses = []
+    for zero in (0, 1, 3):
+        stages = gpt_stages(4, False)
+        program = schedir.compile(
+            schedir.schedules.forward_only, PipelineShape(2, 4, 2), zero=zero, clip_grad_norm=False
+        )
+        losses.append(make_executor(program, stages, optimizer=None).step(*make_batch(4)))
+    assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
+
+
 class FailingLayer(nn.Linear):
     now = False
 
