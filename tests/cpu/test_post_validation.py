@@ -261,11 +261,8 @@ def _train_rank(rank: int, name: str, dp: int, max_norm: float) -> Any:
     results = []
     for validate in ("before_step", "after_step"):
         program = compile(schedule, shape, dp=dp, clip_grad_norm=True, norm_check=validate)
-        transport = (
-            SharedMemoryTransport(program)
-            if name == "zb_h1" and can_share_memory()
-            else GlooTransport(program)
-        )
+        shares = name == "zb_h1" and can_share_memory()
+        transport = (SharedMemoryTransport if shares else GlooTransport)(program)
         stages = [spoilt(stage) for stage in gpt_stages(shape.stages, tied=False)]
         local_stages = {s: stages[s] for s in shape.stages_on_rank[transport.rank]}
         ps = [p for stage in local_stages.values() for p in stage.parameters()]

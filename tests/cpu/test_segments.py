@@ -72,27 +72,18 @@ def train_steps(
     torch.manual_seed(0)
     v, chunks, _ = CASES[name]
     shape = PipelineShape(2, 4 // chunks if cut else 4, v)
-    segment_options: Any = {"stage_segments": cut, "microbatch_chunks": chunks if cut else None}
     if not cut:
         options_of_case = {
             key: value for key, value in options_of_case.items() if key != "fill_collective_waits"
         }
     sequence = options_of_case.get("sequence_parallel", False)
-    options: Any = {
-        "tp": 2,
-        "tied_weights": True,
-        "progress_model": "per_edge",
-        "sequence_parallel": sequence,
-        **segment_options,
-    }
-    program = compile(
-        getattr(schedules, name),
-        shape,
-        blocking_hosts=True,
-        clip_grad_norm=True,
-        **options | options_of_case,
-    )
-    evaluates = compile(schedules.forward_only, shape, blocking_hosts=True, **options)
+    compiled: Any = partial(
+        compile, shape=shape, tp=2, tied_weights=True, progress_model="per_edge",
+        sequence_parallel=sequence, blocking_hosts=True, stage_segments=cut,
+        microbatch_chunks=chunks if cut else None,
+    )  # fmt: skip
+    program = compiled(getattr(schedules, name), clip_grad_norm=True, **options_of_case)
+    evaluates = compiled(schedules.forward_only)
     transport = GlooTransport(program, extra_programs=[evaluates])
     tp = transport.tp_group
     stages = {
@@ -124,14 +115,10 @@ def find_differences(rank: int, name: str, sequence: bool) -> list[str]:
     The run of whole stages has as many microbatches as the other has chunks.
     """
     shape, options = PipelineShape(2, 4, CASES[name][0]), CASES[name][2]
-    stage_results, segment_results = (
-        train_steps(
-            name,
-            segments,
-            SEQUENCE_PARALLEL_OPTIONS[name] | {"sequence_parallel": True} if sequence else options,
-        )
-        for segments in (None, count_segments([CONFIG.layers // shape.stages] * shape.stages))
-    )
+    if sequence:
+        options = SEQUENCE_PARALLEL_OPTIONS[name] | {"sequence_parallel": True}
+    cut = count_segments([CONFIG.layers // shape.stages] * shape.stages)
+    stage_results, segment_results = (train_steps(name, each, options) for each in (None, cut))
     return [
         key
         for key, value in stage_results.items()
@@ -330,21 +317,15 @@ class SumOfInput(nn.Module):
         return (x[0] * self.scale).sum()
 
 
-def run_two_segments(
-    first: nn.Module, boundary: Any = (2, 4), inputs: Tensor | None = None
-) -> tuple[Tensor | None, Tensor]:
+def run_two_segments(first: nn.Module, boundary: Any = (2, 4)) -> tuple[Tensor | None, Tensor]:
     program = compile(
         schedules.gpipe, PipelineShape(1, 2), tp=2, stage_segments="g", progress_model="per_edge"
     )
-    x = torch.ones(2, 2, 4) if inputs is None else inputs
+    x = torch.ones(2, 2, 4)
     executor = Executor(
-        program,
-        0,
-        [first, SumOfInput()],
-        GlooTransport(program),
-        loss=lambda y, _: y,
+        program, 0, [first, SumOfInput()], GlooTransport(program), loss=lambda y, _: y,
         boundary=boundary,
-    )
+    )  # fmt: skip
     return executor.step(x, torch.ones(2, 1)), x
 
 

@@ -78,11 +78,9 @@ def collect_results(
 def test_evaluations_do_not_change_training(name: str, zero: int) -> None:
     """A run with evaluations between and within steps has the bits of a run without them."""
     schedule, m = ZOO[name], 4
-    shape = (
-        PipelineShape(2, m, optimizer_steps=2, weight_delay=1)
-        if name == "pipedream_2bw"
-        else make_shape(schedule, 2, m)
-    )
+    shape = make_shape(schedule, 2, m)
+    if name == "pipedream_2bw":
+        shape = PipelineShape(2, m, optimizer_steps=2, weight_delay=1)
     is_bidirectional = shape.placement_rows > 1
     program = schedir.compile(
         schedule, shape, tied_weights=True, clip_grad_norm=True, zero=zero,
@@ -210,9 +208,8 @@ def test_timeout_of_program_switch_names_programs() -> None:
     train = schedir.compile(gpipe, PipelineShape(2, 4))
     order = ProgramOrder([train, schedir.evaluation_program(train)], 0, Deserted())
     order.start_run(0)
-    with pytest.raises(
-        ExecutionError, match="this process runs forwards of gpipe after gpipe"
-    ) as error:
+    message = "this process runs forwards of gpipe after gpipe"
+    with pytest.raises(ExecutionError, match=message) as error:
         order.start_run(1)
     assert "same order on all processes" in error.value.hint
     assert isinstance(error.value.__cause__, RuntimeError)

@@ -279,10 +279,8 @@ def test_in_place_stage_changes_no_other_tensor(name: str, kind: str, is_declare
     makers = [*before, returns, lambda: InPlaceStage(is_declared)]
     reference_stages, own_stages = make_stages(*makers), make_stages(*makers)
     x, target = make_batch()
-    input_copy, initial_states = (
-        x.clone(),
-        deepcopy([{**stage.state_dict()} for stage in own_stages]),
-    )
+    input_copy = x.clone()
+    initial_states = deepcopy([{**stage.state_dict()} for stage in own_stages])
     ranks = make_executor(PROGRAMS[name](), own_stages)
     try:
         for step in range(2):
