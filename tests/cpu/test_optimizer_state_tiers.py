@@ -192,12 +192,11 @@ def test_several_programs_share_optimizer_states(tmp_path: Path) -> None:
     """Two programs train different numbers of microbatches, and a third one evaluates."""
     results = []
     for placement in ("device", *PLACEMENTS):
-        options: dict[str, Any] = {"progress_model": "per_edge", "optimizer_placement": placement}
-        large, small = (
-            schedir.compile(gpipe, PipelineShape(2, m), clip_grad_norm=True, **options)
-            for m in (2, 1)
+        compiled: Any = partial(
+            schedir.compile, progress_model="per_edge", optimizer_placement=placement
         )
-        evaluation = schedir.compile(forward_only, PipelineShape(2, 1), **options)
+        large, small = (compiled(gpipe, PipelineShape(2, m), clip_grad_norm=True) for m in (2, 1))
+        evaluation = compiled(forward_only, PipelineShape(2, 1))
         execution = ExecutionOptions(spill_dir=tmp_path)
         world = make_executor(small, ADAMW, extra_programs=[large, evaluation], execution=execution)
         x, y, scale = make_batch(3)

@@ -72,7 +72,7 @@ def run_steps(rank: int, name: str, runtime: Runtime, longs: list[int]) -> list[
 
 
 def compare_runtimes(rank: int) -> list[bool]:
-    checks = []
+    checks: list[bool] = []
     warnings.simplefilter("ignore")
     for name in ("interleaved", "zb_v"):
         schedir_results, torch_results = (

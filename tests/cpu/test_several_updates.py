@@ -113,9 +113,8 @@ def test_outside_reference_to_weight_with_versions_is_refused() -> None:
         boundary=BOUNDARY,
         optimizer=sgd,
     )  # fmt: skip
-    with pytest.raises(
-        ExecutionError, match=r"layer\.weight through a reference outside of its module"
-    ):
+    message = r"layer\.weight through a reference outside of its module"
+    with pytest.raises(ExecutionError, match=message):
         ranks.step(inputs, targets)
     y = stages[0](inputs[0]).sum()
     torch.autograd.backward(y)  # after the step the user may use the module

@@ -111,7 +111,8 @@ def test_split_backward_has_bits_of_full_backward(
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_accumulate_in_views_of_flat_buffer(tied: bool) -> None:
     want = compute_gradients(TorchLayers(tied), 3, None)
-    net = make_backward_splittable(TorchLayers(tied))
+    net = TorchLayers(tied)
+    make_backward_splittable(net)
     flat = torch.zeros(sum(p.numel() for p in net.parameters()))
     offset = 0
     for p in net.parameters():

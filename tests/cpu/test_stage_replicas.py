@@ -19,6 +19,7 @@ from schedir.errors import ModelError
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import bitpipe, chimera
+from schedir.testing.tiny_model import squared_error
 
 WIDTH, STEPS = 3, 2
 MIRROR_CASES = [
@@ -31,10 +32,6 @@ sgd = partial(torch.optim.SGD, lr=0.1)
 def make_stages(stages: int) -> list[nn.Linear]:
     torch.manual_seed(0)
     return [nn.Linear(WIDTH, WIDTH).double() for _ in range(stages)]
-
-
-def squared_error(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().sum()
 
 
 def make_batch() -> Tensor:

@@ -22,6 +22,7 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import interleaved, looped_bfs
+from schedir.testing.tiny_model import squared_error
 from schedir.transports.gloo import GlooTransport
 from tests.cases import cases
 from tests.cpu.gloo_processes import run
@@ -58,10 +59,6 @@ def make_albert_stages(stages: int) -> list[nn.Sequential]:
     torch.manual_seed(0)
     layer = nn.Linear(WIDTH, WIDTH).double()
     return [nn.Sequential(layer, nn.Tanh()) for _ in range(stages)]
-
-
-def squared_error(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().sum()
 
 
 def make_batch(microbatches: int, step: int) -> tuple[Tensor, Tensor]:

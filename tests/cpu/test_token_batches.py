@@ -193,10 +193,8 @@ def test_held_out_tokens_are_not_in_training_batches(tmp_path: Path) -> None:
     assert torch.equal(inputs, torch.arange(80, 96).reshape(4, 4))
     held_out = Corpus(make_config(text, str(other))).held_out_batches
     assert held_out is not None and held_out.read_batch(0, 1)[0].tolist() == [[200, 201, 202, 203]]
-    assert (
-        Corpus(make_config(text, str(other))).batches.description
-        == Corpus(make_config(text, None)).batches.description
-    )
+    description = Corpus(make_config(text, str(other))).batches.description
+    assert description == Corpus(make_config(text, None)).batches.description
     with pytest.raises(UsageError, match="for evaluation has 1 tokens"):
         _ = Corpus(make_config(text, 0.01)).held_out_batches
 

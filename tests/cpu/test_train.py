@@ -65,10 +65,10 @@ def test_program_is_checked_once(
 
 def test_two_nodes_equal_one_process(config: str, tmp_path: Path) -> None:
     sets = ["pipeline.tp=1", "train.steps=3"]
-    agent = [*TORCHRUN, "--nnodes=2", "--master-addr=127.0.0.1", "--nproc-per-node=1",
-             f"--master-port={find_free_port()}"]  # fmt: skip
+    torchrun = [*TORCHRUN, "--nnodes=2", "--master-addr=127.0.0.1", "--nproc-per-node=1",
+                f"--master-port={find_free_port()}"]  # fmt: skip
     command = ["-m", "schedir", *make_arguments(config, tmp_path / "two", *sets)]
-    agents = [Run([*agent, f"--node-rank={node}", *command], tmp_path / node) for node in "01"]
+    agents = [Run([*torchrun, f"--node-rank={node}", *command], tmp_path / node) for node in "01"]
     for agent in agents:
         code, _, err = agent.finish()
         assert code == 0, err

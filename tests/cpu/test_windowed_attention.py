@@ -147,7 +147,8 @@ def test_mismatched_head_shapes_are_refused(shape: Any, window: Any) -> None:
 
 
 def test_attention_accepts_any_memory_layout() -> None:
-    *heads, grad = draw_heads(200)
+    tensors = draw_heads(200)
+    heads, grad = tensors[:3], tensors[3]
     q, k, v = (
         x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in heads
     )
