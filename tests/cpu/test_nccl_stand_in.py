@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from schedir import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models.moe_config import MoEConfig
-from schedir.passes.pass_types import BufferSharing
 from schedir.runtime import step_rollback
-from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.parameters import buckets
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
@@ -32,6 +29,7 @@ from tests.cpu.race_detector import RaceDetector
 from tests.cpu.tiny_stages import (
     CONTEXT,
     HIDDEN,
+    Case,
     gpt_executor,
     gradients_by_stage,
     have_same_bits,
@@ -47,27 +45,6 @@ EXPERTS = MoEConfig(
 )
 CaseResult = tuple[list[str], Counter[Kind], bool, int]
 BUCKET = 2048  # bytes, so that each stage has several buckets of one or more gradients
-
-
-class Case(NamedTuple):
-    """A program for four processes, and whether its steps are recorded."""
-
-    schedule: Any
-    shape: PipelineShape
-    tp: int = 1
-    dp: int = 1
-    ep: int = 1
-    buffer_sharing: BufferSharing | None = None
-    record: bool = False
-    clip: bool = True
-
-    def compile(self) -> Program:
-        return compile(
-            self.schedule, self.shape, tp=self.tp, dp=self.dp, progress_model="per_edge",
-            overlap=True,
-            tied_weights=self.ep == 1, clip_grad_norm=self.clip, ep=self.ep,
-            stage_segments="dc" if self.ep > 1 else None, buffer_sharing=self.buffer_sharing,
-        )  # fmt: skip
 
 
 SHARED = Case(one_f_one_b, PipelineShape(2, 3), tp=2, buffer_sharing="minimal")
@@ -110,10 +87,7 @@ def _run_step(
     With `only_one`, return the gradients of a first step without a warm-up step.
     """
     make = partial(moe_executor, cfg=EXPERTS) if case.ep > 1 else gpt_executor
-    executor = make(
-        program, transport, lr=1e-2, execution=ExecutionOptions(record_timestamps=case.record),
-        gradients=GradientOptions(max_norm=1.0 if case.clip else None),
-    )  # fmt: skip
+    executor = make(program, transport, lr=1e-2, **case.get_options())
     if isinstance(transport, NcclStandIn):
         transport.follow(executor)
     executor.runner.is_warm |= only_one

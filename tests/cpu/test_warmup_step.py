@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from tests.cpu.gloo_processes import run
 from tests.cpu.nccl_stand_in import NcclStandIn
 from tests.cpu.race_detector import RaceDetector
 from tests.cpu.tiny_stages import (
+    Case,
     copy_parameters,
     gpt_executor,
     gradients_by_stage,
@@ -39,44 +40,18 @@ from tests.cpu.tiny_stages import (
 )
 from tests.cpu.virtual_gpu import install_virtual_gpu
 
-
-class Case(NamedTuple):
-    """A program for four processes."""
-
-    schedule: Any
-    shape: PipelineShape
-    tp: int = 1
-    dp: int = 1
-    slots: Any = None
-    clip: bool = True
-
-    def compile(self) -> Program:
-        return compile(
-            self.schedule, self.shape, tp=self.tp, dp=self.dp, progress_model="per_edge",
-            overlap=True,
-            tied_weights=self.shape.placement_rows == 1, clip_grad_norm=self.clip,
-            buffer_sharing=self.slots,
-        )  # fmt: skip
-
-    def make_executor(self, program: Program, transport: Any, fused: bool, **how: Any) -> Executor:
-        return gpt_executor(
-            program, transport, make_optimizer=partial(torch.optim.AdamW, lr=1e-2, fused=fused),
-            gradients=GradientOptions(max_norm=1.0 if self.clip else None), **how,
-        )  # fmt: skip
-
-
 TWO_UPDATES = PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)
 CASES = dict(
     cases(
         [
-            ("1f1b, tp", Case(one_f_one_b, PipelineShape(2, 3), tp=2, slots="minimal")),
+            ("1f1b, tp", Case(one_f_one_b, PipelineShape(2, 3), tp=2, buffer_sharing="minimal")),
             ("split, dp", Case(split_1f1b, PipelineShape(2, 3), dp=2)),
             ("optimizer_steps", Case(pipedream_2bw, TWO_UPDATES, dp=2, clip=False)),
         ],
         [
             ("1f1b", Case(one_f_one_b, PipelineShape(4, 8))),
             ("interleaved", Case(interleaved, PipelineShape(2, 4, 2), tp=2)),
-            ("two holders", Case(dualpipe, PipelineShape(2, 4, 2, "mirror"), dp=2)),
+            ("two holders", Case(dualpipe, PipelineShape(2, 4, 2, "mirror"), dp=2, tied=False)),
         ],
     )
 )
@@ -127,6 +102,11 @@ class _AwaitedWork:
         work.wait()
 
 
+def make_executor(case: Case, program: Program, transport: Any, fused: bool) -> Executor:
+    make_optimizer = partial(torch.optim.AdamW, lr=1e-2, fused=fused)
+    return gpt_executor(program, transport, make_optimizer=make_optimizer, **case.get_options())
+
+
 def _collect_state(executor: Executor) -> list[Any]:
     """Return the gradients, and all state that a step changes."""
     optimizer: Any = executor.resources.optimizer
@@ -145,7 +125,7 @@ def compare_warm_and_cold(rank: int) -> dict[str, tuple[bool, set[GroupKey], set
         states = []
         for warm in (False, True):
             transport = Streamed(program)
-            executor = case.make_executor(program, transport, fused=fused)
+            executor = make_executor(case, program, transport, fused)
             assert not executor.runner.is_warm
             executor.runner.is_warm = not warm
             inputs, targets, scale = make_replica_batch(program, transport)
@@ -246,8 +226,7 @@ def count_memory_requests(rank: int, warm: bool) -> dict[str, list[int]]:
             gpu = install_virtual_gpu(patch)
             patch.setattr(dist, "all_reduce", _all_reduce_copy)
             transport = NcclStandIn(program, gpu, RaceDetector(gpu))
-            execution = ExecutionOptions(record_timestamps=False)
-            executor = case.make_executor(program, transport, fused=True, execution=execution)
+            executor = make_executor(case, program, transport, True)
             inputs = make_replica_batch(program, transport)
             with CachingAllocator(gpu) as allocator:
                 if warm:

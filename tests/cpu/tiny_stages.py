@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from schedir.compiler.compile import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models import gpt, moe_gpt
+from schedir.passes.pass_types import BufferSharing
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, overlapped_pair
@@ -139,6 +142,40 @@ def moe_executor(
     boundary = moe_gpt.build_boundaries(cfg, numbers, stream, ep)
     options = {**{"loss": moe_gpt.loss, "boundary": boundary}, **options}
     return Executor(program, transport.rank, modules, transport, **options)
+
+
+class Case(NamedTuple):
+    """A program for several processes, and the options of its run."""
+
+    schedule: Any
+    shape: PipelineShape
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    buffer_sharing: BufferSharing | None = None
+    clip: bool = True
+    overlap: bool = True
+    tied: bool = True
+    record: bool = False
+
+    @property
+    def processes(self) -> int:
+        return self.shape.ranks * self.tp * self.dp
+
+    def compile(self) -> Program:
+        return compile(
+            self.schedule, self.shape, tp=self.tp, dp=self.dp, ep=self.ep,
+            progress_model="per_edge", overlap=self.overlap, clip_grad_norm=self.clip,
+            tied_weights=self.tied and self.ep == 1, buffer_sharing=self.buffer_sharing,
+            stage_segments="dc" if self.ep > 1 else None,
+        )  # fmt: skip
+
+    def get_options(self, max_norm: float = 1.0) -> dict[str, Any]:
+        """Return the options of its executor."""
+        return {
+            "gradients": GradientOptions(max_norm=max_norm if self.clip else None),
+            "execution": ExecutionOptions(record_timestamps=self.record),
+        }
 
 
 def make_replica_batch(
