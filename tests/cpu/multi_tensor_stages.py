@@ -11,6 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from schedir.runtime.autograd.splittable_layers import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
+from tests.cpu.tiny_stages import copy_gradients, have_same_bits
+
+__all__ = ["copy_gradients", "draw_stages", "have_same_bits", "make_batch", "squared_error"]
 
 ROWS, WIDTH = 3, 8
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
@@ -135,22 +138,3 @@ def make_batch(microbatches: int) -> tuple[list[Any], Tensor, list[dict[str, Ten
 def squared_error(y: Tensor, target: Tensor) -> Tensor:
     """Return the sum of squared errors."""
     return (y - target).square().sum()
-
-
-def copy_gradients(stages: list[nn.Module]) -> list[dict[str, Tensor]]:
-    """Return copies of the gradients of each stage, by name."""
-    found = []
-    for stage in stages:
-        own = {}
-        for name, p in stage.named_parameters():
-            assert p.grad is not None
-            own[name] = p.grad.clone()
-        found.append(own)
-    return found
-
-
-def have_same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
-    """Return whether gradients are equal bit for bit."""
-    return [*map(list, one)] == [*map(list, other)] and all(
-        torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a
-    )

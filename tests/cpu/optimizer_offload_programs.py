@@ -19,7 +19,15 @@ from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
-from tests.cpu.tiny_stages import BATCH, BOUNDARY, CONTEXT, HIDDEN, gpt_stages, make_batch
+from tests.cpu.tiny_stages import (
+    BATCH,
+    BOUNDARY,
+    CONTEXT,
+    HIDDEN,
+    gpt_stages,
+    list_parameters,
+    make_batch,
+)
 
 torch.set_num_threads(1)
 
@@ -78,17 +86,13 @@ def read_training_state(world: InProcessExecutor) -> list[Tensor]:
     """Return each rank's parameters, their optimizer states, and the loss scale."""
     found: list[Any] = []
     for rank in world.executors:
-        optimizer: Any = rank.resources.optimizer
-        inner = getattr(optimizer, "inner", optimizer)
+        inner = getattr(get_optimizer(rank), "inner", get_optimizer(rank))
         for group in inner.param_groups:
             for p in group["params"]:
                 found += [p, *inner.state[p].values()]
-        found += [p for stage in rank.stages.values() for p in stage.module.parameters()]
-        found += (
-            []
-            if rank.state.options.gradients.loss_scale is None
-            else [rank.state.options.gradients.loss_scale.value]
-        )
+        found += list_parameters(rank)
+        loss_scale = rank.state.options.gradients.loss_scale
+        found += [] if loss_scale is None else [loss_scale.value]
     return [t.detach().clone() for t in found if isinstance(t, Tensor)]
 
 
@@ -100,19 +104,16 @@ def compile_on_both_tiers(
     schedule: Any, shape: PipelineShape, *, states: str = "host", **how: Any
 ) -> tuple[Program, Program]:
     """Return a program with states on the device, and the same with states on host or disk."""
-    other = schedir.compile(
-        schedule, shape, progress_model="per_edge", optimizer_placement=states, **how
-    )
-    how = {
-        name: one
-        for name, one in how.items()
-        if name not in ("optimizer_device_buffers", "optimizer_host_buffers")
-    }
-    return schedir.compile(schedule, shape, progress_model="per_edge", **how), other
+    compiled: Any = partial(schedir.compile, schedule, shape, progress_model="per_edge", **how)
+    return compiled(), compiled(optimizer_placement=states)
 
 
 def get_optimizer(rank: Executor) -> Any:
     return rank.resources.optimizer
+
+
+def list_optimizer_state(rank: Executor) -> list[Tensor]:
+    return [t for state in get_optimizer(rank).state.values() for t in state.values()]
 
 
 def poison_weights(ranks: InProcessExecutor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,32 +36,23 @@ def make_chain_schedule(ranks: int, stages: int) -> Any:
     return words
 
 
+FOUR_RANKS = PipelineShape(4, MICROBATCHES)
+ONE_RANK = PipelineShape(1, MICROBATCHES, placement=(0, 0, 0, 0))
+TWO_RANKS = PipelineShape(2, MICROBATCHES, placement=(0, 0, 1, 1))
 PROGRAMS: dict[str, Callable[[], Program]] = {
-    "gpipe": lambda: compile(gpipe, PipelineShape(4, MICROBATCHES)),
-    "1f1b": lambda: compile(one_f_one_b, PipelineShape(4, MICROBATCHES)),
-    "1f1b, fewest slots": lambda: compile(
-        one_f_one_b, PipelineShape(4, MICROBATCHES), buffer_sharing="minimal"
+    "gpipe": partial(compile, gpipe, FOUR_RANKS),
+    "1f1b": partial(compile, one_f_one_b, FOUR_RANKS),
+    "1f1b, fewest slots": partial(compile, one_f_one_b, FOUR_RANKS, buffer_sharing="minimal"),
+    "zb_h1": partial(compile, zb_h1, FOUR_RANKS),
+    "interleaved": partial(compile, interleaved, PipelineShape(2, MICROBATCHES, 2)),
+    "one rank": partial(compile, make_chain_schedule(1, 4), ONE_RANK),
+    "two stages per rank": partial(compile, make_chain_schedule(2, 4), TWO_RANKS),
+    "recomputed": partial(compile, one_f_one_b, FOUR_RANKS, recompute="all"),
+    "recomputed on one rank": partial(
+        compile, make_chain_schedule(1, 4), ONE_RANK, recompute="all"
     ),
-    "zb_h1": lambda: compile(zb_h1, PipelineShape(4, MICROBATCHES)),
-    "interleaved": lambda: compile(interleaved, PipelineShape(2, MICROBATCHES, 2)),
-    "one rank": lambda: compile(
-        make_chain_schedule(1, 4), PipelineShape(1, MICROBATCHES, placement=(0, 0, 0, 0))
-    ),
-    "two stages per rank": lambda: compile(
-        make_chain_schedule(2, 4), PipelineShape(2, MICROBATCHES, placement=(0, 0, 1, 1))
-    ),
-    "recomputed": lambda: compile(one_f_one_b, PipelineShape(4, MICROBATCHES), recompute="all"),
-    "recomputed on one rank": lambda: compile(
-        make_chain_schedule(1, 4),
-        PipelineShape(1, MICROBATCHES, placement=(0, 0, 0, 0)),
-        recompute="all",
-    ),
-    "offloaded": lambda: compile(one_f_one_b, PipelineShape(4, MICROBATCHES), offload="all"),
-    "offloaded on one rank": lambda: compile(
-        make_chain_schedule(1, 4),
-        PipelineShape(1, MICROBATCHES, placement=(0, 0, 0, 0)),
-        offload="all",
-    ),
+    "offloaded": partial(compile, one_f_one_b, FOUR_RANKS, offload="all"),
+    "offloaded on one rank": partial(compile, make_chain_schedule(1, 4), ONE_RANK, offload="all"),
 }
 ON_ONE_RANK = [name for name in PROGRAMS if "one rank" in name]
 

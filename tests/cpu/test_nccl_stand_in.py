@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
 
-from schedir import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models.moe_config import MoEConfig
-from schedir.passes.pass_types import BufferSharing
 from schedir.runtime import step_rollback
-from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.parameters import buckets
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
@@ -33,8 +29,10 @@ from tests.cpu.race_detector import RaceDetector
 from tests.cpu.tiny_stages import (
     CONTEXT,
     HIDDEN,
+    Case,
     gpt_executor,
     gradients_by_stage,
+    have_same_bits,
     make_replica_batch,
     moe_executor,
     split_1f1b,
@@ -49,29 +47,11 @@ CaseResult = tuple[list[str], Counter[Kind], bool, int]
 BUCKET = 2048  # bytes, so that each stage has several buckets of one or more gradients
 
 
-class Case(NamedTuple):
-    """A program for four processes, and whether its steps are recorded."""
-
-    schedule: Any
-    shape: PipelineShape
-    tp: int = 1
-    dp: int = 1
-    ep: int = 1
-    buffer_sharing: BufferSharing | None = None
-    record: bool = False
-    clip: bool = True
-
-    def compile(self) -> Program:
-        return compile(
-            self.schedule, self.shape, tp=self.tp, dp=self.dp, progress_model="per_edge",
-            overlap=True,
-            tied_weights=self.ep == 1, clip_grad_norm=self.clip, ep=self.ep,
-            stage_segments="dc" if self.ep > 1 else None, buffer_sharing=self.buffer_sharing,
-        )  # fmt: skip
-
-
 SHARED = Case(one_f_one_b, PipelineShape(2, 3), tp=2, buffer_sharing="minimal")
 SPLIT = SHARED._replace(schedule=split_1f1b, record=True)
+PLAIN = Case(one_f_one_b, PipelineShape(2, 4), tp=2)
+UPDATES = PipelineShape(2, 8, optimizer_steps=2, weight_delay=1)
+CHUNKS, MIRROR = PipelineShape(2, 4, 2), PipelineShape(2, 4, placement="mirror")
 CASES = dict(
     cases(
         [
@@ -81,35 +61,19 @@ CASES = dict(
         ],
         [
             ("1f1b, slots shared", SHARED),
-            (
-                "interleaved, slots shared",
-                SHARED._replace(schedule=interleaved, shape=PipelineShape(2, 4, 2)),
-            ),
-            (
-                "two holders",
-                SHARED._replace(schedule=chimera, shape=PipelineShape(2, 4, placement="mirror")),
-            ),
-            (
-                "updates",
-                Case(
-                    pipedream_2bw,
-                    PipelineShape(2, 8, optimizer_steps=2, weight_delay=1),
-                    dp=2,
-                    clip=False,
-                ),
-            ),
-            ("1f1b", Case(one_f_one_b, PipelineShape(2, 4), tp=2)),
-            (
-                "gpipe, slots enough",
-                Case(gpipe, PipelineShape(2, 4), tp=2, buffer_sharing="latency_preserving"),
-            ),
+            ("interleaved, slots shared", SHARED._replace(schedule=interleaved, shape=CHUNKS)),
+            ("two holders", SHARED._replace(schedule=chimera, shape=MIRROR)),
+            ("updates", Case(pipedream_2bw, UPDATES, dp=2, clip=False)),
+            ("1f1b", PLAIN),
+            ("gpipe, slots enough",
+             PLAIN._replace(schedule=gpipe, buffer_sharing="latency_preserving")),
             ("1f1b, slots shared, recorded", SHARED._replace(record=True)),
-            ("split", Case(split_1f1b, PipelineShape(2, 4), tp=2)),
-            ("interleaved", Case(interleaved, PipelineShape(2, 4, 2), tp=2, record=True)),
-            ("replicas", Case(one_f_one_b, PipelineShape(2, 4), dp=2)),
+            ("split", PLAIN._replace(schedule=split_1f1b)),
+            ("interleaved", Case(interleaved, CHUNKS, tp=2, record=True)),
+            ("replicas", PLAIN._replace(tp=1, dp=2)),
         ],
     )
-)
+)  # fmt: skip
 
 
 REPLICAS = [name for name, case in CASES.items() if case.dp > 1 and case.ep == 1]
@@ -123,13 +87,7 @@ def _run_step(
     With `only_one`, return the gradients of a first step without a warm-up step.
     """
     make = partial(moe_executor, cfg=EXPERTS) if case.ep > 1 else gpt_executor
-    executor = make(
-        program,
-        transport,
-        lr=1e-2,
-        execution=ExecutionOptions(record_timestamps=case.record),
-        gradients=GradientOptions(max_norm=1.0 if case.clip else None),
-    )
+    executor = make(program, transport, lr=1e-2, **case.get_options())
     if isinstance(transport, NcclStandIn):
         transport.follow(executor)
     executor.runner.is_warm |= only_one
@@ -163,11 +121,7 @@ def _run_case(case: Case, unwaited: Kind | None, is_early: bool = False) -> Case
             actual = _run_step(transport, case, program, only_one=is_mutant)
         races_found = [*races.found]
     expected = actual if is_mutant else _run_step(GlooTransport(program), case, program)
-    are_equal = actual.keys() == expected.keys() and all(
-        actual[s].keys() == expected[s].keys()
-        and all(torch.equal(g, expected[s][name]) for name, g in actual[s].items())
-        for s in actual
-    )
+    are_equal = have_same_bits(actual, expected)
     counted = count_streams(program, transport.rank, "per_edge")
     nccl_streams = (
         counted["reductions"] - 1 + counted["messages"] // 2 + 2 * ((case.tp > 1) + (case.ep > 1))

@@ -35,7 +35,7 @@ from schedir.runtime.offload.spill_file import SpillFile
 from schedir.schedules import gpipe
 from tests.cpu.activation_offload_programs import offload_randomly
 from tests.cpu.test_activation_offload import checked, compared
-from tests.cpu.test_recompute import BOUNDARY, WIDTH, batch, noisy, squares
+from tests.cpu.test_recompute import WIDTH, batch, make_executor, noisy
 
 torch.set_num_threads(1)
 PLAN = PipelineShape(2, 4)
@@ -45,11 +45,12 @@ def make_offloaded_program(spilled: float = 0.0) -> Program:
     return checked(offload_randomly(compile(gpipe, PLAN), 5, spilled=spilled, late=1), "minimal")
 
 
-def make_ranks(program: Program, layer: Any = None, **options: Any) -> InProcessExecutor:
-    stages = noisy(
-        PLAN.stages, layer or (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-    )
-    return InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY, **options)
+def make_ranks(
+    program: Program, layer: Any = None, spill_dir: Any = None, **options: Any
+) -> InProcessExecutor:
+    make_layer = layer or (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    execution = ExecutionOptions(spill_dir=spill_dir)
+    return make_executor(program, noisy(PLAN.stages, make_layer), execution=execution, **options)
 
 
 def test_released_memory_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,15 +70,11 @@ def test_released_memory_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     are_poisoned = [bool(tensor.view(torch.float32).isnan().all()) for tensor in offloaded]
     assert sum(are_poisoned) >= len(are_poisoned) - 4  # a message may hold outputs of a first stage
     for rank in world.executors:
-        free_blocks = [
-            block.location for block in rank.resources.service(MemoryTiers).host_arena.free_blocks
-        ]
-        assert free_blocks and all((block == 0xFF).all() for block in free_blocks)
+        free_blocks = rank.resources.service(MemoryTiers).host_arena.free_blocks
+        assert free_blocks and all((block.location == 0xFF).all() for block in free_blocks)
 
 
-def test_reload_before_its_offload_reads_nan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reload_before_its_offload_reads_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     start, last = CopyLanes.start, 3  # a microbatch whose slot no forward waits for
     done = defaultdict[tuple[CopyLanes, Lane], list[None]](list)
     has_reloaded = defaultdict[CopyLanes, Event](Event)
@@ -113,26 +110,18 @@ def test_backward_before_its_reload_fails(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_offload_to_disk_needs_writable_folder(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="but spill_dir is not set") as caught:
-        make_ranks(make_offloaded_program(1.0))
-    assert "spill_dir" in caught.value.hint
-    with pytest.raises(ModelError, match="No such file or directory"):
-        make_ranks(
-            make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir=tmp_path / "gone")
-        )
     (tmp_path / "file").touch()
-    with pytest.raises(ModelError, match="Not a directory"):
-        make_ranks(
-            make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir=tmp_path / "file")
-        )
-    with pytest.raises(ModelError, match="embedded null byte"):
-        make_ranks(make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir="\0"))
-    not_a_path: Any = 3
-    with pytest.raises(ModelError, match="spill_dir must be a path, not 3"):
-        make_ranks(make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir=not_a_path))
-    make_ranks(
-        make_offloaded_program(), execution=ExecutionOptions(spill_dir=tmp_path / "gone")
-    )  # not needed
+    for folder, problem in (
+        (None, "but spill_dir is not set"),
+        (tmp_path / "gone", "No such file or directory"),
+        (tmp_path / "file", "Not a directory"),
+        ("\0", "embedded null byte"),
+        (3, "spill_dir must be a path, not 3"),
+    ):
+        with pytest.raises(ModelError, match=problem) as caught:
+            make_ranks(make_offloaded_program(1.0), spill_dir=folder)
+        assert folder or "spill_dir" in caught.value.hint
+    make_ranks(make_offloaded_program(), spill_dir=tmp_path / "gone")  # not needed
 
 
 def test_spill_folder_on_tmpfs_causes_warning(
@@ -147,7 +136,7 @@ def test_spill_folder_on_tmpfs_causes_warning(
 def test_spill_file_has_no_name_and_needs_no_folder_later(tmp_path: Path) -> None:
     folder = tmp_path / "spills"
     folder.mkdir()
-    world = make_ranks(make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir=folder))
+    world = make_ranks(make_offloaded_program(1.0), spill_dir=folder)
     assert not [*folder.iterdir()]
     folder.rmdir()  # the folder is no longer needed
     for k in range(2):
@@ -188,20 +177,18 @@ def test_full_disk_fails_before_first_write(
         write(file, offset, memory)
 
     monkeypatch.setattr(SpillFile, "write", record_and_write)
-    with pytest.raises(ExecutionError) as caught:
-        make_ranks(
-            make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir=tmp_path)
-        ).step(*batch(4))
+    with pytest.raises(ExecutionError, match="No space left on device") as caught:
+        make_ranks(make_offloaded_program(1.0), spill_dir=tmp_path).step(*batch(4))
     (site,) = caught.value.sites
-    assert "No space left on device" in str(caught.value) and str(site.instr).startswith(
-        "offload_to_disk"
-    )
+    assert str(site.instr).startswith("offload_to_disk")
     assert site.rank in (0, 1) and not written_offsets
 
 
-@pytest.mark.parametrize("verb", ["write", "read"])
+@pytest.mark.parametrize(
+    ("verb", "instruction"), [("write", "offload_to_disk"), ("read", "reload_from_disk")]
+)
 def test_disk_error_names_its_instruction(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verb: str, instruction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is raised at a wait, and names the write to or read from the disk."""
     operation, calls = getattr(SpillFile, verb), iter(range(100))
@@ -212,13 +199,11 @@ def test_disk_error_names_its_instruction(
         operation(*args)
 
     monkeypatch.setattr(SpillFile, verb, fail_third_time)
-    world = make_ranks(make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir=tmp_path))
+    world = make_ranks(make_offloaded_program(1.0), spill_dir=tmp_path)
     with pytest.raises(ExecutionError, match="Input/output error") as caught:
         world.step(*batch(4))
     (site,) = caught.value.sites
-    assert (
-        str(site.instr).split()[0] == {"write": "offload_to_disk", "read": "reload_from_disk"}[verb]
-    )
+    assert str(site.instr).split()[0] == instruction
     with pytest.raises(ExecutionError, match="create a new executor"):
         world.step(*batch(4))
 
@@ -246,9 +231,8 @@ class SubclassLayer(Layer):
     ("layer", "what"), [(SparseLayer, "sparse_coo"), (SubclassLayer, "TwoTensor")]
 )
 def test_sparse_and_subclass_tensors_are_refused(layer: Any, what: str) -> None:
-    with pytest.raises(
-        ExecutionError, match=f"saves a .*{what}.*only plain strided tensors can be offloaded"
-    ):
+    message = f"saves a .*{what}.*only plain strided tensors can be offloaded"
+    with pytest.raises(ExecutionError, match=message):
         make_ranks(make_offloaded_program(), layer).step(*batch(4))
 
 
@@ -274,16 +258,15 @@ class PackingLayer(Layer):
         super().__init__()
         self.mask, self.seen = torch.arange(WIDTH) / WIDTH, list[Tensor]()
 
+    def compute(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x))
+
     def forward(self, x: Tensor) -> Tensor:
         if self.how == 0 or not x.requires_grad:
             with save_on_cpu():
-                y = torch.tanh(super().forward(x))
+                y = self.compute(x)
         else:
-            y = checkpoint(
-                lambda x: torch.tanh(nn.functional.linear(x, self.weight, self.bias)),
-                x,
-                use_reentrant=self.how == 1,
-            )
+            y = checkpoint(self.compute, x, use_reentrant=self.how == 1)
         self.seen.append(y)
         return torch.relu(y * self.mask)
 

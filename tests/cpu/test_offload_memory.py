@@ -17,10 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from schedir.analysis.memory.buffer_slots import find_host_values, number_groups
 from schedir.analysis.memory.footprint import Footprint, compute_footprints
 from schedir.compiler.compile import compile
+from schedir.ir.cost.sizes import Sizes
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import Lane, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.program import SlotCounts
+from schedir.ir.program import Program, SlotCounts
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions
@@ -66,21 +67,13 @@ class TierWitness(Witness):
         run()
         for tier, footprint in tiers.items():
             actual = self.rank.resources.service(MemoryTiers).count_bytes(tier)
-            assert (
-                actual
-                == footprint.total_bytes[
-                    int(np.searchsorted(footprint.positions, k, side="right")) - 1
-                ]
-            ), (k, tier)
+            at = int(np.searchsorted(footprint.positions, k, side="right")) - 1
+            assert actual == footprint.total_bytes[at], (k, tier)
             self.most_on[tier] = max(self.most_on[tier], actual)
 
     def living(self) -> dict[StorageWeakRef, int]:
-        reloaded = [
-            x
-            for v in self.rank.state.service(OffloadMoves).values.values()
-            for x in v.list_device_tensors()
-        ]
-        self.born.made |= _refs(reloaded)
+        values = self.rank.state.service(OffloadMoves).values.values()
+        self.born.made |= _refs([x for value in values for x in value.list_device_tensors()])
         return super().living()
 
 
@@ -97,15 +90,29 @@ def serial_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CopyLanes, "start", start_and_wait)
 
 
+def make_ranks(
+    program: Program, model: str, folder: Path
+) -> tuple[InProcessExecutor, Sizes, tuple[Tensor, Tensor, float]]:
+    """Return the ranks of a program that offloads, the sizes of its model, and a batch."""
+    make, data, loss = MODELS[model]
+    shape = program.shape
+    stages, batch = make(shape.stages), data(shape.microbatches)
+    sizes = measure_sizes(
+        stages, batch[0][0], batch[1][0], loss=loss, boundary=BOUNDARY, optimizer_state=0
+    )
+    program = checked(offload_randomly(program, 1, spilled=0.5), "minimal")
+    execution = ExecutionOptions(spill_dir=folder)
+    world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, execution=execution)
+    return world, sizes, batch
+
+
 @pytest.mark.parametrize(
     ("schedule", "shape", "model", "recompute"),
-    cases([(zb_h1, PipelineShape(2, 4), *RECOMPUTED_MODEL)],
-          [(*SHAPES[4], *PLAIN_MODEL), (*SHAPES[0], *PLAIN_MODEL), (*SHAPES[2], *RECOMPUTED_MODEL),
-           (*SHAPES[3], *RECOMPUTED_MODEL), (*SHAPES[1], *PLAIN_MODEL),
-           (*SHAPES[1], *RECOMPUTED_MODEL), (*SHAPES[0], *RECOMPUTED_MODEL),
-           (*SHAPES[2], *PLAIN_MODEL), (*SHAPES[3], *PLAIN_MODEL),
-           (*SHAPES[4], *RECOMPUTED_MODEL)]),
-)  # fmt: skip
+    cases(
+        [(zb_h1, PipelineShape(2, 4), *RECOMPUTED_MODEL)],
+        [(*shape, *model) for shape in SHAPES for model in (PLAIN_MODEL, RECOMPUTED_MODEL)],
+    ),
+)
 def test_memory_of_each_tier_equals_prediction(
     schedule: Any,
     shape: PipelineShape,
@@ -114,55 +121,25 @@ def test_memory_of_each_tier_equals_prediction(
     tmp_path: Path,
     serial_lanes: None,
 ) -> None:
-    make, data, loss = MODELS[model]
-    stages, (inputs, targets, scale) = make(shape.stages), data(shape.microbatches)
-    sizes = measure_sizes(
-        stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, optimizer_state=0
-    )
     program = compile(schedule, shape, progress_model="per_edge", recompute=recompute)
-    program = checked(offload_randomly(program, shape.ranks, spilled=0.5), "minimal")
-    world = InProcessExecutor(
-        program,
-        stages,
-        loss=loss,
-        boundary=BOUNDARY,
-        execution=ExecutionOptions(spill_dir=tmp_path),
+    world, sizes, batch = make_ranks(program, model, tmp_path)
+    on_device, *others = (
+        compute_footprints(world.program, sizes, tier) for tier in ("device", "host", "disk")
     )
-    tiers = [
-        dict(zip(("host", "disk"), pair, strict=True)) for pair in
-        zip(compute_footprints(program, sizes, "host"),
-            compute_footprints(program, sizes, "disk"), strict=True)
-    ]  # fmt: skip
-    footprints = compute_footprints(program, sizes)
-    witnesses = [
-        TierWitness(*pair) for pair in zip(world.executors, footprints, tiers, strict=True)
-    ]
+    tiers = [dict(zip(("host", "disk"), pair, strict=True)) for pair in zip(*others, strict=True)]
+    witnesses = [*map(TierWitness, world.executors, on_device, tiers)]
     for _ in range(2):
-        world.step(inputs, targets, scale)
+        world.step(*batch)
     assert all(witness.beside == 0 for witness in witnesses)
     assert any(witness.most_on["disk"] for witness in witnesses)
 
 
 def test_timeline_has_peak_memory_of_each_tier(tmp_path: Path, serial_lanes: None) -> None:
     """The recorded run has no overlap of lanes."""
-    make, data, loss = MODELS["gpt"]
-    stages, (inputs, targets, scale) = make(2), data(6)
-    sizes = measure_sizes(
-        stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, optimizer_state=0
-    )
-    program = checked(
-        offload_randomly(compile(one_f_one_b, PipelineShape(2, 6)), 1, spilled=0.5), "minimal"
-    )
-    world = InProcessExecutor(
-        program,
-        stages,
-        loss=loss,
-        boundary=BOUNDARY,
-        execution=ExecutionOptions(spill_dir=tmp_path),
-    )
+    world, sizes, batch = make_ranks(compile(one_f_one_b, PipelineShape(2, 6)), "gpt", tmp_path)
     with ExitStack() as stack:
         live_memories = [stack.enter_context(LiveMemory(rank)) for rank in world.executors]
-        world.step(inputs, targets, scale)
+        world.step(*batch)
     timeline = replace(world.timeline(), sizes=sizes)
     for tier in ("host", "disk"):
         peaks = [max(curve.total) for curve in timeline.memory_on(tier)]
@@ -194,12 +171,8 @@ def test_host_memory_has_at_most_one_value_per_slot(
     """Reloads are slow, and sizes differ between stages."""
     shape = PipelineShape(1, 6, 3)
     program = offload_randomly(compile(interleaved, shape), 1, spilled=spilled, late=0.0)
-    (least,) = (
-        find_host_values(program)
-        .count_peak(number_groups(InstructionIndex.from_program(program)))
-        .tolist()
-    )
-    slots = least + more
+    groups = number_groups(InstructionIndex.from_program(program))
+    slots = int(find_host_values(program).count_peak(groups)[0]) + more
     program = check(program.with_slots([SlotCounts.unspecified()._replace(host=slots)]), "per_edge")
     stages = noisy(shape.stages, partial(next, map(WideStage, (400, 40, 4))))
     world = InProcessExecutor(
@@ -218,15 +191,8 @@ def test_host_memory_has_at_most_one_value_per_slot(
         )  # fmt: skip
         started = np.searchsorted(np.sort(start_times), start_times, "right")
         assert (started - np.searchsorted(np.sort(end_times), start_times, "right")).max() <= slots
-        block_sizes = [
-            block.size for block in rank.resources.service(MemoryTiers).host_arena.free_blocks
-        ]
-        largest = max(
-            value.block_size for value in rank.state.service(OffloadMoves).values.values()
-        )
-        assert (
-            len(block_sizes) == slots
-            and rank.resources.service(MemoryTiers).host_arena.allocated_bytes
-            == sum(block_sizes)
-            <= slots * largest
-        )
+        arena = rank.resources.service(MemoryTiers).host_arena
+        values = rank.state.service(OffloadMoves).values.values()
+        assert len(arena.free_blocks) == slots
+        assert arena.allocated_bytes == sum(block.size for block in arena.free_blocks)
+        assert arena.allocated_bytes <= slots * max(value.block_size for value in values)

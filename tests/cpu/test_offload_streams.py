@@ -55,23 +55,14 @@ def make_ranks(
     stages = gpt_stages(shape.stages, tied=False)
     world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, **options)
     for rank in world.executors:
-        (
-            rank.resources.service(CopyLanes).uses_streams,
-            rank.resources.service(MemoryTiers).poisons_sources,
-        ) = (
-            True,
-            False,
-        )
+        rank.resources.service(CopyLanes).uses_streams = True
+        rank.resources.service(MemoryTiers).poisons_sources = False
     return world
 
 
 def read_gradients(world: InProcessExecutor) -> Any:
-    return copy_gradients(
-        [
-            world.executors[r].stages[s].module
-            for s, r in enumerate(world.program.shape.first_rank_per_stage)
-        ]
-    )
+    first_ranks = enumerate(world.program.shape.first_rank_per_stage)
+    return copy_gradients([world.executors[r].stages[s].module for s, r in first_ranks])
 
 
 @pytest.mark.parametrize(
@@ -102,13 +93,8 @@ def test_offload_has_no_races(
 
 
 def test_offload_to_disk_has_no_races(races: RaceDetector, tmp_path: Path) -> None:
-    world = make_ranks(
-        gpipe,
-        PipelineShape(2, 4),
-        "minimal",
-        spilled=1.0,
-        execution=ExecutionOptions(spill_dir=tmp_path),
-    )
+    execution = ExecutionOptions(spill_dir=tmp_path)
+    world = make_ranks(*PLANS[0], "minimal", spilled=1.0, execution=execution)
     for seed in (None, 0):
         world.step(*make_batch(4), order_seed=seed)
     assert not races.found
@@ -118,11 +104,9 @@ def test_offload_to_disk_has_no_races(races: RaceDetector, tmp_path: Path) -> No
 def test_missing_wait_is_found_as_race(
     what: str, races: RaceDetector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, release_device_memory, finish_reload = (
-        CopyLanes.start,
-        SavedActivations.release_device_memory,
-        SavedActivations.finish_reload,
-    )
+    start = CopyLanes.start
+    release_device_memory = SavedActivations.release_device_memory
+    finish_reload = SavedActivations.finish_reload
 
     def start_without_wait(
         lanes: CopyLanes, lane: Lane, run: Callable[[], object], size: int, after: Any, marks: Any

@@ -30,20 +30,16 @@ def test_memory_limit_is_met_only_with_offload(tmp_path: Path, config: Path) -> 
     """
     disk = tmp_path / "disk"
     disk.mkdir()
-    assert run_forked(str(config), tmp_path / "own", *MANY_MICROBATCHES)[0] == 0
+
+    def train(name: str, *settings: str) -> tuple[int, str, str]:
+        return run_forked(str(config), tmp_path / name, *MANY_MICROBATCHES, *settings)
+
+    assert train("own")[0] == 0
     limit = "memory.memory_limit=610kB"
-    code, _, err = run_forked(
-        str(config), tmp_path / "again", *MANY_MICROBATCHES, limit, "memory.recompute=all"
-    )
+    code, _, err = train("again", limit, "memory.recompute=all")
     assert code == 2 and "MemoryLimitError" in err
-    offload_options = [
-        "memory.offload=all",
-        "memory.offload_to_disk=half",
-        f"memory.spill_dir={disk}",
-    ]
-    code, out, err = run_forked(
-        str(config), tmp_path / "away", *MANY_MICROBATCHES, limit, *offload_options
-    )
+    offload = ["memory.offload=all", "memory.offload_to_disk=half", f"memory.spill_dir={disk}"]
+    code, out, err = train("away", limit, *offload)
     assert code == 0, err
     (memory_line,) = [line for line in out.splitlines() if "predicted memory of each rank" in line]
     assert "; on the host: " in memory_line and "; on the disk: " in memory_line

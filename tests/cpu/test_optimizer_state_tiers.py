@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +17,6 @@ import schedir
 from benchmarks.zero import Case, find_differences, train
 from schedir import PipelineShape
 from schedir.checkpoints import Saver, load, save
-from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer
@@ -49,7 +47,7 @@ from tests.cpu.optimizer_offload_programs import (
     read_training_state,
     run_steps_in_random_order,
 )
-from tests.cpu.tiny_stages import make_batch
+from tests.cpu.tiny_stages import copy_parameters, make_batch
 
 torch.set_num_threads(1)
 
@@ -63,13 +61,9 @@ SMALL_SHAPES = {
     "mirrored": (dualpipe, PipelineShape(2, 4, placement="mirror")),
 }
 OTHER_OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"recompute": "all"},
-    {"offload": "all"},
-    {"offload": "all", "offload_to_disk": [0]},
-    {"buffer_sharing": "minimal"},
-    {"frozen_stages": 1},
-]
+    {}, {"recompute": "all"}, {"offload": "all"}, {"offload": "all", "offload_to_disk": [0]},
+    {"buffer_sharing": "minimal"}, {"frozen_stages": 1},
+]  # fmt: skip
 
 
 def _make_ranks(
@@ -78,12 +72,9 @@ def _make_ranks(
     scaled = GradientOptions(loss_scale=LossScale(8.0) if options["clip_grad_norm"] else None)
     program = schedir.compile(*case, progress_model="per_edge", **options)
     execution = ExecutionOptions(spill_dir=folder)
+    half = make == "bfloat16"
     return make_executor(
-        program,
-        OPTIMIZER_FACTORIES[make],
-        half=make == "bfloat16",
-        execution=execution,
-        gradients=scaled,
+        program, OPTIMIZER_FACTORIES[make], half=half, execution=execution, gradients=scaled
     )
 
 
@@ -132,17 +123,11 @@ def test_placed_states_equal_states_on_device(
     shared: dict[str, Any] = {"clip_grad_norm": clip, **options}
     shared["tied_weights"] = tied and shape != "mirrored" and not first_stage
     with TemporaryDirectory() as folder:
-        results = [
-            _train_with_nonfinite_step(
-                _make_ranks(
-                    make, Path(folder), SMALL_SHAPES[shape], optimizer_placement=placement, **shared
-                    | placed_options,
-                ),
-                first_stage,
-                nonfinite_step,
-            )
-            for placement, placed_options in {"device": {}, **buffers}.items()
-        ]  # fmt: skip
+        results = []
+        for placement, placed_options in {"device": {}, **buffers}.items():
+            all_options = shared | placed_options | {"optimizer_placement": placement}
+            world = _make_ranks(make, Path(folder), SMALL_SHAPES[shape], **all_options)
+            results.append(_train_with_nonfinite_step(world, first_stage, nonfinite_step))
         assert not [*Path(folder).iterdir()]  # The file of the disk has no name.
     for placed in results[1:]:
         assert are_equal(results[0], placed)
@@ -163,24 +148,15 @@ def _train_with_nonfinite_step(
     skipping_ranks = world.executors if world.program.clip_grad_norm else [rank]
     losses = []
     for step in range(3):
-        before = _copy_weights(skipping_ranks)
+        before = copy_parameters(*skipping_ranks)
         hook = weight.register_hook(lambda gradient, step=step: gradient
                                     * (torch.nan if step == nonfinite_step else 1))  # fmt: skip
         losses += run_steps_in_random_order(world, step)
         hook.remove()
         is_skipped = all(not bool(rank.finite_updates) for rank in skipping_ranks)
         assert is_skipped == (step == nonfinite_step)
-        assert are_equal(before, _copy_weights(skipping_ranks)) == is_skipped
+        assert are_equal(before, copy_parameters(*skipping_ranks)) == is_skipped
     return losses + read_training_state(world)
-
-
-def _copy_weights(ranks: Sequence[Executor]) -> list[Tensor]:
-    return [
-        p.detach().clone()
-        for rank in ranks
-        for stage in rank.stages.values()
-        for p in stage.module.parameters()
-    ]
 
 
 LEVELS = cases([(1, True, False), (3, False, True)], [(0, True, False), (2, True, False)])
@@ -216,12 +192,11 @@ def test_several_programs_share_optimizer_states(tmp_path: Path) -> None:
     """Two programs train different numbers of microbatches, and a third one evaluates."""
     results = []
     for placement in ("device", *PLACEMENTS):
-        options: dict[str, Any] = {"progress_model": "per_edge", "optimizer_placement": placement}
-        large, small = (
-            schedir.compile(gpipe, PipelineShape(2, m), clip_grad_norm=True, **options)
-            for m in (2, 1)
+        compiled: Any = partial(
+            schedir.compile, progress_model="per_edge", optimizer_placement=placement
         )
-        evaluation = schedir.compile(forward_only, PipelineShape(2, 1), **options)
+        large, small = (compiled(gpipe, PipelineShape(2, m), clip_grad_norm=True) for m in (2, 1))
+        evaluation = compiled(forward_only, PipelineShape(2, 1))
         execution = ExecutionOptions(spill_dir=tmp_path)
         world = make_executor(small, ADAMW, extra_programs=[large, evaluation], execution=execution)
         x, y, scale = make_batch(3)

@@ -54,12 +54,9 @@ def test_commands_of_page_print_shown_output(
     model = module.build_model()
     arguments = {"loss": module.loss, "boundary": module.BOUNDARY, "tied_weights": module.TIES}
     executor = InProcessExecutor(
-        module.PROGRAM,
-        module.split(model),
-        gradients=GradientOptions(max_norm=1.0),
-        seed=7,
+        module.PROGRAM, module.split(model), gradients=GradientOptions(max_norm=1.0), seed=7,
         **arguments,
-    )
+    )  # fmt: skip
     assert load(executor, "checkpoints") is not None
     inputs, targets = module.batch(1000)
     model.eval()

@@ -67,33 +67,23 @@ def test_held_out_data_are_whole_documents(
 ) -> None:
     if isinstance(share, str):
         share = str(shutil.copytree(Path(source).parent, tmp_path / share) / "*.txt")
-    config = make_config(
-        source, tokenizer=tokenizer, packing="best_fit", validation=share, vocab=300
-    )
+    config = make_config(source, 300, tokenizer=tokenizer, packing="best_fit", validation=share)
     held_out = Corpus(config).held_out_batches
     assert held_out is not None
-    ends = [
-        int((x.read_batch(0, len(x))[1] == 0).sum()) for x in (Corpus(config).batches, held_out)
-    ]
+    targets = [x.read_batch(0, len(x))[1] for x in (Corpus(config).batches, held_out)]
+    ends = [int((target == 0).sum()) for target in targets]
     assert sum(ends) == (60 if isinstance(share, float) else 120) and min(ends) > 5
     assert Corpus(config).facts["the held-out data"] == held_out.description
 
 
 def test_conflicting_data_options_are_refused(source: str, tokenizer: str, tmp_path: Path) -> None:
     np.zeros(99, "<u2").tofile(tmp_path / "a.bin")
+    of_tokens = {"source": str(tmp_path / "a.bin")}
     for data, fact, field in (
         ({"tokenizer": "bep"}, "cannot read tokenizer bep", "tokenizer"),
         ({"validation": source}, "is both in data.validation and in data.source", "validation"),
-        (
-            {"source": str(tmp_path / "a.bin"), "packing": "best_fit"},
-            "needs the ends of documents",
-            "packing",
-        ),
-        (
-            {"source": str(tmp_path / "a.bin"), "tokenizer": tokenizer},
-            "so tokenizer does not apply",
-            "tokenizer",
-        ),
+        (of_tokens | {"packing": "best_fit"}, "needs the ends of documents", "packing"),
+        (of_tokens | {"tokenizer": tokenizer}, "so tokenizer does not apply", "tokenizer"),
         ({"packing": "cut"}, "'cut' is not known", "packing"),
         ({"end_of_document": "<s>"}, 'tokenizer = "bytes" has its own', "end_of_document"),
     ):
@@ -124,16 +114,9 @@ def test_run_tokenizes_its_data_once(
         return get_tokenizer(name, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(text_batches, "get_tokenizer", record_and_get_tokenizer)
-    train_in_this_process(
-        config,
-        tmp_path / "out",
-        f'data.source="{source}"',
-        f'data.tokenizer="{tokenizer}"',
-        "model.vocab=300",
-        "data.validation=0.1",
-        "train.evaluate_every=2",
-        "train.steps=2",
-    )
+    sets = [f'data.source="{source}"', f'data.tokenizer="{tokenizer}"', "model.vocab=300",
+            "data.validation=0.1", "train.evaluate_every=2", "train.steps=2"]  # fmt: skip
+    train_in_this_process(config, tmp_path / "out", *sets)
     assert names == [tokenizer]
 
 

@@ -20,15 +20,8 @@ from schedir.runtime import Boundary, measure_sizes
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
 
-NAMES = (
-    "saved",
-    "deferred_wgrad",
-    "saved_and_deferred",
-    "recompute_inputs",
-    "params",
-    "grads",
-    "optimizer",
-)
+NAMES = ("saved", "deferred_wgrad", "saved_and_deferred", "recompute_inputs", "params", "grads",
+         "optimizer")  # fmt: skip
 MACHINE = Cluster(1, 4, flops=1e10, memory=1e10, hbm_bandwidth=1e10, nvlink_bandwidth=1e9,
     network_bandwidth=1e9, latency=1e-4,
                itemsize=4, processors=2)  # fmt: skip
@@ -52,6 +45,7 @@ def measure_trainer_sizes(model: TransformerSpec, choice: ParallelPlan, tp: Any 
     )  # fmt: skip
 
 
+UNTIED = TransformerSpec(layers=6, hidden=96, heads=8, vocab=40, sequence=16, tied=False)
 SMALL = TransformerSpec(layers=4, hidden=64, heads=4, vocab=100, sequence=32)
 
 
@@ -59,30 +53,16 @@ SMALL = TransformerSpec(layers=4, hidden=64, heads=4, vocab=100, sequence=32)
     ("model", "choice"),
     [
         (SMALL, ParallelPlan(pp=4, microbatch_size=2, microbatches=8)),
-        (
-            SMALL,
-            ParallelPlan(
-                pp=2, stages_per_rank=2, microbatch_size=1, microbatches=4, schedule="interleaved"
-            ),
-        ),
-        (
-            SMALL,
-            ParallelPlan(
-                pp=2, microbatch_size=3, microbatches=4, schedule="zb_h1", layers_per_stage=(3, 1)
-            ),
-        ),
-        (
-            TransformerSpec(layers=6, hidden=96, heads=8, vocab=40, sequence=16, tied=False),
-            ParallelPlan(pp=3, microbatches=3),
-        ),
+        (SMALL, ParallelPlan(pp=2, stages_per_rank=2, microbatches=4, schedule="interleaved")),
+        (SMALL, ParallelPlan(pp=2, microbatch_size=3, microbatches=4, schedule="zb_h1",
+                             layers_per_stage=(3, 1))),
+        (UNTIED, ParallelPlan(pp=3, microbatches=3)),
         (SMALL, ParallelPlan(pp=1, microbatch_size=2, microbatches=2)),
     ],
-)
+)  # fmt: skip
 def test_predicted_sizes_equal_measured_sizes(model: TransformerSpec, choice: ParallelPlan) -> None:
-    predicted, actual = (
-        compute_trainer_sizes(model, choice, build_pipeline_shape(choice)),
-        measure_trainer_sizes(model, choice),
-    )
+    predicted = compute_trainer_sizes(model, choice, build_pipeline_shape(choice))
+    actual = measure_trainer_sizes(model, choice)
     for name in NAMES:
         pair = [x.for_stages(name, choice.stages).tolist() for x in (predicted, actual)]
         assert pair[0] == pair[1], name

@@ -30,12 +30,18 @@ from schedir.training.processes.process_exit import exchange_black_boxes
 from schedir.transports.transport import describe_peer_error, is_caused_by_peer
 from tests.cpu.test_train_termination import gone
 from tests.cpu.train_command import (
+    ONE_STAGE_PER_RANK,
     TORCHRUN,
     Run,
+    find_free_port,
     make_arguments,
+    make_torchrun_command,
     run_launched,
     wait_until,
+    write_patched_schedule,
 )
+
+ONE_F_ONE_B = [*ONE_STAGE_PER_RANK, "pipeline.schedule=one_f_one_b"]
 
 
 def make_snapshot(process: int, *, waits: bool) -> BlackBoxSnapshot:
@@ -48,13 +54,10 @@ def make_snapshot(process: int, *, waits: bool) -> BlackBoxSnapshot:
 
 def test_black_boxes_are_exchanged_over_store() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    first_machine, second_machine = (
-        {0: make_snapshot(0, waits=True), 1: make_snapshot(1, waits=True)},
-        {2: make_snapshot(2, waits=False)},
-    )
-    assert (
-        exchange_black_boxes(store, first_machine, [2], timeout=0.0) == {}
-    )  # no process has sent it
+    first_machine = {process: make_snapshot(process, waits=True) for process in (0, 1)}
+    second_machine = {2: make_snapshot(2, waits=False)}
+    # No process has sent it.
+    assert exchange_black_boxes(store, first_machine, [2], timeout=0.0) == {}
     assert exchange_black_boxes(store, second_machine, [0, 1]) == first_machine
     all_boxes = first_machine | exchange_black_boxes(store, first_machine, [2])
     cause = StalledRun(all_boxes, ProcessLayout(3, 1, 1)).find_cause()
@@ -62,49 +65,24 @@ def test_black_boxes_are_exchanged_over_store() -> None:
 
 
 def test_processes_end_when_torchrun_is_killed(config: str, tmp_path: Path) -> None:
-    sets = ["train.steps=1000000", "train.log_every=1", "pipeline.tp=1",
-            "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b"]  # fmt: skip
-    agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "schedir"]
-    run = Run([*agent, *make_arguments(config, tmp_path / "out", *sets)], tmp_path / "out")
+    sets = [*ONE_F_ONE_B, "train.steps=1000000", "train.log_every=1"]
+    arguments = make_arguments(config, tmp_path / "out", *sets)
+    run = Run(make_torchrun_command(2, *arguments), tmp_path / "out")
     run.wait_for("\nstep ")
-    pids = [
-        box[BlackBoxField.PID]
-        for box in read_black_boxes(tmp_path / "out" / BLACK_BOX_DIRECTORY).values()
-    ]
+    boxes = read_black_boxes(tmp_path / "out" / BLACK_BOX_DIRECTORY)
+    pids = [box[BlackBoxField.PID] for box in boxes.values()]
     assert len(pids) == 2
     os.kill(run.pid, signal.SIGKILL)
     wait_until(lambda: all(map(gone, pids)))
 
 
-# The file of a schedule is the user's code.
-FAULTY_SCHEDULE = """\
-import os
-import signal
-
-from schedir.schedules import one_f_one_b as mine
-from schedir.models import gpt
-
-forward = gpt.Layer.forward
-
-
-def dies(self, x):
-    if os.path.exists(os.environ["TRAINS"]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return forward(self, x)
-
-
-if os.environ.get("RANK") == "1":
-    gpt.Layer.forward = dies
-"""
-
-
 def test_other_node_reports_dead_process(config: str, tmp_path: Path) -> None:
     """torchrun's report of the other node contains this error, too."""
-    schedule = tmp_path / "mine.py"
-    schedule.write_text(FAULTY_SCHEDULE)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
+    die = 'if rank == "1" and os.path.exists(os.environ["TRAINS"]):\n'
+    die += "    os.kill(os.getpid(), signal.SIGKILL)"
+    schedule = write_patched_schedule(tmp_path, "schedir.models.gpt:Layer.forward", die)
+    sets = [*ONE_STAGE_PER_RANK, schedule]
+    port = find_free_port()
     agent = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=it", "--rdzv-backend=c10d",
              f"--rdzv-endpoint=127.0.0.1:{port}", "-m", "schedir"]  # fmt: skip
     command = [*agent, *make_arguments(config, tmp_path / "out", *sets)]
@@ -121,15 +99,11 @@ def test_other_node_reports_dead_process(config: str, tmp_path: Path) -> None:
     nodes.append(Run(command, tmp_path / "second", TRAINS=trains))
     errors = [node.finish()[2] for node in nodes]
     expected = "process 1 (pipeline rank 1) has sent no information from its machine"
-    (dead_node,) = (
-        err for err in errors if "rank      : 1 " in err
-    )  # the node of the dead process
-    (other_node,) = (err for err in errors if err is not dead_node)
-    assert "exitcode  : -9" in dead_node
-    assert (
-        expected in other_node.splitlines()[0]
-        and expected in other_node.partition("traceback : ")[2]
-    ), other_node
+    # The first is the node of the dead process.
+    dead_node, other_node = sorted(errors, key=lambda err: "rank      : 1 " not in err)
+    assert "rank      : 1 " in dead_node and "exitcode  : -9" in dead_node
+    assert expected in other_node.splitlines()[0], other_node
+    assert expected in other_node.partition("traceback : ")[2], other_node
 
 
 # The launcher and its ranks are forks of a process that has loaded this function.
@@ -177,18 +151,12 @@ sys.exit(main(arguments))
 def test_process_that_dies_before_it_joins_is_reported(
     config: str, tmp_path: Path, launcher: str, what: str, said: str
 ) -> None:
-    agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "schedir"]
-    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b"]
-    arguments = make_arguments(config, tmp_path / "out", *sets)
-    script = tmp_path / "launch.py"
-    script.write_text(
-        FAULTY_LAUNCHER.format(
-            what=what,
-            phase=BlackBoxField.PHASE * 8,
-            box=str(tmp_path / "out" / BLACK_BOX_DIRECTORY / "0"),
-            arguments=[*agent, *arguments] if launcher == "torchrun" else arguments,
-        )
-    )
+    arguments = make_arguments(config, tmp_path / "out", *ONE_F_ONE_B)
+    if launcher == "torchrun":
+        arguments = make_torchrun_command(2, *arguments)
+    script, box = tmp_path / "launch.py", str(tmp_path / "out" / BLACK_BOX_DIRECTORY / "0")
+    phase = BlackBoxField.PHASE * 8
+    script.write_text(FAULTY_LAUNCHER.format(what=what, phase=phase, box=box, arguments=arguments))
     code, _, err = run_launched([str(script)], tmp_path / "launched")
     error_lines = [line for line in err.splitlines() if line.startswith("process ")]
     assert code == 1 and error_lines[0].startswith(said), err
@@ -196,33 +164,33 @@ def test_process_that_dies_before_it_joins_is_reported(
     assert "rank      : 1 " in err.partition("Root Cause")[2] or launcher == "schedir", err
 
 
-def test_late_peer_has_error_without_gloo_internals() -> None:
+def make_gloo_groups() -> list[Any]:
+    """Return the Gloo groups of two processes. Each process is a thread."""
     store = dist.HashStore()  # type: ignore[attr-defined]
 
     def group(rank: int) -> Any:
         return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1))
 
     with ThreadPoolExecutor(2) as threads:
-        group_of_first, _ = threads.map(group, range(2))
+        return [*threads.map(group, range(2))]
+
+
+LATE_PEER = "a peer did not respond within the timeout"
+
+
+def test_late_peer_has_error_without_gloo_internals() -> None:
+    group, _late_peer = make_gloo_groups()
     with pytest.raises(RuntimeError) as error:
-        group_of_first.recv([torch.empty(1)], 1, 0).wait(timedelta(seconds=0.2))
+        group.recv([torch.empty(1)], 1, 0).wait(timedelta(seconds=0.2))
     assert ".cc:" in str(error.value) and is_caused_by_peer(error.value)
-    assert describe_peer_error(error.value) == "a peer did not respond within the timeout"
+    assert describe_peer_error(error.value) == LATE_PEER
     assert describe_peer_error(RuntimeError("a timeout of a module's own")) == ""
 
 
 def test_all_waits_report_late_peer() -> None:
-    store = dist.HashStore()  # type: ignore[attr-defined]
-
-    def group(rank: int) -> Any:
-        return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1))
-
-    with ThreadPoolExecutor(2) as threads:
-        group_of_first, _ = threads.map(group, range(2))
-    first, second = (group_of_first.allreduce([torch.ones(1)]) for _ in range(2))
+    group, _late_peer = make_gloo_groups()
+    first, second = (group.allreduce([torch.ones(1)]) for _ in range(2))
     for work in (second, first):
         with pytest.raises(RuntimeError) as error:
             work.wait()
-        assert describe_peer_error(error.value) == "a peer did not respond within the timeout", (
-            error.value
-        )
+        assert describe_peer_error(error.value) == LATE_PEER, error.value

@@ -15,27 +15,16 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import one_f_one_b
 from schedir.training import train as training
 from tests.cases import cases
-from tests.cpu.train_command import TORCHRUN, make_arguments, run_launched
+from tests.cpu.train_command import (
+    ONE_STAGE_PER_RANK,
+    make_arguments,
+    make_torchrun_command,
+    run_launched,
+    write_patched_schedule,
+)
 
-FAULTY_SCHEDULE = """\
-import os
-import signal
-import sys
-
-import schedir.training.batches.samples
-from schedir.schedules import one_f_one_b as mine
-
-read_batch = schedir.training.batches.samples.Batches.read_batch
-
-
-def read_or_die(self, first, count):
-    if first == 2 * self.batch_size and os.environ.get("RANK") == "1":
-        {how}
-    return read_batch(self, first, count)
-
-
-schedir.training.batches.samples.Batches.read_batch = read_or_die
-"""
+READ_BATCH = "schedir.training.batches.samples:Batches.read_batch"
+IN_SECOND_STEP = 'if arguments[1] == 2 * arguments[0].batch_size and rank == "1":\n'
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -48,11 +37,9 @@ def make_death_arguments(
     config: str, tmp_path: Path, how: str, transport: str, ranks: int = 3
 ) -> list[str]:
     """Return the arguments of `schedir train` for a run whose second rank dies."""
-    schedule = tmp_path / "mine.py"
-    schedule.write_text(FAULTY_SCHEDULE.format(how=how))
-    sets = [f"pipeline.ranks={ranks}", "pipeline.tp=1", "pipeline.stages_per_rank=1",
-            f"model.layers={ranks}", f"train.transport={transport}",
-            f"pipeline.schedule={schedule}:mine"]  # fmt: skip
+    sets = [*ONE_STAGE_PER_RANK, f"pipeline.ranks={ranks}", f"model.layers={ranks}",
+            f"train.transport={transport}",
+            write_patched_schedule(tmp_path, READ_BATCH, f"{IN_SECOND_STEP}    {how}")]  # fmt: skip
     return make_arguments(config, tmp_path / "out", *sets)
 
 
@@ -103,21 +90,14 @@ def test_exception_that_ends_rank_is_its_error(
     assert str(error.value).startswith(said)
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    cases(
-        [("os._exit(1)", "process 1 (pipeline rank 1) exited with code 1, ")],
-        [("os._exit(0)", "process 1 (pipeline rank 1) exited with code 0, ")],
-    ),
-)
-def test_warnings_do_not_hide_cause_of_death(
-    config: str, tmp_path: Path, how: str, said: str
-) -> None:
-    words = make_death_arguments(config, tmp_path, how, "gloo", ranks=2)
+@pytest.mark.parametrize("code", cases([1], [0]))
+def test_warnings_do_not_hide_cause_of_death(config: str, tmp_path: Path, code: int) -> None:
+    words = make_death_arguments(config, tmp_path, f"os._exit({code})", "gloo", ranks=2)
     schedule = tmp_path / "mine.py"
     schedule.write_text(f"import warnings\n{schedule.read_text()}\nwarnings.warn('odd')\n")
-    code, _, err = run_launched(words, tmp_path / "out")
-    assert code == 1 and "\n[1] " in err and "UserWarning: odd" in err
+    exit_code, _, err = run_launched(words, tmp_path / "out")
+    assert exit_code == 1 and "\n[1] " in err and "UserWarning: odd" in err
+    said = f"process 1 (pipeline rank 1) exited with code {code}, "
     assert err.splitlines()[-1].startswith(said)
     assert not (tmp_path / "out" / "summary.json").exists()
 
@@ -153,8 +133,7 @@ def test_error_of_module_is_shown_unchanged(how: str, said: str) -> None:
 def test_neighbour_reports_dead_process_under_torchrun(
     config: str, tmp_path: Path, transport: str
 ) -> None:
-    agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "-m", "schedir"]
-    words = [*agent, *make_death_arguments(config, tmp_path, KILL, transport)]
+    words = make_torchrun_command(3, *make_death_arguments(config, tmp_path, KILL, transport))
     code, _, err = run_launched(words, tmp_path / "out")
     error_lines = [line for line in err.splitlines() if line.startswith("process ")]
     assert code == 1 and "pair.cc" not in err
@@ -164,44 +143,29 @@ def test_neighbour_reports_dead_process_under_torchrun(
     assert "Root Cause" in err and "rank      : 1 " in err
 
 
-FORKING_SCHEDULE = """\
-import os
-import signal
-import sys
-import time
+FORK_CHILDREN = """\
+if rank == "1" and arguments[1] == 2:
+    from schedir.training.processes.process_exit import get_current_member
 
-from schedir.schedules import one_f_one_b as mine
-from schedir.training.processes.process_exit import get_current_member
-from schedir.training.batches.prefetch import Prefetch
-
-take = Prefetch.take
-
-
-def forking(self, step):
-    if step == 2 and os.environ.get("RANK") == "1":
-        if os.fork() == 0:
-            raise ValueError("a child")
-        child = os.fork()
-        if child == 0:
-            time.sleep(100)
-        os.kill(child, signal.SIGTERM)
-        statuses = {os.wait()[1] for _ in range(2)}
-        print(statuses == {signal.SIGTERM, 256},
-            get_current_member().collect_black_boxes()[1].has_failed,
-            file=sys.stderr)
-    return take(self, step)
-
-
-Prefetch.take = forking
+    if os.fork() == 0:
+        raise ValueError("a child")
+    child = os.fork()
+    if child == 0:
+        time.sleep(100)
+    os.kill(child, signal.SIGTERM)
+    statuses = {os.wait()[1] for _ in range(2)}
+    has_failed = get_current_member().collect_black_boxes()[1].has_failed
+    print(statuses == {signal.SIGTERM, 256}, has_failed, file=sys.stderr)
 """
 
 
 def test_forked_child_of_user_code_is_not_part_of_run(config: str, tmp_path: Path) -> None:
     words = make_death_arguments(config, tmp_path, KILL, "gloo", ranks=2)
-    (tmp_path / "mine.py").write_text(FORKING_SCHEDULE)
+    write_patched_schedule(
+        tmp_path, "schedir.training.batches.prefetch:Prefetch.take", FORK_CHILDREN
+    )
     code, _, err = run_launched(words, tmp_path / "out")
     assert code == 0, err
-    assert (
-        "a child of process 1 (pipeline rank 1): Traceback" in err and "ValueError: a child" in err
-    )
+    assert "a child of process 1 (pipeline rank 1): Traceback" in err
+    assert "ValueError: a child" in err
     assert err.endswith("[1] True False\n")

@@ -30,6 +30,7 @@ from schedir.schedules import (
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.gloo_processes import run
+from tests.cpu.tiny_stages import have_same_bits
 
 torch.set_num_threads(1)
 WIDTH = 6
@@ -76,6 +77,11 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
+def make_executor(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
+    usual: dict[str, Any] = {"loss": squares, "boundary": BOUNDARY}
+    return InProcessExecutor(program, stages, **usual | options)
+
+
 def as_reference(
     program: Program, stages: list[nn.Module], steps: int = 2, **options: Any
 ) -> InProcessExecutor:
@@ -83,14 +89,7 @@ def as_reference(
     plain = deepcopy(stages)
     sgd = partial(torch.optim.SGD, lr=0.1)
     step = sgd([p for stage in plain for p in stage.parameters()])
-    world = InProcessExecutor(
-        program,
-        stages,
-        loss=squares,
-        boundary=BOUNDARY,
-        optimizer=lambda parameters: sgd(parameters),
-        **options,
-    )
+    world = make_executor(program, stages, optimizer=sgd, **options)
     for k in range(steps):
         x, y = batch(program.shape.microbatches, k)
         step.zero_grad()
@@ -109,7 +108,7 @@ def test_recompute_under_autocast_has_same_bits() -> None:
     for recompute in (None, "all"):
         stages = noisy(2)
         program = compile(one_f_one_b, PipelineShape(2, 3), recompute=recompute)
-        world = InProcessExecutor(program, stages, loss=squares, boundary=Boundary((2, WIDTH)))
+        world = make_executor(program, stages)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             total = world.step(*batch(3))
         results.append([total, *state(stages)])
@@ -121,11 +120,9 @@ def run_unseeded_rank(rank: int, shared: bool) -> list[Any]:
     results = []
     for recompute in (None, "all"):
         torch.manual_seed(7)
-        program = compile(
-            zb_h1, PipelineShape(2, 4), recompute=recompute, progress_model="per_edge"
-        )
-        stages = noisy(2)
-        transport = SharedMemoryTransport(program) if shared else GlooTransport(program)
+        shape, stages = PipelineShape(2, 4), noisy(2)
+        program = compile(zb_h1, shape, recompute=recompute, progress_model="per_edge")
+        transport = (SharedMemoryTransport if shared else GlooTransport)(program)
         torch.manual_seed(rank)
         executor = Executor(
             program, rank, stages, transport, loss=squares, boundary=BOUNDARY,
@@ -140,10 +137,7 @@ def run_unseeded_rank(rank: int, shared: bool) -> list[Any]:
 def test_recompute_without_seed_keeps_generator_states(shared: bool) -> None:
     """Losses and weights of two steps have the same bits with and without recomputation."""
     for plain, recomputed in run(run_unseeded_rank, 2, shared):
-        assert all(
-            a is b or torch.equal(a, b) for a, b in zip(plain[0], recomputed[0], strict=True)
-        )
-        assert equal(plain[1], recomputed[1])
+        assert have_same_bits(plain, recomputed)
 
 
 # ---------------------------------------------------------------- side effects of stages
@@ -163,7 +157,7 @@ class OwnGenerator(nn.Module):
 
 def test_different_output_of_recompute_is_refused() -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
-    world = InProcessExecutor(program, noisy(2, OwnGenerator), loss=squares, boundary=BOUNDARY)
+    world = make_executor(program, noisy(2, OwnGenerator))
     with pytest.raises(ExecutionError, match="returns a different output for microbatch") as caught:
         world.step(*batch(4))
     assert str(caught.value.sites[0].instr).startswith("R ")
@@ -175,7 +169,7 @@ def test_loss_that_changes_its_target_is_refused() -> None:
         return (y - target.mul_(2)).square().sum()
 
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
-    world = InProcessExecutor(program, noisy(2), loss=loss, boundary=BOUNDARY)
+    world = make_executor(program, noisy(2), loss=loss)
     with pytest.raises(ExecutionError, match="changes the target of microbatch 0 in place"):
         world.step(*batch(4))
 
@@ -183,13 +177,7 @@ def test_loss_that_changes_its_target_is_refused() -> None:
 def test_debug_option_must_be_boolean() -> None:
     program = compile(gpipe, PipelineShape(1, 1))
     with pytest.raises(UsageError, match="debug"):
-        InProcessExecutor(
-            program,
-            noisy(1),
-            loss=squares,
-            boundary=BOUNDARY,
-            execution=ExecutionOptions(debug=2),  # type: ignore[arg-type]
-        )
+        make_executor(program, noisy(1), execution=ExecutionOptions(debug=2))  # type: ignore[arg-type]
 
 
 class InputHook(nn.Module):
@@ -213,14 +201,8 @@ def test_input_hook_runs_once_under_recompute(schedule: Any) -> None:
     cases: list[dict[str, Any]] = [{}, {"recompute": "all"}]
     for options in cases:
         torch.manual_seed(0)
-        program = compile(
-            schedule, PipelineShape(2, 2, 2 if schedule is interleaved else 1), **options
-        )
-        stages = [InputHook() for _ in range(program.shape.stages)]
-        loss = nn.functional.mse_loss
-        InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY).step(
-            *torch.ones(2, 2, 2, WIDTH)
-        )
-        gradients.append([p.grad for stage in stages for p in stage.parameters()])
-    for plain, recomputed in zip(*gradients, strict=True):
-        assert plain is not None and recomputed is not None and torch.equal(plain, recomputed)
+        shape = PipelineShape(2, 2, 2 if schedule is interleaved else 1)
+        stages: list[nn.Module] = [InputHook() for _ in range(shape.stages)]
+        make_executor(compile(schedule, shape, **options), stages).step(*torch.ones(2, 2, 2, WIDTH))
+        gradients.append(state(stages))
+    assert equal(*gradients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -69,51 +70,33 @@ def test_live_memory_with_recompute_matches_prediction(
         "some": {"recompute": lambda s, m: (s + m) % 2 == 0},
     }
     options = options_by_name[recompute]
-    plain = compile(schedule, shape, buffer_sharing="minimal")
-    recomputed = compile(schedule, shape, buffer_sharing="minimal", **options)
+    compiled: Any = partial(compile, schedule, shape, buffer_sharing="minimal")
+    plain, recomputed = compiled(), compiled(**options)
     assert RECOMPUTE in recomputed.used_opcodes
     peak_recomputed, peak_plain = (
         simulate(p, sizes=sizes).peak_memory for p in (recomputed, plain)
     )
     assert (peak_recomputed <= peak_plain).all() and (peak_recomputed < peak_plain).any()
     limit = float(peak_recomputed.max())
-    program = compile(
-        schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=limit, **options
-    )
+    program = compiled(sizes=sizes, memory_limit=limit, **options)
     world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
-    footprints = compute_footprints(program, sizes)
-    witnesses = [
-        Witness(rank, footprint)
-        for rank, footprint in zip(world.executors, footprints, strict=True)
-    ]
+    witnesses = [*map(Witness, world.executors, compute_footprints(program, sizes))]
     world.step(inputs, targets, scale)
     assert all(witness.beside == 0 for witness in witnesses)
     with pytest.raises(MemoryLimitError):
-        compile(
-            schedule,
-            shape,
-            buffer_sharing="minimal",
-            sizes=sizes,
-            memory_limit=limit - 1,
-            **options,
-        )
+        compiled(sizes=sizes, memory_limit=limit - 1, **options)
 
 
-def test_recompute_inputs_include_written_buffers() -> None:
-    x = runs.batch(1)[0][0]
-    recompute_inputs = measure_sizes(
-        noisy(2), x, x, loss=squares, boundary=runs.BOUNDARY
-    ).recompute_inputs
-    buffer_bytes = 2 * 4 * WIDTH + 8  # mean and variance, and the number of batches
-    assert recompute_inputs == (buffer_bytes, 4 * 2 * WIDTH + buffer_bytes)
+FROZEN_BYTES = 3 * 4 * WIDTH
+BUFFER_BYTES = 2 * 4 * WIDTH + 8  # mean and variance, and the number of batches
 
 
-def test_recompute_inputs_include_written_frozen_parameters() -> None:
-    x, stages = runs.batch(1)[0][0], noisy(2, Means)
-    before = [stage.state_dict()[name].clone() for stage in stages for name in stage.state_dict()]
-    recompute_inputs = measure_sizes(
-        stages, x, x, loss=squares, boundary=runs.BOUNDARY
-    ).recompute_inputs
-    assert recompute_inputs == (3 * 4 * WIDTH, 4 * 2 * WIDTH + 3 * 4 * WIDTH)
-    after = [stage.state_dict()[name] for stage in stages for name in stage.state_dict()]
+@pytest.mark.parametrize(("layer", "size"), [(Means, FROZEN_BYTES), (runs.Noisy, BUFFER_BYTES)])
+def test_recompute_inputs_include_written_tensors(layer: Any, size: int) -> None:
+    """The tensors are frozen parameters or buffers, and the measurement restores them."""
+    x, stages = runs.batch(1)[0][0], noisy(2, layer)
+    before = [tensor.clone() for stage in stages for tensor in stage.state_dict().values()]
+    sizes = measure_sizes(stages, x, x, loss=squares, boundary=runs.BOUNDARY)
+    assert sizes.recompute_inputs == (size, 4 * 2 * WIDTH + size)
+    after = [tensor for stage in stages for tensor in stage.state_dict().values()]
     assert all(map(torch.equal, before, after))

@@ -12,9 +12,8 @@ from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.executor_options import ExecutionOptions
-from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import gpipe, interleaved, zb_h1
-from tests.cpu.test_recompute import BOUNDARY, WIDTH, as_reference, batch, noisy, squares
+from tests.cpu.test_recompute import WIDTH, as_reference, batch, make_executor, noisy
 
 
 class WrittenBuffer(nn.Module):
@@ -100,17 +99,6 @@ class WritesFromSecondForward(WrittenBuffer):
         return y
 
 
-def test_buffer_written_only_by_second_forward_is_refused() -> None:
-    program = compile(gpipe, PipelineShape(2, 4), recompute="all")
-    world = InProcessExecutor(
-        program, noisy(2, WritesFromSecondForward), loss=squares, boundary=BOUNDARY
-    )
-    with pytest.raises(
-        ExecutionError, match="writes to its buffer u, but its first forward did not"
-    ):
-        world.step(*batch(4))
-
-
 class WriteThroughReference(WrittenBuffer):
     """Writes to its buffer through another reference."""
 
@@ -136,15 +124,15 @@ class WrittenBias(WrittenBuffer):
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
+        (WritesFromSecondForward, "writes to its buffer u, but its first forward did not"),
         (WriteThroughReference, "through another reference"),
         (WrittenBias, "writes to trained Parameters"),
     ],
 )
 def test_write_that_recompute_cannot_undo_is_refused(layer: Any, message: str) -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
-    world = InProcessExecutor(program, noisy(2, layer), loss=squares, boundary=BOUNDARY)
     with pytest.raises(ExecutionError, match=message):
-        world.step(*batch(4))
+        make_executor(program, noisy(2, layer)).step(*batch(4))
 
 
 class GradientPenalty(nn.Module):
@@ -162,26 +150,14 @@ class GradientPenalty(nn.Module):
 
 def test_forward_that_calls_autograd_grad_is_refused() -> None:
     stages = [*noisy(1, GradientPenalty), *noisy(1, ReplacedBuffer)]
-    program = compile(gpipe, PipelineShape(2, 4), recompute="all")
-    world = InProcessExecutor(
-        program,
-        stages,
-        loss=squares,
-        boundary=BOUNDARY,
-        execution=ExecutionOptions(allow_identical_stages=True),
-    )
+
+    def step(recompute: Any) -> Tensor:
+        program = compile(gpipe, PipelineShape(2, 4), recompute=recompute)
+        execution = ExecutionOptions(allow_identical_stages=True)
+        return make_executor(program, stages, execution=execution).step(*batch(4))
+
     with pytest.raises(ExecutionError, match=r"stage 0 .*torch\.autograd\.grad") as error:
-        world.step(*batch(4))
+        step("all")
     (site,) = error.value.sites
     assert (site.rank, str(site.instr)) == (0, "F 0.0") and "stage != 0" in error.value.hint
-    program_without_stage_0 = compile(
-        gpipe, PipelineShape(2, 4), recompute=lambda stage, mb: stage != 0
-    )
-    second_world = InProcessExecutor(
-        program_without_stage_0,
-        stages,
-        loss=squares,
-        boundary=BOUNDARY,
-        execution=ExecutionOptions(allow_identical_stages=True),
-    )
-    assert second_world.step(*batch(4)).isfinite()
+    assert step(lambda stage, mb: stage != 0).isfinite()

@@ -20,13 +20,19 @@ from schedir.training.step_queue import StepQueue
 from schedir.training.train import run
 from tests.cases import cases
 from tests.cpu import train_command
-from tests.cpu.train_command import ROOT, TORCHRUN, Run, run_forked, run_launched, wait_until
+from tests.cpu.train_command import (
+    ROOT,
+    TORCHRUN,
+    Run,
+    run_forked,
+    run_launched,
+    wait_until,
+    write_patched_schedule,
+)
 
-ALONE = [
-    *train_command.ONE_PROCESS,
-    "output.record=false",
-]  # a picture would take as long as the steps
-TWO_RANKS = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "output.record=false"]
+# A picture would take as long as the steps.
+ALONE = [*train_command.ONE_PROCESS, "output.record=false"]
+TWO_RANKS = [*train_command.ONE_STAGE_PER_RANK, "output.record=false"]
 STEPS = 7
 TRAINING = [
     f"train.steps={STEPS}", "train.log_every=3", "model.dropout=0.1", "model.layers=2",
@@ -62,6 +68,10 @@ def unbroken_losses(config: str, tmp_path_factory: pytest.TempPathFactory) -> by
     return read_losses(folder)
 
 
+def run_again(config: str, folder: Path, *settings: str) -> int:
+    return run(config, [*ALONE, *make_options(folder, *settings)])
+
+
 def run_until(step: int, config: str, folder: Path, *settings: str) -> None:
     """Start a run that is interrupted within a step."""
     issue = StepQueue.issue
@@ -73,7 +83,7 @@ def run_until(step: int, config: str, folder: Path, *settings: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepQueue, "issue", issues)
-        assert run(config, [*ALONE, *make_options(folder, *settings)]) == 130
+        assert run_again(config, folder, *settings) == 130
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +132,9 @@ def test_checkpoint_has_main_parameters_and_loss_scale(
     """Checkpoints also contain the float32 copies of weights and the loss scale."""
     options = [f"train.precision={precision}", "train.steps=4"]
     unbroken_folder = tmp_path / "whole"
-    assert run(config, [*ALONE, *make_options(unbroken_folder, *options)]) == 0
+    assert run_again(config, unbroken_folder, *options) == 0
     run_until(4, config, tmp_path, *options)
-    assert run(config, [*ALONE, *make_options(tmp_path, *options)]) == 0
+    assert run_again(config, tmp_path, *options) == 0
     assert read_losses(tmp_path) == read_losses(unbroken_folder)
 
 
@@ -135,20 +145,20 @@ def test_run_without_checkpoint_starts_again(
     folder = copy_run(4)
     shutil.rmtree(folder / "saved" / "step-00000002")
     assert read_losses(folder).count(b"\n") > 1 and list_saved_steps(folder) == []
-    assert run(config, [*ALONE, *make_options(folder)]) == 0
+    assert run_again(config, folder) == 0
     assert read_losses(folder) == unbroken_losses
 
 
 def test_complete_run_is_reported_and_unchanged(
     config: str, tmp_path: Path, unbroken_losses: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(config, [*ALONE, *make_options(tmp_path)]) == 0
+    assert run_again(config, tmp_path) == 0
     contents = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    assert run(config, [*ALONE, *make_options(tmp_path)]) == 0
+    assert run_again(config, tmp_path) == 0
     assert f"all {STEPS} steps of the run are complete\n" in capsys.readouterr().out
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == contents
     (tmp_path / "out" / "summary.json").unlink()  # as if the run ended before it wrote this file
-    assert run(config, [*ALONE, *make_options(tmp_path)]) == 0
+    assert run_again(config, tmp_path) == 0
     assert (tmp_path / "out" / "summary.json").exists() and read_losses(tmp_path) == unbroken_losses
 
 
@@ -157,7 +167,7 @@ def test_changed_settings_are_reported(
 ) -> None:
     folder = copy_run(4)
     changed = ["train.lr=0.002", "pipeline.microbatches=1"]
-    assert run(config, [*ALONE, *make_options(folder, *changed)]) == 0
+    assert run_again(config, folder, *changed) == 0
     output = capsys.readouterr().out
     assert "; changed since: pipeline.microbatches 2 to 1, train.lr 0.001 to 0.002\n" in output
 
@@ -167,7 +177,7 @@ def test_new_output_folder_has_only_resumed_losses(
 ) -> None:
     folder = copy_run(4)
     other = f'output.dir="{folder / "new" / "out"}"'
-    assert run(config, [*ALONE, *make_options(folder, other)]) == 0
+    assert run_again(config, folder, other) == 0
     lines = unbroken_losses.splitlines(keepends=True)
     assert read_losses(folder / "new") == b"".join([lines[0], *lines[3:]])
 
@@ -181,7 +191,7 @@ def test_step_with_nonfinite_gradients_is_not_saved(
         StepQueue, "_should_stop", lambda self, n: settle(self, n) or self.last_issued_step >= 4
     )
     monkeypatch.setattr(StepQueue, "diagnose_failure", lambda self: ExecutionError("not finite"))
-    assert run(config, [*ALONE, *make_options(tmp_path)]) == 1
+    assert run_again(config, tmp_path) == 1
     assert list_saved_steps(tmp_path) == [2]
 
 
@@ -220,7 +230,7 @@ def test_incompatible_resume_is_refused_and_keeps_files(
     errors.append(f"train.resume=must\n{error.value}\n")
     (folder / "out" / "loss.csv").write_text(read_losses(folder).decode().rpartition("2,")[0])
     with pytest.raises(UsageError) as error:
-        run(config, [*ALONE, *make_options(folder)])
+        run_again(config, folder)
     errors.append(f"lines that are missing\n{error.value}\n")
     golden = ROOT / "tests" / "golden" / "resume.txt"
     if "UPDATE_GOLDEN" in os.environ:
@@ -240,7 +250,7 @@ def test_output_folder_of_another_run_is_refused(
         run(config, [*ALONE, *make_options(folder), f'output.dir="{other / "out"}"'])
     assert error.value.fields == ("dir", "overwrite")
     (folder / "saved" / RUN_FILE).unlink()  # a checkpoint still records its run
-    assert run(config, [*ALONE, *make_options(folder)]) == 0
+    assert run_again(config, folder) == 0
 
 
 def test_overwrite_removes_old_checkpoints(
@@ -251,7 +261,7 @@ def test_overwrite_removes_old_checkpoints(
 ) -> None:
     folder = copy_run(6)
     options = ["train.resume=no", "output.overwrite=true"]
-    assert run(config, [*ALONE, *make_options(folder, *options)]) == 0
+    assert run_again(config, folder, *options) == 0
     assert read_losses(folder) == unbroken_losses and "resumed" not in capsys.readouterr().out
 
 
@@ -275,11 +285,11 @@ def test_full_disk_keeps_last_complete_checkpoint(
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         with pytest.raises(CheckpointError, match=r"cannot save step \d to .*: File too large"):
-            run(config, [*ALONE, *make_options(folder)])
+            run_again(config, folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list_saved_steps(folder) == [2]
-    assert run(config, [*ALONE, *make_options(folder)]) == 0
+    assert run_again(config, folder) == 0
 
 
 @pytest.mark.parametrize("damage", cases(["tampered"], ["manifest"]))
@@ -296,7 +306,7 @@ def test_damaged_checkpoint_is_skipped(
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data if damage == "tampered" else b"{}\n")
-    assert run(config, [*ALONE, *make_options(folder)]) == 0
+    assert run_again(config, folder) == 0
     output = capsys.readouterr().out
     problem = file.name if damage == "tampered" else "its manifest"
     assert f"\nskipped: step-00000004 is not complete: {problem}" in output
@@ -306,31 +316,11 @@ def test_damaged_checkpoint_is_skipped(
 
 # Runs that receive a signal
 
-SLOW_CHECKPOINT = """\
-import time
-from pathlib import Path
-
-from schedir.schedules import one_f_one_b as mine
-from schedir.training import checkpointing
-
-def slowly(*given, **more):
-    Path(__file__).with_suffix(".saving").touch()
-    time.sleep(60)
-
-
-checkpointing.write_checkpoint = slowly
-"""
-
 
 def start_endless_run(config: str, folder: Path, *settings: str) -> Run:
     """Start a run of two processes that would take forever, and wait for its first step."""
-    sets = [
-        *TWO_RANKS,
-        *make_options(folder, every=10**6),
-        "train.steps=1000000",
-        "train.log_every=1",
-        *settings,
-    ]
+    sets = [*TWO_RANKS, *make_options(folder, every=10**6), "train.steps=1000000",
+            "train.log_every=1", *settings]  # fmt: skip
     launcher = Run(["train", config, *(f"--set={s}" for s in sets)], folder / "begun")
     launcher.wait_for("\nstep ")
     return launcher
@@ -353,53 +343,31 @@ def test_sigterm_saves_same_step_on_all_processes(config: str, tmp_path: Path) -
     assert read_losses(tmp_path).count(b"\n") == last + 3
 
 
-def test_shutdown_grace_ends_run_without_checkpoint(config: str, tmp_path: Path) -> None:
-    schedule = tmp_path / "mine.py"
-    schedule.write_text(SLOW_CHECKPOINT)
-    launcher = start_endless_run(
-        config, tmp_path, f"pipeline.schedule={schedule}:mine", "train.shutdown_grace=1"
-    )
+def start_slow_checkpoint(config: str, folder: Path, grace: int) -> Run:
+    """Start a run that has received SIGTERM, and does not finish its checkpoint in time."""
+    write = "schedir.training.checkpointing:write_checkpoint"
+    sleep = f"open({str(folder / 'saving')!r}, 'w').close()\ntime.sleep(60)"
+    schedule = write_patched_schedule(folder, write, sleep)
+    launcher = start_endless_run(config, folder, schedule, f"train.shutdown_grace={grace}")
     os.kill(launcher.pid, signal.SIGTERM)
-    code, _, err = launcher.finish()
+    return launcher
+
+
+def test_shutdown_grace_ends_run_without_checkpoint(config: str, tmp_path: Path) -> None:
+    code, _, err = start_slow_checkpoint(config, tmp_path, grace=1).finish()
     assert code == 143 and err.count("\n") == 1
     assert "received SIGTERM, and has not saved a checkpoint in 1 s, saving step" in err
     assert list_saved_steps(tmp_path) == []
 
 
 def test_second_sigterm_ends_run_at_once(config: str, tmp_path: Path) -> None:
-    schedule = tmp_path / "mine.py"
-    schedule.write_text(SLOW_CHECKPOINT)
-    launcher = start_endless_run(
-        config, tmp_path, f"pipeline.schedule={schedule}:mine", "train.shutdown_grace=200"
-    )
-    os.kill(launcher.pid, signal.SIGTERM)
-    wait_until(schedule.with_suffix(".saving").exists)
+    launcher = start_slow_checkpoint(config, tmp_path, grace=200)
+    wait_until((tmp_path / "saving").exists)
     os.kill(launcher.pid, signal.SIGTERM)
     assert launcher.finish(60)[0] == -signal.SIGTERM
 
 
 # Restarts of torchrun
-
-FAILING_RANKS = """\
-import os
-import signal
-
-from schedir.schedules import one_f_one_b as mine
-from schedir.training import step_queue
-
-issue = step_queue.StepQueue.issue
-attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def issues(self, *given):
-    now = int(os.environ.get("RANK", "0")), self.last_issued_step
-    if attempt < len({deaths}) and now == {deaths}[attempt]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    issue(self, *given)
-
-
-step_queue.StepQueue.issue = issues
-"""
 
 
 @pytest.mark.parametrize("deaths", cases([[(1, 6)]], [[(0, 2), (1, 6)]]))
@@ -407,11 +375,15 @@ def test_torchrun_restart_resumes_from_checkpoint(
     config: str, tmp_path: Path, deaths: list[tuple[int, int]]
 ) -> None:
     """Each attempt ends with the death of a rank after a step. The first checkpoint has step 3."""
-    schedule = tmp_path / "mine.py"
-    schedule.write_text(FAILING_RANKS.format(deaths=deaths))
-    settings = [*TWO_RANKS, f"pipeline.schedule={schedule}:mine"]
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3", "-m", "schedir"]
-    sets = [*settings, *make_options(tmp_path, every=3)]
+    die = f"""\
+attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+if (int(rank), arguments[0].last_issued_step) in {deaths}[attempt : attempt + 1]:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    issue = "schedir.training.step_queue:StepQueue.issue"
+    schedule = write_patched_schedule(tmp_path, issue, die)
+    sets = [*TWO_RANKS, schedule, *make_options(tmp_path, every=3)]
     command = [*agent, "train", config, *(f"--set={s}" for s in sets)]
     code, out, err = run_launched(command, tmp_path / "died")
     assert code == 0, err

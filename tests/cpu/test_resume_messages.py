@@ -50,10 +50,8 @@ def test_fewer_steps_than_complete_are_reported(
     assert run(config, make_options(tmp_path, 2)) == 0
     assert run(config, make_options(tmp_path, 1)) == 0
     output = capsys.readouterr().out
-    assert (
-        "\n2 steps of the run are complete, and train.steps is 1: there is nothing to do\n"
-        in output
-    )
+    message = "2 steps of the run are complete, and train.steps is 1: there is nothing to do"
+    assert f"\n{message}\n" in output
 
 
 def test_moved_tokenizer_is_accepted_and_another_is_refused(
@@ -88,9 +86,8 @@ def test_setting_missing_in_old_checkpoint_has_default(
     settings = [f'train.checkpoint_dir="{tmp_path}"', f"model.kind={old_kind}"]
     setting_texts = read_config(config, settings).setting_texts
     new_names = {"model.window", "model.stride"} | ({"model.kind"} if old_kind == "gpt" else set())
-    RunIdentity(
-        "it", {name: value for name, value in setting_texts.items() if name not in new_names}
-    ).write(tmp_path)
+    old_texts = {name: value for name, value in setting_texts.items() if name not in new_names}
+    RunIdentity("it", old_texts).write(tmp_path)
     require_resumable(read_config(config, settings))
     with pytest.raises(UsageError, match=sets[0].split("=")[0]):
         require_resumable(read_config(config, [*settings, *sets]))
@@ -100,7 +97,5 @@ def test_settings_under_old_names_are_compared(tmp_path: Path) -> None:
     """A checkpoint of an older version has its settings under their old names."""
     current_settings = {"train.clip_grad_norm": "0.5", "pipeline.buffer_sharing": "minimal"}
     old_settings = {"train.clip": "1.0", "pipeline.slots": "fewest"}
-    assert (
-        RunIdentity("it", current_settings).describe_changes({"settings": old_settings})
-        == "train.clip_grad_norm 1.0 to 0.5"
-    )
+    changes = RunIdentity("it", current_settings).describe_changes({"settings": old_settings})
+    assert changes == "train.clip_grad_norm 1.0 to 0.5"

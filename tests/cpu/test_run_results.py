@@ -27,20 +27,30 @@ from schedir.training.run_results import (
 from schedir.training.train import run
 from tests.cpu.train_command import (
     ONE_PROCESS,
+    ONE_STAGE_PER_RANK,
     ROOT,
     Run,
     make_arguments,
     run_forked,
     run_launched,
     wait_until,
+    write_patched_schedule,
+    write_schedule,
 )
 
-TWO_RANKS = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "train.log_every=1"]
+TWO_RANKS = [*ONE_STAGE_PER_RANK, "train.log_every=1"]
 OVERWRITE = "output.overwrite=true"
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def write_old_results(folder: Path) -> dict[str, bytes]:
+    """Write the results of an earlier run, and return them."""
+    for name in RESULT_FILES:
+        (folder / name).write_text("of an earlier run")
+    return read_files(folder)
 
 
 def get_refusal(config: str, *sets: str) -> UsageError:
@@ -70,11 +80,9 @@ def test_existing_results_need_overwrite_option(config: str, tmp_path: Path) -> 
 
     # A run that records nothing removes the picture and the trace of an earlier run.
     second_run = [*sets[:1], OVERWRITE, "output.record=false", "data.seed=3", "train.steps=2"]
-    (tmp_path / "out" / TRACE_FILE).touch()
-    for name in ("summary", "run"):
-        (
-            tmp_path / "out" / f".{name}.json.123"
-        ).touch()  # left by a run that was killed while it wrote
+    # A run that was killed while it wrote leaves the last two.
+    for name in (TRACE_FILE, ".summary.json.123", ".run.json.123"):
+        (tmp_path / "out" / name).touch()
     assert run(config, [*ONE_PROCESS, *second_run]) == 0
     assert {*read_files(tmp_path / "out")} == {"loss.csv", "summary.json"}
     assert read_files(tmp_path / "out")["loss.csv"].count(b"\n") == 3
@@ -106,26 +114,22 @@ def test_results_are_not_replaced_before_agreement(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last check is after the creation of the model."""
-    for name in RESULT_FILES:
-        (tmp_path / name).write_text("of an earlier run")
-    contents = {name: (tmp_path / name).read_bytes() for name in RESULT_FILES}
+    contents = write_old_results(tmp_path)
 
     def raise_difference(*args: object, **kwargs: object) -> object:
         raise ModelError("another model")
 
-    monkeypatch.setattr(
-        trainer._Trainer, "_predict_memory", raise_difference
-    )  # the last point where the processes agree
+    # This is the last point where the processes agree.
+    monkeypatch.setattr(trainer._Trainer, "_predict_memory", raise_difference)
     with pytest.raises(ModelError):
         run(config, [*ONE_PROCESS, f'output.dir="{tmp_path}"', OVERWRITE])
-    assert {name: (tmp_path / name).read_bytes() for name in RESULT_FILES} == contents
+    assert read_files(tmp_path) == contents
 
 
 def test_interrupted_run_keeps_losses_without_summary(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in RESULT_FILES:
-        (tmp_path / name).write_text("of an earlier run")
+    write_old_results(tmp_path)
     report, count = trainer._Trainer._report, [0]
 
     def report_or_interrupt(self: trainer._Trainer, step: int) -> object:
@@ -175,6 +179,13 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
+def claim_twice(output: Config) -> str:
+    """Return the error of a claim of folders that are claimed already."""
+    with claim_directories(output), pytest.raises(UsageError) as error, claim_directories(output):
+        pass
+    return error.value.fact
+
+
 def test_deleted_lock_file_gives_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner deletes the file of its lock while another process is about to lock it."""
     lock, deleted = fcntl.flock, list[Path]()
@@ -186,18 +197,13 @@ def test_deleted_lock_file_gives_no_lock(tmp_path: Path, monkeypatch: pytest.Mon
         lock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", lock_after_delete)
-    output = Config(output=OutputConfig(str(tmp_path)))
-    with claim_directories(output), pytest.raises(UsageError) as error, claim_directories(output):
-        pass
-    assert deleted and "in use" in error.value.fact
+    assert "in use" in claim_twice(Config(output=OutputConfig(str(tmp_path)))) and deleted
 
 
 def test_symlink_to_same_folder_is_claimed_once(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     output = Config(output=OutputConfig(str(tmp_path), trace=str(tmp_path / "link")))
-    with claim_directories(output), pytest.raises(UsageError) as error, claim_directories(output):
-        pass
-    assert f"process {os.getpid()} on " in error.value.fact
+    assert f"process {os.getpid()} on " in claim_twice(output)
     with claim_directories(output):
         pass
 
@@ -240,15 +246,13 @@ train.save_results = slowly
 
 
 def test_writing_results_may_exceed_timeout(config: str, tmp_path: Path) -> None:
-    schedule = tmp_path / "mine.py"
-    schedule.write_text(SLOW_RESULTS)
-    sets = [*TWO_RANKS, "train.timeout=5", "train.steps=2", f"pipeline.schedule={schedule}:mine"]
+    schedule = write_schedule(tmp_path, SLOW_RESULTS)
+    sets = [*TWO_RANKS, "train.timeout=5", "train.steps=2", schedule]
     code, out, err = run_forked(config, tmp_path / "out", *sets)
     assert code == 0, err
     assert out.endswith(f"timeline.png to {tmp_path / 'out'}\n")
-    assert {*read_files(tmp_path / "out")} == {*RESULT_FILES} and not (
-        tmp_path / "out" / "boxes"
-    ).exists()
+    assert {*read_files(tmp_path / "out")} == {*RESULT_FILES}
+    assert not (tmp_path / "out" / "boxes").exists()
 
 
 def test_missing_heartbeat_of_process_0_is_error() -> None:
@@ -296,31 +300,12 @@ def test_summary_is_written_if_picture_fails(
     assert math.isfinite(json.loads((tmp_path / "out" / "summary.json").read_text())["loss"])
 
 
-REMOVED_FOLDER = """\
-import os
-import shutil
-
-from schedir.schedules import one_f_one_b as mine
-from schedir.training.batches.prefetch import Prefetch
-
-take = Prefetch.take
-
-
-def removing(self, step):
-    if step == 2 and os.environ.get("RANK") == "0":
-        shutil.rmtree({folder!r})
-    return take(self, step)
-
-
-Prefetch.take = removing
-"""
-
-
 def test_removed_output_folder_is_named_in_error(config: str, tmp_path: Path) -> None:
-    schedule, folder = tmp_path / "mine.py", tmp_path / "out"
-    schedule.write_text(REMOVED_FOLDER.format(folder=str(folder)))
-    command = make_arguments(config, folder, *TWO_RANKS, f"pipeline.schedule={schedule}:mine")
-    code, _, err = run_launched(command, folder)
+    folder = tmp_path / "out"
+    remove = f'if rank == "0" and arguments[1] == 2:\n    shutil.rmtree({str(folder)!r})'
+    take = "schedir.training.batches.prefetch:Prefetch.take"
+    schedule = write_patched_schedule(tmp_path, take, remove)
+    code, _, err = run_launched(make_arguments(config, folder, *TWO_RANKS, schedule), folder)
     assert code and "Traceback" not in err and "before it joined the run" not in err, err
     first, last = err.splitlines()
     assert first.startswith("[0] process 0 (pipeline rank 0): ") and str(folder) in first

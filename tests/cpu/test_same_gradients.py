@@ -100,21 +100,15 @@ def test_executor_passes() -> None:
 
     def step(rank: int, ranks: int, stages: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
         executor = Executor(
-            program,
-            rank,
-            {rank: stages[rank]},
-            GlooTransport(program),
-            loss=squared_error,
+            program, rank, {rank: stages[rank]}, GlooTransport(program), loss=squared_error,
             boundary=Boundary((2, WIDTH)),
-        )
+        )  # fmt: skip
         x, y = (tensor.unflatten(0, (4, 2)) for tensor in batch)
         executor.step(x, y)
 
     layers = [Layer(), Layer()]
-    assert (
-        assert_same(step, layers, make_batch(), loss_fn=squared_error, reduction="sum", tolerance=0)
-        == 0
-    )
+    options: Any = {"loss_fn": squared_error, "reduction": "sum", "tolerance": 0}
+    assert assert_same(step, layers, make_batch(), **options) == 0
     (difference,) = collect_differences(step, layers, loss_fn=squared_error)
     assert difference.stages == (0, 1) and difference.has_all_parameters
     assert difference.error == pytest.approx(3)
@@ -169,17 +163,13 @@ def test_step_on_copies_must_return_gradients() -> None:
 
 def test_wrong_loss_scaling_is_detected() -> None:
     """This is the fault of pytorch/torchtitan#2972 and of inclusionAI/AReaL PR 1273."""
-    (not_divided,) = collect_differences(
-        make_torch_step("Schedule1F1B", scale_grads=False), make_model(2)
-    )
-    assert not_divided.has_all_parameters and not_divided.locations == (
-        StageLocation(0, 0),
-        StageLocation(1, 1),
-    )
+    step = make_torch_step("Schedule1F1B", scale_grads=False)
+    (not_divided,) = collect_differences(step, make_model(2))
+    assert not_divided.has_all_parameters
+    assert not_divided.locations == (StageLocation(0, 0), StageLocation(1, 1))
     assert not_divided.problem == "relative error 3, norm 4 times the expected norm"
-    (divided_once,) = collect_differences(
-        make_torch_step("ScheduleGPipe"), make_model(2), reduction="sum"
-    )
+    step = make_torch_step("ScheduleGPipe")
+    (divided_once,) = collect_differences(step, make_model(2), reduction="sum")
     assert divided_once.stages == (0, 1) and divided_once.error == pytest.approx(3 / 4)
     step = make_torch_step("ScheduleInterleavedZeroBubble", loss_fn=lambda y, t: mse_loss(y, t) / 4)
     (divided_twice,) = collect_differences(step, make_model(4))
@@ -189,9 +179,8 @@ def test_wrong_loss_scaling_is_detected() -> None:
 @campaign
 def test_gradients_scaled_at_every_step_are_detected() -> None:
     """In pytorch/torchtitan#1733, scale_grads=True while several steps accumulate gradients."""
-    differences = collect_differences(
-        make_torch_step("Schedule1F1B", steps=2, microbatches=2), make_model(2), reduction=2
-    )
+    step = make_torch_step("Schedule1F1B", steps=2, microbatches=2)
+    differences = collect_differences(step, make_model(2), reduction=2)
     assert [d.stages for d in differences] == [(0,), (1,)]
     assert all(d.has_all_parameters and 0.1 < d.error < 1 for d in differences)
 
@@ -225,10 +214,8 @@ def test_double_counted_weight_gradient_is_detected(monkeypatch: pytest.MonkeyPa
 
     PR 181365 fixed this.
     """
-    step, layers = (
-        make_torch_step("ScheduleInterleavedZeroBubble"),
-        make_model(4, SharedWeightLayer),
-    )
+    step = make_torch_step("ScheduleInterleavedZeroBubble")
+    layers = make_model(4, SharedWeightLayer)
     if torch.__version__ >= (2, 13):  # type: ignore[operator]  # mended there
         assert_same(step, layers, make_batch())
     monkeypatch.setattr(their_stage, "stage_backward_weight", compute_old_weight_gradients)
@@ -266,6 +253,9 @@ def collect_torch_2_13_differences(
     pytest.skip("this torch is right")
 
 
+BOTH_STAGES = [((0,), True), ((1,), True)]
+
+
 def test_lost_gradients_between_steps_are_detected() -> None:
     def clear_gradients(schedule: Any, *_: Any) -> None:
         schedule._stage.submod.zero_grad(set_to_none=True)
@@ -274,9 +264,7 @@ def test_lost_gradients_between_steps_are_detected() -> None:
         "Schedule1F1B", steps=2, microbatches=2, scale_grads=False, between=clear_gradients
     )
     differences = collect_differences(step, make_model(2), reduction="sum")
-    assert [d.stages for d in differences] == [(0,), (1,)] and all(
-        d.has_all_parameters for d in differences
-    )
+    assert [(d.stages, d.has_all_parameters) for d in differences] == BOTH_STAGES
 
 
 @campaign
@@ -294,23 +282,16 @@ def test_lost_gradients_of_prepared_fsdp_stages_are_detected() -> None:
         mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
         halves = [*zip(*(tensor.chunk(2) for tensor in batch), strict=True)]
         run_step(
-            "Schedule1F1B",
-            {rank: wrap_in_fsdp(model[rank], mesh["dp"])},
-            ranks,
-            halves,
-            between=evaluate,
-            group=mesh["pp"].get_group(),
-            microbatches=2,
-            scale_grads=False,
-        )
+            "Schedule1F1B", {rank: wrap_in_fsdp(model[rank], mesh["dp"])}, ranks, halves,
+            between=evaluate, group=mesh["pp"].get_group(), microbatches=2, scale_grads=False,
+        )  # fmt: skip
 
-    assert_same(partial(run_sharded_step, False), make_model(2), make_batch(), reduction="sum")
+    arguments = make_model(2), make_batch()
+    assert_same(partial(run_sharded_step, False), *arguments, reduction="sum")
     differences = collect_torch_2_13_differences(
-        partial(run_sharded_step, True), make_model(2), make_batch(), reduction="sum"
+        partial(run_sharded_step, True), *arguments, reduction="sum"
     )
-    assert [d.stages for d in differences] == [(0,), (1,)] and all(
-        d.has_all_parameters for d in differences
-    )
+    assert [(d.stages, d.has_all_parameters) for d in differences] == BOTH_STAGES
 
 
 def test_missing_ddp_reduction_of_split_backward_is_detected() -> None:
@@ -397,9 +378,8 @@ def test_norm_resharded_by_chunked_loss_is_detected() -> None:
     """torchtitan 0.3.0 with ZBVZeroBubble trains its last norm without a gradient."""
     torch.manual_seed(0)
     layers = [Layer(), Layer(), Layer(), NormAndHead()]
-    (difference,) = collect_differences(
-        make_chunked_loss_step(theirs.ScheduleZBVZeroBubble), layers
-    )
+    step = make_chunked_loss_step(theirs.ScheduleZBVZeroBubble)
+    (difference,) = collect_differences(step, layers)
     assert difference.stages == (3,)
     assert difference.names == ("3.norm.weight", "3.norm.bias")
     for runtime in ("torch", "schedir"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,8 @@ def test_dead_rank_is_named() -> None:
             os._exit(3)
         dist.barrier()
 
-    with pytest.raises(
-        ExecutionError, match="rank 1: died without an error report, with exit code 3"
-    ):
+    message = "rank 1: died without an error report, with exit code 3"
+    with pytest.raises(ExecutionError, match=message):
         assert_same(dies, make_model(2), make_batch())
 
 
@@ -64,24 +64,25 @@ def plain_step(rank: int, ranks: int, model: Any, batch: Any) -> None:
     mse_loss(model(batch[0]), batch[1]).backward()
 
 
-def test_processes_are_spawned_if_caller_has_process_group(tmp_path: Path) -> None:
-    """Only a spawned process must pickle the step."""
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=(tmp_path / "s").as_uri(), rank=0, world_size=1)
-    try:
-        with pytest.raises(SchedirError, match="start_method 'spawn' must pickle it"):
-            assert_same(lambda *_: None, make_model(1), make_batch(), ranks=1)
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_processes_are_spawned_if_caller_has_process_group() -> None:
+    """Only a spawned process must pickle the step."""
+    with pytest.raises(SchedirError, match="start_method 'spawn' must pickle it"):
+        assert_same(lambda *_: None, make_model(1), make_batch(), ranks=1)
 
 
 @campaign
-def test_process_group_of_caller_is_unchanged(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("process_group")
+def test_process_group_of_caller_is_unchanged() -> None:
     """Forked processes would share the connections of the group, so processes are spawned."""
-    dist.init_process_group("gloo", init_method=(tmp_path / "s").as_uri(), rank=0, world_size=1)
-    try:
-        assert_same(plain_step, make_model(1), make_batch(), ranks=1)
-    finally:
-        dist.destroy_process_group()
+    assert_same(plain_step, make_model(1), make_batch(), ranks=1)
 
 
 LINEAR = nn.Linear(WIDTH, WIDTH)
@@ -115,14 +116,8 @@ WRONG_ARGUMENTS: dict[str, dict[str, Any]] = {
 def test_wrong_arguments_are_refused_with_golden_errors() -> None:
     errors = ""
     for name, arguments in WRONG_ARGUMENTS.items():
-        all_arguments = {
-            "step": lambda *_: None,
-            "model": LINEAR,
-            "batch": make_batch(),
-            "ranks": 1,
-            **arguments,
-        }
+        usual: dict[str, Any] = {"step": lambda *_: None, "model": LINEAR, "ranks": 1}
         with pytest.raises(SchedirError) as error:
-            assert_same(**all_arguments)
+            assert_same(**usual | {"batch": make_batch()} | arguments)
         errors += f"{name}\n  {type(error.value).__name__}: {error.value}\n"
     assert errors == GOLDEN.read_text()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import mse_loss
 
 from schedir.testing import assert_same_gradients
@@ -31,13 +31,7 @@ def _megatron() -> None:
 LENGTH, MICROBATCHES = 3, 4
 
 
-def run_megatron_step(
-    rank: int,
-    ranks: int,
-    model: nn.Sequential,
-    batch: list[tuple[Tensor, Tensor]],
-    **settings: Any,
-) -> None:
+def run_megatron_step(rank: int, ranks: int, model: Any, batch: Any, **settings: Any) -> None:
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     def forward(batches: Any, chunk: Any) -> Any:
@@ -48,14 +42,9 @@ def run_megatron_step(
         chunks = make_chunks(ranks, [model[s] for s in range(rank, len(model), ranks)], **settings)
         num_chunks = len(chunks) if len(chunks) > 1 else None
         get_forward_backward_func(ranks, num_chunks)(
-            forward_step_func=forward,
-            data_iterator=[iter(batch) for _ in chunks],
-            model=chunks,
-            num_microbatches=len(batch),
-            seq_length=LENGTH,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+            forward_step_func=forward, data_iterator=[iter(batch) for _ in chunks], model=chunks,
+            num_microbatches=len(batch), seq_length=LENGTH, micro_batch_size=1, forward_only=False,
+        )  # fmt: skip
 
 
 torch.manual_seed(0)

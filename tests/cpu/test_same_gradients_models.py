@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from schedir.errors import UsageError
 from schedir.testing import assert_same_gradients
-from schedir.testing.gradient_comparison import WrongGradients
+from schedir.testing.gradient_comparison import GradientDifference, WrongGradients
 from schedir.testing.unpipelined_model import compute_loss, split_batch
 from tests.cpu.torch_pipelines import WIDTH, Layer, make_batch, make_model, make_torch_step
 
@@ -30,6 +30,14 @@ def run_plain_loop(
 ) -> None:
     for microbatch in split_batch(batch, 4, loss_fn):
         (compute_loss(model, microbatch, loss_fn) / divisor).backward()
+
+
+def find_difference(*arguments: Any, **options: Any) -> GradientDifference:
+    """Return the only difference of gradients."""
+    with pytest.raises(WrongGradients) as caught:
+        assert_same(*arguments, **options)
+    (difference,) = caught.value.differences
+    return difference
 
 
 def run_step(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
@@ -63,11 +71,8 @@ class ChangingBuffers(Layer):
 
 def test_new_and_growing_buffers_pass() -> None:
     assert_same(run_step, ChangingBuffers(), make_batch())
-    with pytest.raises(WrongGradients) as caught:
-        assert_same(
-            lambda r, P, m, b: run_plain_loop(m, b, divisor=1), ChangingBuffers(), make_batch()
-        )
-    (difference,) = caught.value.differences
+    undivided = lambda r, P, m, b: run_plain_loop(m, b, divisor=1)  # noqa: E731
+    difference = find_difference(undivided, ChangingBuffers(), make_batch())
     assert difference.has_all_parameters and difference.error == pytest.approx(3)
 
 
@@ -94,9 +99,7 @@ def test_gradient_of_frozen_weight_is_detected() -> None:
         run_plain_loop(model, batch)
         model[0].linear.weight.grad = torch.ones(WIDTH, WIDTH)
 
-    with pytest.raises(WrongGradients, match="1 of 3 gradients") as caught:
-        assert_same(step_with_frozen_gradient, layers, make_batch())
-    (difference,) = caught.value.differences
+    difference = find_difference(step_with_frozen_gradient, layers, make_batch())
     assert difference.names == ("0.linear.weight",)
     assert difference.problem == "a gradient, but none is expected"
 
@@ -114,13 +117,10 @@ def test_complex_gradient_is_compared_in_both_parts() -> None:
         model.weight.grad = torch.complex(model.weight.grad.real, 3 * model.weight.grad.imag)
 
     layer = nn.Linear(3, 3, dtype=torch.complex64)
-    inputs = torch.randn(8, 3, dtype=torch.complex64), torch.randn(8, 3, dtype=torch.complex64)
-    assert_same(
-        lambda r, P, m, b: run_plain_loop(m, b, squared_error), layer, inputs, loss_fn=squared_error
-    )
-    with pytest.raises(WrongGradients) as caught:
-        assert_same(step_with_scaled_imaginary_part, layer, inputs, loss_fn=squared_error)
-    assert [d.names for d in caught.value.differences] == [("weight",)]
+    x, y = torch.randn(2, 8, 3, dtype=torch.complex64)
+    arguments: Any = {"model": layer, "batch": (x, y), "loss_fn": squared_error}
+    assert_same(lambda r, P, m, b: run_plain_loop(m, b, squared_error), **arguments)
+    assert find_difference(step_with_scaled_imaginary_part, **arguments).names == ("weight",)
 
 
 # ---------------------------------------------------------------- steps and batches
@@ -163,9 +163,8 @@ def test_missing_gradient_of_replica_is_detected() -> None:
         train_on_first_replica(rank, ranks, model, batch)
         return {name: p.grad for name, p in model.named_parameters()}
 
-    with pytest.raises(WrongGradients, match="on only 1 rank, for 2 replicas") as caught:
-        assert_same(train_on_first_replica, Layer(), make_batch(), ranks=2, replicas=2)
-    (difference,) = caught.value.differences
+    difference = find_difference(train_on_first_replica, Layer(), make_batch(), ranks=2, replicas=2)
+    assert "on only 1 rank, for 2 replicas" in str(difference)
     assert difference.names == ("linear.weight", "linear.bias")
     assert_same(return_all_gradients, Layer(), make_batch(), ranks=2, replicas=2)
 
@@ -208,11 +207,8 @@ def test_inputs_of_caller_get_no_gradient() -> None:
 
 
 def test_generator_state_of_caller_is_unchanged() -> None:
-    layers, inputs, before = (
-        nn.Sequential(Layer(), nn.Dropout()),
-        make_batch(),
-        torch.get_rng_state(),
-    )
+    layers, batch = nn.Sequential(Layer(), nn.Dropout()), make_batch()
+    before = torch.get_rng_state()
     with pytest.raises(Exception, match="model uses random numbers"):
-        assert_same(run_step, layers, inputs)
+        assert_same(run_step, layers, batch)
     assert torch.equal(before, torch.get_rng_state())

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 from schedir.torch_pipelining.executor_factory import collect_shapes
 from schedir.torch_pipelining.schedule import Runtime, Schedule
 from tests.cpu.gloo_processes import run
-from tests.cpu.torch_pipelines import make_stage
+from tests.cpu.tiny_stages import have_same_bits
+from tests.cpu.torch_pipelines import list_rank_stages, make_stage
 
 N, ROWS, LENGTH = 4, 8, 5
 WIDTHS = (6, 4, 8, 3, 6)  # the width of each stage's input, and of the last output
@@ -30,17 +32,9 @@ class MaskedLayer(nn.Module):
         self, x: Tensor, mask: Tensor, indices: Tensor, *, times: Tensor, name: str = ""
     ) -> Any:
         # torch infers shapes with uninitialized memory, so the values are clamped to indices.
-        y = (
-            torch.tanh(self.linear(x + self.table(indices.clamp(0, 6)))).masked_fill(
-                mask[..., None], 0.0
-            )
-            * times
-        )
+        y = torch.tanh(self.linear(x + self.table(indices.clamp(0, 6))))
+        y = y.masked_fill(mask[..., None], 0.0) * times
         return y if self.last else (y, mask, indices + 1)
-
-
-def mean_squared_error(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().mean()
 
 
 def make_batch(seed: int, long: int) -> tuple[Tensor, ...]:
@@ -57,16 +51,11 @@ def make_batch(seed: int, long: int) -> tuple[Tensor, ...]:
 def run_steps(rank: int, name: str, runtime: Runtime, longs: list[int]) -> list[Any]:
     torch.manual_seed(0)
     modules = [MaskedLayer(s) for s in range(4)]
-    vee, ranks = name == "zb_v", dist.get_world_size()
-    own_stages = [s for s in range(4) if (min(s, 3 - s) if vee else s % ranks) == rank]
+    kind = "ScheduleZBVZeroBubble" if name == "zb_v" else ""
+    own_stages = list_rank_stages(kind, rank, dist.get_world_size(), 4)
     stages = [make_stage(modules[s], s, 4) for s in own_stages]
     schedule = Schedule(
-        stages,
-        N,
-        loss_fn=mean_squared_error,
-        schedule=name,
-        runtime=runtime,
-        allow_identical_stages=True,
+        stages, N, loss_fn=mse_loss, schedule=name, runtime=runtime, allow_identical_stages=True
     )
     results: list[Any] = []
     for step, long in enumerate(longs):
@@ -83,26 +72,16 @@ def run_steps(rank: int, name: str, runtime: Runtime, longs: list[int]) -> list[
 
 
 def compare_runtimes(rank: int) -> list[bool]:
-    checks = []
+    checks: list[bool] = []
     warnings.simplefilter("ignore")
     for name in ("interleaved", "zb_v"):
         schedir_results, torch_results = (
             run_steps(rank, name, r, [LENGTH, LENGTH]) for r in ("schedir", "torch")
         )
-        checks += [
-            is_equal(one, other) for one, other in zip(schedir_results, torch_results, strict=True)
-        ]
+        checks += map(have_same_bits, schedir_results, torch_results)
     changing_length = run_steps(rank, "interleaved", "schedir", [LENGTH, LENGTH + 1, LENGTH])
     constant_length = run_steps(rank, "interleaved", "schedir", [LENGTH])
-    return [*checks, is_equal(constant_length[:3], changing_length[:3])]
-
-
-def is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(is_equal, one, other))
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return one is other
+    return [*checks, have_same_bits(constant_length[:3], changing_length[:3])]
 
 
 def test_several_tensors_and_keywords_equal_torch_runtime() -> None:

@@ -8,21 +8,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 from schedir.errors import UsageError
 from schedir.torch_pipelining.schedule import Schedule
 from tests.cpu.gloo_processes import run
+from tests.cpu.tiny_stages import have_same_bits
 from tests.cpu.torch_pipelines import make_stage
 
 N, ROWS = 4, 8
-
-
-def mean_squared_error(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().mean()
-
-
-def is_equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def compare_kept_losses(rank: int) -> bool:
@@ -42,7 +36,7 @@ def compare_kept_losses(rank: int) -> bool:
         schedule.eval(*((x,) if rank == 0 else ()), target=x, losses=losses)
         all_losses.append(losses)
         copies.append([loss.clone() for loss in losses])
-    return all(map(is_equal, all_losses, copies)) and (rank == 0 or not is_equal(*all_losses))
+    return have_same_bits(all_losses, copies) and (rank == 0 or not have_same_bits(*all_losses))
 
 
 def test_losses_are_unchanged_by_next_step() -> None:
@@ -56,13 +50,9 @@ def collect_split_warnings(rank: int) -> list[str]:
     module = deepcopy(plain[rank])
     stage = make_stage(cast(nn.Module, torch.compile(module, backend="aot_eager")), rank, 2)
     schedule = Schedule(
-        [stage],
-        N,
-        loss_fn=mean_squared_error,
-        schedule="zb_h1",
-        runtime="schedir",
+        [stage], N, loss_fn=mse_loss, schedule="zb_h1", runtime="schedir",
         allow_identical_stages=True,
-    )
+    )  # fmt: skip
     x, y = torch.randn(ROWS, 4), torch.randn(ROWS, 4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -70,7 +60,7 @@ def collect_split_warnings(rank: int) -> list[str]:
             schedule.step(*((x,) if rank == 0 else ()), target=y)
     for _ in range(2):
         for mb_x, mb_y in zip(x.chunk(N), y.chunk(N), strict=True):
-            (mean_squared_error(plain[1](plain[0](mb_x)), mb_y) / N).backward()
+            (mse_loss(plain[1](plain[0](mb_x)), mb_y) / N).backward()
     for p, q in zip(module.parameters(), plain[rank].parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
     return [str(warning.message) for warning in caught if "is not split" in str(warning.message)]
@@ -96,9 +86,7 @@ def collect_errors(rank: int) -> list[str]:
     """Return the errors of wrong inputs of the last rank."""
     torch.manual_seed(rank)
     stage = make_stage(nn.Linear(4, 4), rank, 2)
-    schedule = Schedule(
-        [stage], N, loss_fn=mean_squared_error, schedule="one_f_one_b", runtime="schedir"
-    )
+    schedule = Schedule([stage], N, loss_fn=mse_loss, schedule="one_f_one_b", runtime="schedir")
     rows = [torch.ones(2, 4) for _ in range(N)]
     right_inputs: dict[str, Any] = (
         {"target_mbs": rows} if rank else {"arg_mbs": [(x,) for x in rows]}

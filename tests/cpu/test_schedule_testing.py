@@ -71,13 +71,10 @@ def test_schedule_is_called_for_given_shapes() -> None:
 
 
 def test_wrong_update_of_gradients_is_refused() -> None:
-    assert_schedule(
-        schedules.pipedream_2bw, shapes=[PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)]
-    )
+    shape = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
+    assert_schedule(schedules.pipedream_2bw, shapes=[shape])
     with pytest.raises(AssertionError, match="would add its gradients to update 0"):
-        assert_schedule(
-            schedules.zb_h1, shapes=[PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)]
-        )
+        assert_schedule(schedules.zb_h1, shapes=[shape])
 
 
 def test_shapes_for_fits_placement_of_schedule() -> None:
@@ -125,24 +122,26 @@ def get_failure(schedule: Any, **options: Any) -> AssertionError:
     return caught.value
 
 
-def test_deadlock_is_reported() -> None:
-    def impatient(r: int, P: int, m: int) -> RankSchedule:
-        lead = min(r, m)
-        return lead * F + (m - lead) * (F + B) + lead * B
-
-    error = get_failure(impatient)
-    assert isinstance(error.__cause__, DeadlockError)
-    assert "PipelineShape(ranks=2, microbatches=2)" in str(error)
-    assert str(error.__cause__) in str(error)
+def send_too_late(r: int, P: int, m: int) -> RankSchedule:
+    lead = min(r, m)
+    return lead * F + (m - lead) * (F + B) + lead * B
 
 
-def test_missing_backward_is_reported() -> None:
-    def forgetful(r: int, P: int, m: int) -> RankSchedule:
-        return m * F + min(m, 3) * B
+def omit_backwards(r: int, P: int, m: int) -> RankSchedule:
+    return m * F + min(m, 3) * B
 
-    error = get_failure(forgetful)
-    assert isinstance(error.__cause__, SchedirError)
-    assert "PipelineShape(ranks=1, microbatches=4)" in str(error)
+
+@pytest.mark.parametrize(
+    ("schedule", "cause", "shape"),
+    [
+        (send_too_late, DeadlockError, "PipelineShape(ranks=2, microbatches=2)"),
+        (omit_backwards, SchedirError, "PipelineShape(ranks=1, microbatches=4)"),
+    ],
+)
+def test_refused_schedule_is_reported(schedule: Any, cause: Any, shape: str) -> None:
+    error = get_failure(schedule)
+    assert isinstance(error.__cause__, cause)
+    assert shape in str(error) and str(error.__cause__) in str(error)
 
 
 def test_schedule_that_raises_is_reported() -> None:

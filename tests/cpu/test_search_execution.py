@@ -1,4 +1,4 @@
-"""Tests that found schedules train a GPT with the bits of the reference."""
+"""Tests of found schedules, which `schedir train` runs. The numeric law has any schedule."""
 
 from __future__ import annotations
 
@@ -7,36 +7,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from schedir import search_schedule
 from schedir.__main__ import main
-from schedir.compiler.compile import compile
 from schedir.compiler.relower import extract_compute
 from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.ir.text_format import from_text
-from schedir.models import gpt
 from schedir.predict.simulate import simulate
-from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.training.config.config_file import read_config
-from schedir.transports.gloo import GlooTransport
-from tests.cases import cases, each_value
-from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import (
-    BOUNDARY,
-    copy_gradients,
-    gpt_executor,
-    gpt_stages,
-    gradients_by_stage,
-    have_same_bits,
-    make_batch,
-    run_reference,
-)
 from tests.cpu.train_command import train, train_in_this_process
 
 M = 6
@@ -53,13 +35,9 @@ def make_costs(shape: PipelineShape) -> Costs:
 def search_program(shape: PipelineShape, in_flight: int, split: bool = True) -> Program:
     """Return a found schedule."""
     return search_schedule(
-        shape,
-        make_costs(shape),
-        max_in_flight=in_flight,
-        split_backward=split,
-        time_limit=60,
+        shape, make_costs(shape), max_in_flight=in_flight, split_backward=split, time_limit=60,
         max_evaluations=30,
-    ).program
+    ).program  # fmt: skip
 
 
 CASES = [
@@ -70,20 +48,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "in_flight", "split", "tied"), each_value(CASES, [True, False]))
-def test_searched_schedule_has_reference_bits_in_process(
-    shape: PipelineShape, in_flight: int, split: bool, tied: bool
+@pytest.mark.parametrize(("shape", "in_flight", "split"), CASES)
+def test_searched_schedule_reduces_in_microbatch_order(
+    shape: PipelineShape, in_flight: int, split: bool
 ) -> None:
-    program = search_program(shape, in_flight, split)
-    assert program.reduces_in_microbatch_order
-    if tied:
-        program = compile(extract_compute(program), costs=make_costs(shape), tied_weights=True)
-    loss, expected_gradients = run_reference(shape, tied)
-    stages = gpt_stages(shape.stages, tied)
-    ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
-    for seed in range(2):
-        assert torch.equal(ranks.step(*make_batch(M), order_seed=seed), loss)
-        assert have_same_bits(copy_gradients(stages), expected_gradients)
+    assert search_program(shape, in_flight, split).reduces_in_microbatch_order
 
 
 def test_searched_schedule_differs_from_built_in_schedules() -> None:
@@ -93,61 +62,20 @@ def test_searched_schedule_differs_from_built_in_schedules() -> None:
         assert expand_schedule(get_built_in_schedules()[name], shape).streams != streams
 
 
-PROCESS_CASES = cases(CASES[:1], CASES[1:2])
-
-
-def run_rank(
-    rank: int, programs: list[Program]
-) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
-    """Return the losses and gradients of this process, by program."""
-    results = []
-    for program in programs:
-        executor = gpt_executor(program, GlooTransport(program))
-        results.append((executor.step(*make_batch(M)), gradients_by_stage(executor)))
-    return results
-
-
-def test_searched_schedule_has_reference_bits_over_gloo() -> None:
-    programs = [search_program(*case) for case in PROCESS_CASES]
-    by_rank = run(run_rank, 4, programs)
-    for case, results in zip(PROCESS_CASES, zip(*by_rank, strict=True), strict=True):
-        loss, expected_gradients = run_reference(case[0], tied=False)
-        assert [torch.equal(got, loss) for got, _ in results if got is not None] == [True]
-        got = {s: grads for _, stages in results for s, grads in stages.items()}
-        assert have_same_bits([got[s] for s in range(len(expected_gradients))], expected_gradients)
-
-
 def test_trainer_runs_searched_program_file(config: str, tmp_path: Path) -> None:
     """An untied model uses the file unchanged. For a tied model it is lowered again."""
     file, tied = str(tmp_path / "best.sched"), str(tmp_path / "tied.sched")
     costs = "--costs=F=1:1.2,I=1.3:0.9,W=0.8:1.1,send=0.05"
     options = ("--ranks=2", "--microbatches=3", costs)
     assert main(["search", *options, "--max-in-flight=2", "--max-evaluations=30", "-o", file]) == 0
-    assert (
-        main(
-            [
-                "print",
-                file,
-                "--relower",
-                "-O",
-                "tied_weights",
-                "-O",
-                "clip_grad_norm",
-                costs,
-                "-o",
-                tied,
-            ]
-        )
-        == 0
-    )
+    relower = ["--relower", "-O", "tied_weights", "-O", "clip_grad_norm", costs, "-o", tied]
+    assert main(["print", file, *relower]) == 0
     programs = [from_text(Path(name).read_text()) for name in (file, tied)]
     costs_by_stage = Costs(F=(1, 1.2), I=(1.3, 0.9), W=(0.8, 1.1), send=0.05)
     assert simulate(programs[0], costs_by_stage).span == simulate(programs[1], costs_by_stage).span
     shape = ("pipeline.ranks=2", "pipeline.stages_per_rank=1", "pipeline.tp=1", "train.steps=2")
-    untied = read_config(
-        config,
-        [*shape, f'pipeline.schedule="{file}"', "model.tied=false", "train.clip_grad_norm=0.0"],
-    )
+    untied_model = ["model.tied=false", "train.clip_grad_norm=0.0"]
+    untied = read_config(config, [*shape, f'pipeline.schedule="{file}"', *untied_model])
     assert extract_compute(untied.request.program).streams == extract_compute(programs[0]).streams
     pipeline_losses = train(config, tmp_path / "many", *shape, f'pipeline.schedule="{tied}"')
     plain_losses = train_in_this_process(

@@ -32,6 +32,7 @@ from schedir.runtime.boundaries.microbatch_boundaries import require_fit
 from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.cases import each_value
 from tests.cpu.gloo_processes import run
+from tests.cpu.tiny_stages import have_same_bits
 
 CONFIG = gpt.GPTConfig(vocab=61, layers=4, hidden=32, heads=4, context=8, dropout=0.1)
 HIDDEN = (2, 8, 32)
@@ -71,27 +72,18 @@ def train_steps(
     torch.manual_seed(0)
     v, chunks, _ = CASES[name]
     shape = PipelineShape(2, 4 // chunks if cut else 4, v)
-    segment_options: Any = {"stage_segments": cut, "microbatch_chunks": chunks if cut else None}
     if not cut:
         options_of_case = {
             key: value for key, value in options_of_case.items() if key != "fill_collective_waits"
         }
     sequence = options_of_case.get("sequence_parallel", False)
-    options: Any = {
-        "tp": 2,
-        "tied_weights": True,
-        "progress_model": "per_edge",
-        "sequence_parallel": sequence,
-        **segment_options,
-    }
-    program = compile(
-        getattr(schedules, name),
-        shape,
-        blocking_hosts=True,
-        clip_grad_norm=True,
-        **options | options_of_case,
-    )
-    evaluates = compile(schedules.forward_only, shape, blocking_hosts=True, **options)
+    compiled: Any = partial(
+        compile, shape=shape, tp=2, tied_weights=True, progress_model="per_edge",
+        sequence_parallel=sequence, blocking_hosts=True, stage_segments=cut,
+        microbatch_chunks=chunks if cut else None,
+    )  # fmt: skip
+    program = compiled(getattr(schedules, name), clip_grad_norm=True, **options_of_case)
+    evaluates = compiled(schedules.forward_only)
     transport = GlooTransport(program, extra_programs=[evaluates])
     tp = transport.tp_group
     stages = {
@@ -123,23 +115,15 @@ def find_differences(rank: int, name: str, sequence: bool) -> list[str]:
     The run of whole stages has as many microbatches as the other has chunks.
     """
     shape, options = PipelineShape(2, 4, CASES[name][0]), CASES[name][2]
-    stage_results, segment_results = (
-        train_steps(
-            name,
-            segments,
-            SEQUENCE_PARALLEL_OPTIONS[name] | {"sequence_parallel": True} if sequence else options,
-        )
-        for segments in (None, count_segments([CONFIG.layers // shape.stages] * shape.stages))
-    )
-    return [key for key, value in stage_results.items() if not is_same(value, segment_results[key])]
-
-
-def is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if one is None:
-        return other is None
-    return all(is_same(a, b) for a, b in zip(one, other, strict=True))
+    if sequence:
+        options = SEQUENCE_PARALLEL_OPTIONS[name] | {"sequence_parallel": True}
+    cut = count_segments([CONFIG.layers // shape.stages] * shape.stages)
+    stage_results, segment_results = (train_steps(name, each, options) for each in (None, cut))
+    return [
+        key
+        for key, value in stage_results.items()
+        if not have_same_bits(value, segment_results[key])
+    ]
 
 
 @pytest.mark.parametrize(("name", "sequence"), each_value([*CASES], [False, True]))
@@ -169,7 +153,7 @@ def test_segments_after_frozen_stage_have_same_bits() -> None:
         tokens = torch.arange(72).view(4, 2, 9) % CONFIG.vocab
         loss = ranks.step(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous())
         results.append([loss, *(p.grad for s in stages for p in stages[s].parameters())])
-    assert is_same(*results) and sum(p is not None for p in results[0]) > 20
+    assert have_same_bits(*results) and sum(p is not None for p in results[0]) > 20
 
 
 # ---------------------------------------------------------------- users' own modules
@@ -203,57 +187,24 @@ class Twice(nn.Module):
         return x, x
 
 
-def compare_in_place_sums(rank: int) -> bool:
-    """Return whether a user's stage, cut "fg", has the gradients of one process without TP."""
-    program = compile(
-        schedules.one_f_one_b,
-        PipelineShape(1, 3),
-        tp=2,
-        stage_segments="fg",
-        progress_model="per_edge",
-    )
-    transport = GlooTransport(program)
-    torch.manual_seed(0)
-    w, b, v, c = torch.randn(8, 4), torch.randn(8), torch.randn(4, 8), torch.randn(4)
-    group = transport.tp_group
-    up, down = ColumnParallelLinear(w, b, group), RowParallelLinear(v, c, group)
-    one = Boundary((2, 4))
-    x = torch.randn(3, 2, 4)
-    executor = Executor(
-        program, 0, [Twice(), PartialSum(up, down), BiasAndResidual(down, True)], transport,
-        loss=lambda y, target: ((y - target) ** 2).sum(), boundary=(one, one),
-    )  # fmt: skip
-    loss = executor.step(x, torch.ones(3, 2))
-    weights = [p.clone().requires_grad_() for p in (w, b, v, c)]
-    y = x + (x @ weights[0].T + weights[1]).relu() @ weights[2].T + weights[3]
-    want = ((y.sum(-1) - 1) ** 2).sum()
-    want.backward()
-    shard = slice(4 * rank, 4 * rank + 4)
-    grads = [p.grad for p in weights]
-    parts = (grads[0][shard], grads[1][shard], grads[2][:, shard], grads[3])  # type: ignore[index]
-    got = (up.weight.grad, up.bias.grad, down.weight.grad, down.bias.grad)  # type: ignore[union-attr]
-    is_close = [torch.allclose(a, b, rtol=1e-5) for a, b in zip(got, parts, strict=True)]  # type: ignore[arg-type]
-    return all(is_close) and loss is not None and torch.allclose(loss, want.detach())
+def compare_user_stage(rank: int) -> list[bool]:
+    """Return whether a user's stage, cut "fg", has the loss and gradients of one process.
 
-
-def compare_divided_sequence(rank: int) -> list[bool]:
-    """Return the same comparisons with sequence parallelism, for several samples and for one."""
+    It sums in place, and has sequence parallelism for several samples and for one.
+    """
     is_close = []
-    for samples in ((3,), ()):
+    for samples, sequence in (((2,), False), ((3,), True), ((), True)):
         program = compile(
-            schedules.zb_h1,
-            PipelineShape(1, 3),
-            tp=2,
-            stage_segments="fg",
-            progress_model="per_edge",
-            sequence_parallel=True,
-        )
+            schedules.zb_h1 if sequence else schedules.one_f_one_b, PipelineShape(1, 3), tp=2,
+            stage_segments="fg", progress_model="per_edge", sequence_parallel=sequence,
+        )  # fmt: skip
         transport = GlooTransport(program)
         torch.manual_seed(0)
         w, b, v, c = torch.randn(8, 4), torch.randn(8), torch.randn(4, 8), torch.randn(4)
-        options: Any = {"group": transport.tp_group, "sequence_parallel": True}
+        options: Any = {"group": transport.tp_group, "sequence_parallel": sequence}
         up, down = ColumnParallelLinear(w, b, **options), RowParallelLinear(v, c, **options)
-        local_shape, full_shape = (*samples, 1, 4), (*samples, 2, 4)
+        full_shape = (*samples, 2, 4)
+        local_shape = (*samples, 1, 4) if sequence else full_shape
         executor = Executor(
             program, 0, [Twice(), PartialSum(up, down), BiasAndResidual(down, True)], transport,
             loss=lambda y, target: ((y - target) ** 2).sum(),
@@ -261,10 +212,11 @@ def compare_divided_sequence(rank: int) -> list[bool]:
                       1: (Boundary(full_shape, received_shape=local_shape), Boundary(local_shape))},
         )  # fmt: skip
         x = torch.randn(3, *full_shape)
-        local_tokens = x[..., rank : rank + 1, :].contiguous()
-        loss = executor.step(local_tokens, torch.ones(3, *samples, 1))
+        local_tokens = x[..., rank : rank + 1, :].contiguous() if sequence else x
+        loss = executor.step(local_tokens, torch.ones(local_tokens.shape[:-1]))
         assert loss is not None
-        dist.all_reduce(loss, group=transport.tp_group)
+        if sequence:
+            dist.all_reduce(loss, group=transport.tp_group)
         weights = [p.clone().requires_grad_() for p in (w, b, v, c)]
         y = x + (x @ weights[0].T + weights[1]).relu() @ weights[2].T + weights[3]
         want = ((y.sum(-1) - 1) ** 2).sum()
@@ -280,13 +232,9 @@ def compare_divided_sequence(rank: int) -> list[bool]:
     return is_close
 
 
-def compare_user_stage(rank: int) -> list[bool]:
-    return [compare_in_place_sums(rank), *compare_divided_sequence(rank)]
-
-
 def test_segments_of_user_stage_have_gradients_of_one_process() -> None:
     """The stage is tested with in-place sums and with sequence parallelism."""
-    assert run(compare_user_stage, 2) == [[True] * 11] * 2
+    assert run(compare_user_stage, 2) == [[True] * 15] * 2
 
 
 LOCAL_SHAPE, FULL_SHAPE = (2, 4, 8), (2, 8, 8)
@@ -369,21 +317,15 @@ class SumOfInput(nn.Module):
         return (x[0] * self.scale).sum()
 
 
-def run_two_segments(
-    first: nn.Module, boundary: Any = (2, 4), inputs: Tensor | None = None
-) -> tuple[Tensor | None, Tensor]:
+def run_two_segments(first: nn.Module, boundary: Any = (2, 4)) -> tuple[Tensor | None, Tensor]:
     program = compile(
         schedules.gpipe, PipelineShape(1, 2), tp=2, stage_segments="g", progress_model="per_edge"
     )
-    x = torch.ones(2, 2, 4) if inputs is None else inputs
+    x = torch.ones(2, 2, 4)
     executor = Executor(
-        program,
-        0,
-        [first, SumOfInput()],
-        GlooTransport(program),
-        loss=lambda y, _: y,
+        program, 0, [first, SumOfInput()], GlooTransport(program), loss=lambda y, _: y,
         boundary=boundary,
-    )
+    )  # fmt: skip
     return executor.step(x, torch.ones(2, 1)), x
 
 

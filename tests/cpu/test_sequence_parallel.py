@@ -38,6 +38,7 @@ from schedir.tensor_parallel.vocab_parallel import (
 from schedir.transports.gloo import GlooTransport
 from tests.cases import ALL
 from tests.cpu.gloo_processes import run
+from tests.cpu.tiny_stages import gradients_by_stage
 from tests.cpu.train_command import train, train_in_this_process
 
 SHAPES = 40 if ALL else 12  # the number of random shapes for each number of ranks
@@ -98,10 +99,16 @@ def run_backward(net: Net, tokens: Tensor, weights: Tensor, *, late: bool) -> Re
     if not late:
         torch.autograd.backward(loss)
     results: Results = {"logits": (logits.detach(), -1 if net.group else None)}
-    for name, p in net.named_parameters():
+    return results | collect_gradients(net, net.group)
+
+
+def collect_gradients(module: nn.Module, group: Any) -> Results:
+    """Return gradients, summed over ranks if necessary, and the dimensions of their shards."""
+    results = {}
+    for name, p in module.named_parameters():
         assert p.grad is not None
         if is_summed_over_tp(p):
-            dist.all_reduce(p.grad, group=net.group)
+            dist.all_reduce(p.grad, group=group)
         results[name] = p.grad, get_shard_dim(p)
     return results
 
@@ -239,11 +246,8 @@ def run_model(kind: str, group: Any) -> Results:
     total = module.loss(x if kind == "bert" else x[0], targets, group)
     torch.autograd.backward(total)
     results: Results = {"loss": (total.detach(), None)}
-    for name, p in (pair for stage in stages for pair in stage.named_parameters()):
-        assert p.grad is not None
-        if is_summed_over_tp(p):
-            dist.all_reduce(p.grad, group=group)
-        results[name] = p.grad, get_shard_dim(p)
+    for stage in stages:
+        results |= collect_gradients(stage, group)
     return results
 
 
@@ -252,15 +256,12 @@ def run_lengths(group: Any) -> Results:
     tokens = [torch.arange(2 * (n + 1)).view(2, -1) % 13 for n in (8, 2, 6)]
     x, y = [t[:, :-1] for t in tokens], [t[:, 1:] for t in tokens]
     results: Results = {}
-    for name, how in {
-        "shared": {"sequence_parallel": True},
-        "whole": {"sequence_parallel": False},
-    }.items():
-        executor = make_executor(group, how)
+    for name, sequence in (("shared", True), ("whole", False)):
+        executor = make_executor(group, {"sequence_parallel": sequence})
         total = executor.step(x, y)
         assert total is not None
-        parameters = executor.stages[0].module.parameters()
-        results[name] = [total.clone(), *(p.grad.clone() for p in parameters if p.grad is not None)]
+        gradients = gradients_by_stage(executor)[0]
+        results[name] = [total.clone(), *gradients.values()]
     try:
         make_executor(group, {}).step([t[:, :7] for t in tokens[:1]] * 3, [y[0][:, :7]] * 3)
     except Exception as error:
@@ -330,15 +331,11 @@ def test_model_families_equal_one_process(results: list[Results], kind: str) -> 
 
 
 def test_microbatch_lengths_may_differ(results: list[Results]) -> None:
-    for result in results[:2]:
-        for shared, plain in zip(
-            result["lengths"]["shared"], result["lengths"]["whole"], strict=True
-        ):
+    for lengths in (result["lengths"] for result in results[:2]):
+        for shared, plain in zip(lengths["shared"], lengths["whole"], strict=True):
             assert (shared - plain).norm() <= 1e-5 * plain.norm()
-        assert (
-            "2 tensor-parallel ranks cannot share a sequence of 7 tokens"
-            in result["lengths"]["odd"]
-        )
+        message = "2 tensor-parallel ranks cannot share a sequence of 7 tokens"
+        assert message in lengths["odd"]
 
 
 def test_recompute_has_same_dropout_mask_per_rank(results: list[Results]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,8 +45,23 @@ CORE_FILES = {
 }
 
 
+def _log(name: str) -> Any:
+    """Return a method that only records its call."""
+
+    def record(self: _CallLog, *_: object) -> None:
+        self.calls.append(name)
+
+    return record
+
+
 class _CallLog(Service):
     """Records which methods were called, and keeps some memory."""
+
+    begin_update, begin_step = _log("begin_update"), _log("begin_step")
+    begin_optimizer_step, finish_step = _log("begin_optimizer_step"), _log("finish_step")
+    restore, validate = _log("restore"), _log("validate")
+    allow_weight_access, preserve = _log("lift_guard"), _log("preserve")
+    require_savable, on_load = _log("require_savable"), _log("on_load")
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -55,21 +71,6 @@ class _CallLog(Service):
         self.calls.append("prepare_inputs")
         return batch._replace(targets=[2 * y for y in batch.targets])
 
-    def begin_update(self) -> None:
-        self.calls.append("begin_update")
-
-    def begin_step(self) -> None:
-        self.calls.append("begin_step")
-
-    def begin_optimizer_step(self, finite: Tensor, clip_factor: Tensor | None) -> None:
-        self.calls.append("begin_optimizer_step")
-
-    def finish_step(self) -> None:
-        self.calls.append("finish_step")
-
-    def restore(self) -> None:
-        self.calls.append("restore")
-
     def fail(self, *, has_begun: bool) -> None:
         self.calls.append(f"fail {has_begun}")
 
@@ -77,24 +78,9 @@ class _CallLog(Service):
         self.calls.append("needs_rerun")
         return self.calls.count("needs_rerun") == 1
 
-    def allow_weight_access(self) -> None:
-        self.calls.append("lift_guard")
-
-    def validate(self) -> None:
-        self.calls.append("validate")
-
-    def preserve(self, preserved: PreservedState) -> None:
-        self.calls.append("preserve")
-
     def undo_steps(self, preserved: PreservedState, *, makes_update: bool) -> None:
         self.calls.append(f"undo {makes_update}")
         preserved.callback(lambda: self.calls.append("undone"))
-
-    def require_savable(self) -> None:
-        self.calls.append("require_savable")
-
-    def on_load(self) -> None:
-        self.calls.append("on_load")
 
     def list_device_tensors(self) -> Iterable[Tensor]:
         return [self.memory]

@@ -19,8 +19,7 @@ from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.parameters.mixed_precision import LossScale, use_float32_gradients
 from schedir.schedules import one_f_one_b
 from schedir.training.batches.text_batches import Corpus
-from schedir.training.config.run_config import Config, DataConfig, PipelineConfig
-from schedir.training.config.train_config import TrainConfig
+from schedir.training.config.run_config import Config, PipelineConfig
 from schedir.training.train import build_program
 from schedir.training.trainer import _Trainer
 from schedir.transports import process_transport
@@ -52,19 +51,15 @@ def _build_executor(process: int, differs: str) -> None:
         (weight,) = (p for n, p in stages[1].named_parameters() if n == "head.weight")
         weight.data = weight.data[:-1]
     boundary = (*BOUNDARY.shape[:2], 32) if is_different and differs == "shape" else BOUNDARY.shape
-    Executor(
-        program,
-        transport.rank,
-        {s: stages[s] for s in shape.stages_on_rank[transport.rank]},
-        transport,
-        loss=gpt.loss,
-        boundary=Boundary(boundary),
-        gradients=GradientOptions(
-            max_norm=2.0 if is_different and differs == "max_norm" else 1.0,
-            loss_scale=LossScale(8.0) if is_different and differs == "scale" else None,
-        ),
-        seed=int(is_different and differs == "seed"),
+    gradients = GradientOptions(
+        max_norm=2.0 if is_different and differs == "max_norm" else 1.0,
+        loss_scale=LossScale(8.0) if is_different and differs == "scale" else None,
     )
+    Executor(
+        program, transport.rank, {s: stages[s] for s in shape.stages_on_rank[transport.rank]},
+        transport, loss=gpt.loss, boundary=Boundary(boundary), gradients=gradients,
+        seed=int(is_different and differs == "seed"),
+    )  # fmt: skip
 
 
 def _change_parameters(stage: nn.Module, change: str) -> None:
@@ -120,12 +115,8 @@ def _build_trainer(process: int, config: Config) -> None:
 
 
 def test_different_learning_rates_are_refused() -> None:
-    config: Any = Config(
-        model=gpt.GPTConfig(256, 2, 16, 2, 8),
-        pipeline=PipelineConfig(schedule="one_f_one_b", ranks=2, microbatches=2),
-        data=DataConfig(),
-        train=TrainConfig(),
-    )
+    pipeline = PipelineConfig(schedule="one_f_one_b", ranks=2, microbatches=2)
+    config: Any = Config(model=gpt.GPTConfig(256, 2, 16, 2, 8), pipeline=pipeline)
     with pytest.raises(RankError) as caught:
         run(partial(_build_trainer, config=config), 2, limit=60)
     for tb in caught.value.tracebacks.values():

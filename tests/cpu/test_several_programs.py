@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,12 @@ from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.extra_programs import ProgramOrder
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import forward_only, get_built_in_schedules, gpipe, interleaved, one_f_one_b
-from schedir.schedules.schedule_algebra import get_placement_mark
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cases import cases
 from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch
+from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, have_same_bits, make_batch
+from tests.laws import make_shape
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "run-several-programs.md"
 GOLDEN = Path(__file__).parents[1] / "golden" / "programs"
@@ -53,19 +53,6 @@ class DropoutStage(nn.Module):
         return nn.functional.dropout(y, 0.2, self.training) if y.is_floating_point() else y
 
 
-def make_shape(schedule: Any, microbatches: int, ranks: int = 2) -> PipelineShape:
-    placement, fixed = get_placement_mark(schedule)
-    v = fixed or (2 if "v" in signature(schedule).parameters else 1)
-    return PipelineShape(ranks, microbatches, v, placement or "loop")
-
-
-def make_stages(program: Program) -> list[nn.Module]:
-    return [
-        DropoutStage(stage)
-        for stage in gpt_stages(program.shape.stages, bool(program.tied_weights))
-    ]
-
-
 def make_executor(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
     usual: dict[str, Any] = {"loss": gpt.loss, "boundary": BOUNDARY, "optimizer": ADAM}
     return InProcessExecutor(program, stages, **usual | options)
@@ -76,17 +63,9 @@ def collect_results(
 ) -> list[Tensor]:
     """Return the results of a step: its loss, its norm, weights and gradients."""
     parameters = [p for stage in stages for p in stage.parameters()]
-    tensors = [
-        total,
-        ranks.executors[0].grad_norm,
-        *parameters,
-        *(p.grad for p in parameters if p.grad is not None),
-    ]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    tensors = [total, ranks.executors[0].grad_norm, *parameters, *gradients]
     return [x.detach().clone() for x in tensors]
-
-
-def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize(
@@ -99,20 +78,14 @@ def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
 def test_evaluations_do_not_change_training(name: str, zero: int) -> None:
     """A run with evaluations between and within steps has the bits of a run without them."""
     schedule, m = ZOO[name], 4
-    shape = (
-        PipelineShape(2, m, optimizer_steps=2, weight_delay=1)
-        if name == "pipedream_2bw"
-        else make_shape(schedule, m)
-    )
+    shape = make_shape(schedule, 2, m)
+    if name == "pipedream_2bw":
+        shape = PipelineShape(2, m, optimizer_steps=2, weight_delay=1)
     is_bidirectional = shape.placement_rows > 1
     program = schedir.compile(
-        schedule,
-        shape,
-        tied_weights=True,
-        clip_grad_norm=True,
-        zero=zero,
+        schedule, shape, tied_weights=True, clip_grad_norm=True, zero=zero,
         progress_model="per_edge",
-    )
+    )  # fmt: skip
     evaluation = schedir.evaluation_program(program, "per_edge")
     results, losses = [], []
     for evaluates in (False, True):
@@ -130,7 +103,7 @@ def test_evaluations_do_not_change_training(name: str, zero: int) -> None:
             inputs, targets, scale = make_batch(shape.microbatches, k)
             steps += collect_results(ranks, stages, ranks.step(inputs, targets, scale))
         results.append(steps)
-    assert is_same(*results) and is_bidirectional == (name == "dualpipe")
+    assert have_same_bits(*results) and is_bidirectional == (name == "dualpipe")
     assert all(map(torch.equal, losses[::2], losses[1::2]))
     assert losses[0] != losses[-1]
 
@@ -146,12 +119,9 @@ def test_page_example_runs() -> None:
 def compile_programs(dp: int, zero: int) -> list[Program]:
     """Return programs that train 6 microbatches, train 3, and evaluate 2."""
     how: dict[str, Any] = {"dp": dp, "zero": zero, "progress_model": "per_edge"}
-    large, small = (
-        schedir.compile(
-            schedule, PipelineShape(2, m), clip_grad_norm=True, tied_weights=True, **how
-        )
-        for schedule, m in ((gpipe, 6), (one_f_one_b, 3))
-    )
+    training = how | {"clip_grad_norm": True, "tied_weights": True}
+    large = schedir.compile(gpipe, PipelineShape(2, 6), **training)
+    small = schedir.compile(one_f_one_b, PipelineShape(2, 3), **training)
     return [large, small, schedir.compile(forward_only, PipelineShape(2, 2), **how)]
 
 
@@ -199,7 +169,7 @@ def run_with_and_without_evaluations(
 )
 def test_evaluations_do_not_change_training_on_processes(kind: str, dp: int, zero: int) -> None:
     for without, with_evaluations in run(run_with_and_without_evaluations, 2 * dp, kind, dp, zero):
-        assert is_same(without, with_evaluations)
+        assert have_same_bits(without, with_evaluations)
 
 
 def run_out_of_order(rank: int) -> str:
@@ -207,14 +177,9 @@ def run_out_of_order(rank: int) -> str:
     _, program, evaluation = compile_programs(1, 0)
     transport = SharedMemoryTransport(program, 20.0, extra_programs=[evaluation])
     executor = Executor(
-        program,
-        rank,
-        make_own_stage(rank),
-        transport,
-        loss=gpt.loss,
-        boundary=BOUNDARY,
+        program, rank, make_own_stage(rank), transport, loss=gpt.loss, boundary=BOUNDARY,
         extra_programs=[evaluation],
-    )
+    )  # fmt: skip
     inputs, targets, scale = make_batch(3)
     with pytest.raises(ProgramSequenceError) as error:
         for evaluations in (1, 1 if rank else 2):
@@ -243,9 +208,8 @@ def test_timeout_of_program_switch_names_programs() -> None:
     train = schedir.compile(gpipe, PipelineShape(2, 4))
     order = ProgramOrder([train, schedir.evaluation_program(train)], 0, Deserted())
     order.start_run(0)
-    with pytest.raises(
-        ExecutionError, match="this process runs forwards of gpipe after gpipe"
-    ) as error:
+    message = "this process runs forwards of gpipe after gpipe"
+    with pytest.raises(ExecutionError, match=message) as error:
         order.start_run(1)
     assert "same order on all processes" in error.value.hint
     assert isinstance(error.value.__cause__, RuntimeError)
@@ -254,62 +218,44 @@ def test_timeout_of_program_switch_names_programs() -> None:
 # ---------------------------------------------------------------- refusals
 
 
-def collect_refusals() -> list[Exception]:
-    """Return the errors of wrong combinations of programs."""
-    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True)
+def list_refused_calls() -> list[Callable[[], object]]:
+    """Return calls with wrong combinations of programs."""
+    clipped: Any = partial(schedir.compile, clip_grad_norm=True)
+    after_step: Any = partial(clipped, norm_check="after_step")
+    shape, stages = PipelineShape(2, 4), gpt_stages(2, False)
+    program = clipped(one_f_one_b, shape)
     evaluation = schedir.evaluation_program(program)
-    stages = gpt_stages(2, False)
-    errors: list[Exception] = []
-
-    def record_refusal(attempt: Any) -> None:
-        with pytest.raises(SchedirError) as error:
-            attempt()
-        errors.append(error.value)
-
-    def make_with_extra_programs(*extra_programs: Any, of: Program = program) -> Any:
-        return lambda: make_executor(of, stages, extra_programs=extra_programs)
-
-    record_refusal(
-        make_with_extra_programs(
-            schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True)
-        )
-    )
-    record_refusal(make_with_extra_programs(schedir.compile(gpipe, PipelineShape(2, 4))))
-    record_refusal(
-        make_with_extra_programs(
-            schedir.compile(gpipe, PipelineShape(2, 4), clip_grad_norm=True, zero=1)
-        )
-    )
-    record_refusal(
-        make_with_extra_programs(
-            schedir.compile(gpipe, PipelineShape(2, 4), clip_grad_norm=True, dp=2)
-        )
-    )
-    record_refusal(make_with_extra_programs(program))
-    record_refusal(make_with_extra_programs(program, of=evaluation))
-    compile_after_step = partial(schedir.compile, clip_grad_norm=True, norm_check="after_step")
-    record_refusal(
-        make_with_extra_programs(
-            compile_after_step(gpipe, PipelineShape(2, 4)),
-            of=compile_after_step(one_f_one_b, PipelineShape(2, 4)),
-        )
-    )
-
-    partial_batch = schedir.compile(one_f_one_b, PipelineShape(2, 2), clip_grad_norm=True)
+    refused_programs = [
+        (program, clipped(interleaved, PipelineShape(2, 4, 2))),
+        (program, schedir.compile(gpipe, shape)),
+        (program, clipped(gpipe, shape, zero=1)),
+        (program, clipped(gpipe, shape, dp=2)),
+        (program, program),
+        (evaluation, program),
+        (after_step(one_f_one_b, shape), after_step(gpipe, shape)),
+    ]
+    partial_batch = clipped(one_f_one_b, PipelineShape(2, 2))
     ranks = make_executor(
         program, stages, extra_programs=[evaluation, partial_batch], optimizer=None
     )
-    inputs, targets, _ = make_batch(4)
-    record_refusal(lambda: ranks.step(inputs, targets, program=evaluation))
     single_program = make_executor(program, stages, optimizer=None)
-    record_refusal(lambda: single_program.evaluate(inputs, targets))
-    record_refusal(lambda: ranks.evaluate(inputs[:2], targets[:2], program=partial_batch))
-    return errors
+    inputs, targets, _ = make_batch(4)
+    return [
+        *(partial(make_executor, one, stages, extra_programs=[other])
+          for one, other in refused_programs),
+        lambda: ranks.step(inputs, targets, program=evaluation),
+        lambda: single_program.evaluate(inputs, targets),
+        lambda: ranks.evaluate(inputs[:2], targets[:2], program=partial_batch),
+    ]  # fmt: skip
 
 
 def test_incompatible_programs_are_refused() -> None:
-    errors = "\n".join(map(format_error, collect_refusals()))  # type: ignore[arg-type]
-    assert errors + "\n" == (GOLDEN / "refused.txt").read_text()
+    errors = ""
+    for call in list_refused_calls():
+        with pytest.raises(SchedirError) as error:
+            call()
+        errors += format_error(error.value) + "\n"
+    assert errors == (GOLDEN / "refused.txt").read_text()
 
 
 class WritingStage(nn.Module):
@@ -333,16 +279,12 @@ class WritingStage(nn.Module):
 def test_evaluation_undoes_buffer_writes_and_refuses_weight_writes(data: bool) -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2))
     evaluation, x = schedir.evaluation_program(program), torch.ones(2, 1, 4)
-    options: dict[str, Any] = {
-        "loss": nn.functional.mse_loss,
-        "boundary": (1, 4),
-        "extra_programs": [evaluation],
-    }
     for parameter in (False, True):
         stages = [WritingStage(parameter=parameter, data=data), WritingStage(parameter=False)]
         ranks = InProcessExecutor(
-            program, stages, execution=ExecutionOptions(allow_identical_stages=True), **options
-        )
+            program, stages, loss=nn.functional.mse_loss, boundary=(1, 4),
+            extra_programs=[evaluation], execution=ExecutionOptions(allow_identical_stages=True),
+        )  # fmt: skip
         if parameter:
             with pytest.raises(ModelError, match="writes to Parameter weight in an evaluation"):
                 ranks.evaluate(x, x)

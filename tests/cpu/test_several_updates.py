@@ -21,29 +21,19 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import pipedream_2bw
-from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W
+from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
+from tests.cpu.tiny_stages import have_same_bits
 
 BOUNDARY = Boundary((2, WIDTH), torch.float64)
 LR = 0.02
 sgd = partial(torch.optim.SGD, lr=LR)
-adam = partial(torch.optim.AdamW, lr=LR)
-
-
-def split(r: int, P: int, m: int) -> RankSchedule:
-    """Return 1F1B with split backwards, where W directly follows I."""
-    lead = min(P - 1 - r, m)
-    return lead * F + (m - lead) * (F + I + W) + lead * (I + W)
 
 
 def weights(stages: Sequence[nn.Module]) -> list[Tensor]:
     return [p.detach().clone() for stage in stages for p in stage.parameters()]
-
-
-def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def compute_gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -66,28 +56,6 @@ def run_2bw_formula(shape: PipelineShape, inputs: Tensor, targets: Tensor) -> li
         newest, previous = newest.add(compute_gradient(model, x, target), alpha=-LR), newest
     vector_to_parameters(newest, model.parameters())
     return weights([model])
-
-
-def stage_by_stage(
-    shape: PipelineShape, inputs: Tensor, targets: Tensor, optimizer: Any
-) -> list[Tensor]:
-    """Return the weights of a plain loop, which assembles each model from old versions."""
-    stages = make_tiny_stages(shape.stages)
-    steps = [optimizer(list(stage.parameters())) for stage in stages]
-    versions_by_stage = [[deepcopy(stage)] for stage in stages]
-    for u in range(shape.optimizer_steps):
-        mb = slice(u * shape.microbatches_per_update, (u + 1) * shape.microbatches_per_update)
-        used = [
-            versions[int(shape.weight_version(s, mb.start))]
-            for s, versions in enumerate(versions_by_stage)
-        ]
-        compute_gradient(nn.Sequential(*used), inputs[mb], targets[mb])
-        for stage, old, step, versions in zip(stages, used, steps, versions_by_stage, strict=True):
-            for p, q in zip(stage.parameters(), old.parameters(), strict=True):
-                p.grad = q.grad
-            step.step()
-            versions.append(deepcopy(stage))
-    return weights(stages)
 
 
 class OutsideReference(nn.Module):
@@ -118,17 +86,13 @@ def test_weight_versions_have_hooks_of_weights(late: bool) -> None:
                     weight.register_hook(lambda gradient: gradient * 0.5)
         program = compile(_two_updates, PipelineShape(2, 2 * updates, optimizer_steps=updates))
         ranks = InProcessExecutor(
-            program,
-            stages,
-            loss=squared_error,
-            boundary=BOUNDARY,
-            optimizer=partial(torch.optim.SGD, lr=LR),
+            program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=sgd
         )
         inputs, targets = make_batch(4)
         for start in range(0, 4, 2 * updates):
             ranks.step(inputs[start : start + 2 * updates], targets[start : start + 2 * updates])
         weights_by_updates.append(weights(stages))
-    assert is_same(*weights_by_updates)
+    assert have_same_bits(*weights_by_updates)
 
 
 def _halve(weight: Tensor) -> None:
@@ -149,20 +113,16 @@ def test_outside_reference_to_weight_with_versions_is_refused() -> None:
         boundary=BOUNDARY,
         optimizer=sgd,
     )  # fmt: skip
-    with pytest.raises(
-        ExecutionError, match=r"layer\.weight through a reference outside of its module"
-    ):
+    message = r"layer\.weight through a reference outside of its module"
+    with pytest.raises(ExecutionError, match=message):
         ranks.step(inputs, targets)
     y = stages[0](inputs[0]).sum()
     torch.autograd.backward(y)  # after the step the user may use the module
 
 
 def test_evaluation_uses_newest_weights() -> None:
-    program = compile(
-        lambda r, P, m: m * F,
-        PipelineShape(2, 6, optimizer_steps=3, weight_delay=1),
-        progress_model="per_edge",
-    )
+    shape = PipelineShape(2, 6, optimizer_steps=3, weight_delay=1)
+    program = compile(lambda r, P, m: m * F, shape, progress_model="per_edge")
     stages, (inputs, targets) = make_tiny_stages(2), make_batch(6)
     ranks = InProcessExecutor(program, stages, loss=squared_error, boundary=BOUNDARY)
     assert ranks.step(inputs, targets) == run_sequential(
@@ -198,14 +158,12 @@ def test_old_weights_apply_to_shared_and_recomputed_layers() -> None:
         versions.append(deepcopy(reference))
     stages = [SharedRecomputedLayer(0), SharedRecomputedLayer(1)]
     ranks = InProcessExecutor(
-        compile(pipedream_2bw, shape, progress_model="per_edge"),
-        stages,
-        loss=squared_error,
-        boundary=BOUNDARY,
+        compile(pipedream_2bw, shape, progress_model="per_edge"), stages,
+        loss=squared_error, boundary=BOUNDARY,
         optimizer=lambda parameters: sgd([p for p in parameters if p.requires_grad]),
-    )
+    )  # fmt: skip
     ranks.step(*make_batch(8))
-    assert is_same(weights(stages), weights([reference]))
+    assert have_same_bits(weights(stages), weights([reference]))
     assert all(stage.same is stage.one and stage.one.weight.is_leaf for stage in stages)
 
 
@@ -227,7 +185,7 @@ def _run_rank(rank: int, shape: PipelineShape) -> Any:
 def test_pipedream_2bw_over_gloo_equals_its_formula() -> None:
     shape = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
     weights_by_rank = run(_run_rank, 2, shape)
-    assert is_same(
+    assert have_same_bits(
         [p for rank in weights_by_rank for p in rank], run_2bw_formula(shape, *make_batch(8))
     )
 
@@ -240,22 +198,8 @@ class _ClampedWeight(nn.Linear):
 
 
 class _RenormalizedRows(nn.Embedding):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH, max_norm=0.1)
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.argmax(-1))
-
-
-@pytest.mark.parametrize("first", [lambda: _ClampedWeight(WIDTH, WIDTH), _RenormalizedRows])
-def test_write_to_weight_with_versions_is_refused(first: Any) -> None:
-    """Each update computes with copies of the weights, so writes to a copy would be lost."""
-    stages = [first(), nn.Linear(WIDTH, WIDTH)]
-    program = compile(pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
-    ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))
-    with pytest.raises(ModelError, match="stage 0 writes to its weight weight") as error:
-        ranks.step(*torch.randn(2, 4, 3, WIDTH))
-    assert "one update" in error.value.hint
 
 
 class _AuxiliaryLoss(nn.Linear):
@@ -267,10 +211,24 @@ class _AuxiliaryLoss(nn.Linear):
         return y
 
 
-def test_backward_in_forward_is_refused() -> None:
-    """The forward may run before the optimizer step of the previous update."""
-    stages = [_AuxiliaryLoss(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+def _step_two_updates(first: nn.Module) -> None:
+    stages = [first, nn.Linear(WIDTH, WIDTH)]
     program = compile(pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
     ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))
+    ranks.step(*torch.randn(2, 4, 3, WIDTH))
+
+
+@pytest.mark.parametrize(
+    "first", [_ClampedWeight(WIDTH, WIDTH), _RenormalizedRows(WIDTH, WIDTH, max_norm=0.1)]
+)
+def test_write_to_weight_with_versions_is_refused(first: nn.Module) -> None:
+    """Each update computes with copies of the weights, so writes to a copy would be lost."""
+    with pytest.raises(ModelError, match="stage 0 writes to its weight weight") as error:
+        _step_two_updates(first)
+    assert "one update" in error.value.hint
+
+
+def test_backward_in_forward_is_refused() -> None:
+    """The forward may run before the optimizer step of the previous update."""
     with pytest.raises(ExecutionError, match="calls backward\\(\\) in its forward"):
-        ranks.step(*torch.randn(2, 4, 3, WIDTH))
+        _step_two_updates(_AuxiliaryLoss(WIDTH, WIDTH))

@@ -117,7 +117,6 @@ def test_written_loss_buffer_warns_or_is_refused() -> None:
         ranks.step(*batch(4))
     program = compile(chimera, PipelineShape(2, 4, placement="mirror"))
     ranks = InProcessExecutor(program, stages, loss=CountingLoss(), boundary=BOUNDARY)
-    with pytest.raises(
-        ExecutionError, match=r"loss.count in a forward, and each of the 2 stage replicas"
-    ):
+    message = r"loss.count in a forward, and each of the 2 stage replicas"
+    with pytest.raises(ExecutionError, match=message):
         ranks.step(*batch(4))

@@ -49,21 +49,28 @@ class Double(nn.Module):
         return x * self.two
 
 
+def compile_forwards(m: int) -> Program:
+    return compile(schedule_forwards, PipelineShape(2, m), progress_model="per_edge")
+
+
+def compile_1f1b() -> Program:
+    return compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
+
+
 def make_executor(
-    program: Program,
-    rank: int,
-    seconds: float = 20.0,
-    transport: SharedMemoryTransport | None = None,
+    program: Program, rank: int, transport: SharedMemoryTransport | None = None
 ) -> Executor:
     """Return a rank that doubles four numbers. The loss is their sum minus a target."""
     return Executor(
-        program,
-        rank,
-        {rank: Double()},
-        transport or SharedMemoryTransport(program, seconds),
-        loss=lambda y, target: (y - target).sum(),
-        boundary=Boundary((4,)),
-    )
+        program, rank, {rank: Double()}, transport or SharedMemoryTransport(program, 20.0),
+        loss=lambda y, target: (y - target).sum(), boundary=Boundary((4,)),
+    )  # fmt: skip
+
+
+def step_on_ones(executor: Executor) -> Tensor | None:
+    """Run a step on microbatches of ones. Each adds 16 to the loss."""
+    m = executor.program.shape.microbatches
+    return executor.step(torch.ones(m, 4), torch.zeros(m, 4))
 
 
 def run_gpt(rank: int, schedule: Schedule, shape: PipelineShape) -> Any:
@@ -82,20 +89,15 @@ def run_gpt(rank: int, schedule: Schedule, shape: PipelineShape) -> Any:
 )
 def test_stage_replicas_have_reference_bits(schedule: Schedule, placement: str) -> None:
     shape = PipelineShape(4, 4, placement=placement)
-    _, expected_gradients = run_reference(
-        shape, program=compile(schedule, shape, tied_weights=True, progress_model="per_edge")
-    )
-    for gradients_of_rank in run(run_gpt, shape.ranks, schedule, shape):
-        assert have_same_bits(
-            list(gradients_of_rank.values()), [expected_gradients[s] for s in gradients_of_rank]
-        )
+    program = compile(schedule, shape, tied_weights=True, progress_model="per_edge")
+    _, expected_gradients = run_reference(shape, program=program)
+    for gradients in run(run_gpt, shape.ranks, schedule, shape):
+        assert have_same_bits(gradients, {s: expected_gradients[s] for s in gradients})
 
 
 def run_slow_receiver(rank: int, steps: int, m: int) -> list[Tensor | None]:
     """Return the losses of steps. The second rank starts each step late."""
-    executor = make_executor(
-        compile(schedule_forwards, PipelineShape(2, m), progress_model="per_edge"), rank
-    )
+    executor = make_executor(compile_forwards(m), rank)
     losses = []
     for step in range(steps):
         if rank:
@@ -112,12 +114,10 @@ def test_sender_does_not_overwrite_previous_step() -> None:
 
 def send_before_receives(rank: int, m: int) -> Tensor | None:
     """Send all messages before the first receive. A socket cannot buffer them."""
-    executor = make_executor(
-        compile(schedule_forwards, PipelineShape(2, m), progress_model="per_edge"), rank
-    )
+    executor = make_executor(compile_forwards(m), rank)
     if rank:
         dist.barrier()
-    loss = executor.step(torch.ones(m, 4), torch.zeros(m, 4))
+    loss = step_on_ones(executor)
     if not rank:
         dist.barrier()
     return loss
@@ -130,15 +130,14 @@ def test_send_does_not_wait_for_receive() -> None:
 
 def run_with_lost_peer(rank: int, is_lost: bool) -> None:
     # On a loaded machine, rank 0 may see only after seconds that rank 1 has left.
-    seconds = 30.0 if is_lost else 1.5
-    executor = make_executor(
-        compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge"), rank, seconds=seconds
-    )
+    program = compile_1f1b()
+    transport = SharedMemoryTransport(program, 30.0 if is_lost else 1.5)
+    executor = make_executor(program, rank, transport)
     if rank and is_lost:
         os._exit(0)
     if rank:
         time.sleep(6)
-    executor.step(torch.ones(3, 4), torch.zeros(3, 4))
+    step_on_ones(executor)
 
 
 @pytest.mark.parametrize(
@@ -156,23 +155,21 @@ def test_lost_or_late_peer_is_named(is_lost: bool, message: str) -> None:
 
 def run_in_directory(rank: int, place: str, is_missing: bool) -> str:
     """Use one directory for shared memory, or a missing one for the second rank."""
-    program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
-    transport = SharedMemoryTransport(program, 20.0)
+    transport = SharedMemoryTransport(program := compile_1f1b(), 20.0)
     shared_memory.MEMORY_DIRECTORIES = (place if rank == 0 or not is_missing else f"{place}/none",)
     try:
-        executor = make_executor(program, rank, transport=transport)
+        executor = make_executor(program, rank, transport)
     except ModelError as error:
         return error.fact
-    executor.step(torch.ones(3, 4), torch.zeros(3, 4))
+    step_on_ones(executor)
     return ""
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
 def test_memory_files_are_deleted(is_missing: bool, tmp_path: Path) -> None:
     for error in run(run_in_directory, 2, str(tmp_path), is_missing):
-        assert (
-            error.startswith("process 1 cannot allocate shared memory: No such file") == is_missing
-        )
+        said = error.startswith("process 1 cannot allocate shared memory: No such file")
+        assert said == is_missing
     assert not list(tmp_path.iterdir())
 
 
@@ -191,11 +188,10 @@ def test_different_network_namespaces_cannot_share_memory(tmp_path: Path) -> Non
 
 def run_two_executors(rank: int) -> list[float]:
     """Run executors one after the other on one transport."""
-    program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
-    transport = SharedMemoryTransport(program, 5.0)
+    transport = SharedMemoryTransport(program := compile_1f1b(), 5.0)
     losses = []
     for k in range(2):
-        executor = make_executor(program, rank, transport=transport)
+        executor = make_executor(program, rank, transport)
         for _ in range(2):
             losses.append(executor.step(torch.full((3, 4), k + 1.0), torch.zeros(3, 4)))
     return [float(loss) for loss in losses if loss is not None]
@@ -207,8 +203,7 @@ def test_transport_is_reusable_by_next_executor() -> None:
 
 def run_identity_stage(rank: int) -> list[Tensor | None]:
     """Return losses that are received tensors, in memory that the sender will overwrite."""
-    program = compile(schedule_forwards, PipelineShape(2, 3), progress_model="per_edge")
-    transport = SharedMemoryTransport(program, 20.0)
+    transport = SharedMemoryTransport(program := compile_forwards(3), 20.0)
     stage = Double() if rank == 0 else nn.Identity()
     executor = Executor(
         program, rank, {rank: stage}, transport, loss=lambda y, _: y, boundary=Boundary(())
@@ -246,15 +241,14 @@ class _DelayedConnection:
 
 
 def run_with_delayed_sender(rank: int) -> float:
-    program = compile(schedule_forwards, PipelineShape(2, 3), progress_model="per_edge")
-    transport = SharedMemoryTransport(program, 5.0)
-    executor = make_executor(program, rank, transport=transport)
+    transport = SharedMemoryTransport(program := compile_forwards(3), 5.0)
+    executor = make_executor(program, rank, transport)
     if rank == 0:
         (channel,) = transport.outgoing.values()
         channel.connection = _DelayedConnection(channel.connection, 3)  # type: ignore[assignment]
     else:
         dist.barrier()
-    loss = executor.step(torch.ones(3, 4), torch.zeros(3, 4))
+    loss = step_on_ones(executor)
     if rank:
         for channel_in in transport.incoming.values():
             channel_in.connection.close()
@@ -268,8 +262,7 @@ def test_receiver_may_exit_after_its_last_message() -> None:
 
 def list_files_while_waiting(rank: int, place: str) -> list[str]:
     """Return the files of the first rank before the second has arrived."""
-    program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
-    transport = SharedMemoryTransport(program, 20.0)
+    transport = SharedMemoryTransport(program := compile_1f1b(), 20.0)
     shared_memory.MEMORY_DIRECTORIES = (place,)
     files = []
 
@@ -280,7 +273,7 @@ def list_files_while_waiting(rank: int, place: str) -> list[str]:
 
     if rank:
         transport.allocate_buffers = allocate_late  # type: ignore[method-assign, assignment]
-    make_executor(program, rank, transport=transport)
+    make_executor(program, rank, transport)
     return files
 
 
@@ -289,15 +282,10 @@ def test_waiting_process_has_no_memory_file(tmp_path: Path) -> None:
 
 
 def request_shared_slots(rank: int) -> str:
+    shape = PipelineShape(2, 3)
+    program = compile(one_f_one_b, shape, progress_model="per_edge", buffer_sharing="minimal")
     with pytest.raises(ModelError) as error:
-        SharedMemoryTransport(
-            compile(
-                one_f_one_b,
-                PipelineShape(2, 3),
-                progress_model="per_edge",
-                buffer_sharing="minimal",
-            )
-        )
+        SharedMemoryTransport(program)
     return error.value.hint
 
 

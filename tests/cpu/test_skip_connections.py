@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from schedir.transports.gloo import GlooTransport
 from schedir.transports.p2p_groups import EdgeGroups
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.gloo_processes import run
+from tests.cpu.tiny_stages import have_same_bits
 
 torch.set_num_threads(1)
 
@@ -87,31 +88,25 @@ def make_batch(m: int) -> tuple[Tensor, Tensor]:
     return torch.randn(m, 2, WIDTH), torch.randn(m, 2, WIDTH)
 
 
+TRANSPORTS: dict[str, Any] = {
+    "gloo": GlooTransport, "shared_memory": SharedMemoryTransport, "edge": EdgeGroups,
+}  # fmt: skip
+
+
 def run_process(rank: int, transport: str, name: str, model_of: ProgressModel) -> list[Any]:
     schedule, shape, skips = SCHEDULES[name]
     slots: Any = None if transport == "shared_memory" else "minimal"
     program = compile(
-        schedule,
-        shape,
-        progress_model=model_of,
-        skips=skips,
-        buffer_sharing=slots,
+        schedule, shape, progress_model=model_of, skips=skips, buffer_sharing=slots,
         blocking_hosts=True,
-    )
+    )  # fmt: skip
     stages = make_stages(shape.stages, skips)
     x, y = make_batch(shape.microbatches)
-    make: Any = {"gloo": GlooTransport, "shared_memory": SharedMemoryTransport, "edge": EdgeGroups}[
-        transport
-    ]
     own_stages = {s: stages[s] for s in shape.stages_on_rank[rank]}
     executor = Executor(
-        program,
-        rank,
-        own_stages,
-        make(program),
-        loss=F.mse_loss,
+        program, rank, own_stages, TRANSPORTS[transport](program), loss=F.mse_loss,
         boundary=make_boundaries(shape.stages, skips),
-    )
+    )  # fmt: skip
     for _ in range(2):
         total = executor.step(x, y)
     grads = {s: [p.grad for p in stage.parameters()] for s, stage in own_stages.items()}
@@ -138,8 +133,7 @@ def test_skip_connections_on_processes_have_reference_bits(
     assert float(expected_loss) in [total for total, _ in results]
     for _, grads_by_stage in results:
         for s, grads in grads_by_stage.items():
-            for grad, p in zip(grads, reference_stages[s].parameters(), strict=True):
-                assert torch.equal(grad, cast(Tensor, p.grad))
+            assert have_same_bits(grads, [p.grad for p in reference_stages[s].parameters()])
 
 
 def test_measured_sizes_include_skips() -> None:
@@ -201,25 +195,14 @@ WRONG_OUTPUTS: list[tuple[Any, dict[str, Any], str, str]] = [
     (lambda y: (y, 3), {}, "returns int", "a tensor, or a tuple of tensors"),
     (lambda y: (y, y[:3]), {}, "as tensor 1, but the boundary is [8]", ""),
     (lambda y: (y, (y, y)), {}, "returns 3 values", ""),
-    (
-        lambda y: (y, y.detach()),
-        {},
-        "tensor 1 that stage 0 returns has requires_grad=False",
-        "grad=False",
-    ),
-    (
-        lambda y: (y, y),
-        {"boundary": {0: (8,), 1: (8,)}},
-        "and the skip connections [(0, 2)]",
-        "(0, 2): ",
-    ),
-    (
-        lambda y: (y, y.long()),
-        {"boundary": {0: (8,), 1: (8,), (0, 2): Boundary((8,), torch.int64)}},
-        "the boundary from stage 0 to 2 has no gradient",
-        "depends on trained weights",
-    ),
-]
+    (lambda y: (y, y.detach()), {},
+     "tensor 1 that stage 0 returns has requires_grad=False", "grad=False"),
+    (lambda y: (y, y), {"boundary": {0: (8,), 1: (8,)}},
+     "and the skip connections [(0, 2)]", "(0, 2): "),
+    (lambda y: (y, y.long()),
+     {"boundary": {0: (8,), 1: (8,), (0, 2): Boundary((8,), torch.int64)}},
+     "the boundary from stage 0 to 2 has no gradient", "depends on trained weights"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,41 +18,36 @@ from torch.utils.checkpoint import checkpoint
 from schedir.errors import ModelError
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.autograd import split_backward
+from schedir.runtime.autograd.split_backward import DeferredGradients
 
 torch.set_num_threads(1)
 
 VOCAB, HIDDEN, TOKENS = 13, 16, 7
 
 
-class Net(nn.Module):
-    """An embedding, residual linear layers, and a head that may be tied."""
+class TorchLayers(nn.Module):
+    """An embedding, a block without dropout, and a head that may have the embedding's weight."""
 
-    def __init__(self, tied: bool, depth: int, dtype: torch.dtype) -> None:
+    def __init__(self, tied: bool) -> None:
         super().__init__()
-        g = torch.Generator().manual_seed(0)
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter((0.3 * torch.randn(*shape, generator=g)).to(dtype))
-
-        self.norm = nn.LayerNorm(HIDDEN, dtype=dtype)
-        self.up = nn.ParameterList([parameter(2 * HIDDEN, HIDDEN) for _ in range(depth)])
-        self.down = nn.ParameterList([parameter(HIDDEN, 2 * HIDDEN) for _ in range(depth)])
-        self.embed = parameter(VOCAB, HIDDEN)
-        self.head = self.embed if tied else parameter(VOCAB, HIDDEN)
-        self.splits = 2 + 2 * depth
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(VOCAB, HIDDEN, padding_idx=2)
+        self.block = nn.Sequential(
+            nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 2 * HIDDEN), nn.GELU(),
+            nn.Linear(2 * HIDDEN, HIDDEN, bias=False),
+        )  # fmt: skip
+        self.head = nn.Linear(HIDDEN, VOCAB)
+        if tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = split_backward.embedding(tokens, self.embed)
-        for up, down in zip(self.up, self.down, strict=True):
-            x = x + split_backward.linear(F.gelu(split_backward.linear(self.norm(x), up)), down)
-        return split_backward.linear(x, self.head)
+        x = self.embed(tokens)
+        y: Tensor = self.head(x + self.block(x))
+        return y
 
 
 def compute_gradients(
-    net: Net | TorchLayers,
-    microbatches: int,
-    late: int | None,
-    forward: Callable[..., Tensor] | None = None,
+    net: TorchLayers, microbatches: int, late: int | None, forward: Callable[..., Any] | None = None
 ) -> dict[str, Tensor]:
     """Return gradients of all microbatches, with W `late` microbatches after I, or with full B."""
     g = torch.Generator().manual_seed(1)
@@ -60,9 +58,9 @@ def compute_gradients(
         if late is None:
             torch.autograd.backward(y, dy)
             continue
-        with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
+        with defer() as tape:
             torch.autograd.backward(y, dy)
-        assert len(tape) == net.splits
+        assert len(tape) == 4  # the layers with a weight
         tapes.append(tape)
         if len(tapes) > late:
             tapes.pop(0).run()
@@ -78,26 +76,43 @@ def assert_same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], want[name]), name
 
 
+def defer() -> AbstractContextManager[DeferredGradients]:
+    """Collect the weight gradients of the backwards in a context."""
+    return split_backward.defer_weight_gradients(DeferredGradients())
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     tied=st.booleans(),
-    depth=st.integers(0, 3),
+    checkpointed=st.booleans(),
     microbatches=st.integers(1, 4),
     late=st.integers(0, 4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_split_backward_has_bits_of_full_backward(
-    tied: bool, depth: int, microbatches: int, late: int, dtype: torch.dtype
+    tied: bool, checkpointed: bool, microbatches: int, late: int, dtype: torch.dtype
 ) -> None:
-    want = compute_gradients(Net(tied, depth, dtype), microbatches, None)
-    got = compute_gradients(Net(tied, depth, dtype), microbatches, late)
-    assert_same_bits(got, want)
+    """Layers are split in place."""
+
+    def forward(net: nn.Module) -> Callable[..., Any]:
+        return partial(checkpoint, net, use_reentrant=False) if checkpointed else net
+
+    plain, full, split = (TorchLayers(tied).to(dtype) for _ in range(3))
+    names, parameter_ids = list(plain.state_dict()), {id(p) for p in split.parameters()}
+    for net in (full, split):
+        assert make_backward_splittable(net) is net
+    assert names == list(split.state_dict())
+    assert parameter_ids == {id(p) for p in split.parameters()}
+    want = compute_gradients(plain, microbatches, None, forward(plain))
+    assert_same_bits(compute_gradients(full, microbatches, None, forward(full)), want)
+    assert_same_bits(compute_gradients(split, microbatches, late, forward(split)), want)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_accumulate_in_views_of_flat_buffer(tied: bool) -> None:
-    want = compute_gradients(Net(tied, 2, torch.float32), 3, None)
-    net = Net(tied, 2, torch.float32)
+    want = compute_gradients(TorchLayers(tied), 3, None)
+    net = TorchLayers(tied)
+    make_backward_splittable(net)
     flat = torch.zeros(sum(p.numel() for p in net.parameters()))
     offset = 0
     for p in net.parameters():
@@ -106,9 +121,8 @@ def test_gradients_accumulate_in_views_of_flat_buffer(tied: bool) -> None:
     got = compute_gradients(net, 3, late=1)
     assert_same_bits(got, want)
     assert torch.equal(flat, torch.cat([g.flatten() for g in got.values()]))
-    assert all(
-        g.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for g in got.values()
-    )
+    addresses = {g.untyped_storage().data_ptr() for g in got.values()}
+    assert addresses == {flat.untyped_storage().data_ptr()}
 
 
 def test_linear_and_embedding_equal_plain_torch() -> None:
@@ -124,29 +138,14 @@ def test_linear_and_embedding_equal_plain_torch() -> None:
         torch.autograd.backward(y + embedding(tokens, leaves[1]).square().sum())
         return [t.grad for t in leaves if t.grad is not None]
 
-    for ours, plain in zip(
-        compute_grads(split_backward.linear, split_backward.embedding),
-        compute_grads(F.linear, F.embedding),
-        strict=True,
-    ):
-        assert torch.allclose(ours, plain, rtol=1e-5, atol=1e-6)
-
-
-def test_split_backward_under_checkpointing_has_same_bits() -> None:
-    net = Net(False, 2, torch.float32)
-    want = compute_gradients(Net(False, 2, torch.float32), 2, None)
-
-    def forward_with_checkpoint(tokens: Tensor) -> Tensor:
-        y = checkpoint(net, tokens, use_reentrant=False)
-        assert isinstance(y, Tensor)
-        return y
-
-    assert_same_bits(compute_gradients(net, 2, 1, forward_with_checkpoint), want)
+    ours = compute_grads(split_backward.linear, split_backward.embedding)
+    plain = compute_grads(F.linear, F.embedding)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_nonleaf_weight_is_not_split() -> None:
     w = torch.ones(3, 4, requires_grad=True)
-    with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
+    with defer() as tape:
         torch.autograd.backward(split_backward.linear(torch.ones(2, 4), 2 * w).sum())
     assert len(tape) == 0
     assert w.grad is not None and torch.equal(w.grad, torch.full((3, 4), 4.0))
@@ -154,7 +153,7 @@ def test_nonleaf_weight_is_not_split() -> None:
 
 def test_frozen_weight_is_not_deferred() -> None:
     x = torch.ones(2, 4, requires_grad=True)
-    with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
+    with defer() as tape:
         torch.autograd.backward(split_backward.linear(x, torch.ones(3, 4)).sum())
     assert len(tape) == 0 and x.grad is not None
 
@@ -185,7 +184,7 @@ def test_gradient_requested_in_hook_is_not_accumulated() -> None:
 
         y = linear(x, w)
         y.register_hook(solve)
-        with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
+        with defer() as tape:
             torch.autograd.backward(y, torch.ones_like(y))
         assert len(tape) == (linear is split_backward.linear)
         tape.run()
@@ -210,7 +209,7 @@ def test_saved_tensor_changed_before_w_is_refused() -> None:
     scaled = x * 1
     scaled.register_hook(lambda dy: dy.mul_(0.5))
     y = scaled + split_backward.linear(x, w)
-    with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
+    with defer() as tape:
         torch.autograd.backward(y, torch.ones_like(y))
     with pytest.raises(ModelError, match="changed in place between I and W"):
         tape.run()
@@ -227,7 +226,7 @@ def test_empty_linear_has_gradients(n: int, k: int) -> None:
 
 def test_gradients_are_not_deferred_after_context() -> None:
     w = nn.Parameter(torch.ones(3, 4))
-    with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
+    with defer() as tape:
         pass
     torch.autograd.backward(split_backward.linear(torch.ones(2, 4), w).sum())
     assert len(tape) == 0 and w.grad is not None
@@ -235,60 +234,9 @@ def test_gradients_are_not_deferred_after_context() -> None:
 
 def test_deferred_gradients_do_not_keep_graph_alive() -> None:
     x, w = torch.ones(2, 4, requires_grad=True), nn.Parameter(torch.ones(3, 4))
-    with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
+    with defer() as tape:
         torch.autograd.backward(split_backward.linear(x * 2, w).sum())
     assert all(x.grad_fn is None for x in tape.list_saved_tensors())
-
-
-# Modules of torch's own layers
-
-
-class TorchLayers(nn.Module):
-    """An embedding, a block without dropout, and a head with the embedding's weight."""
-
-    def __init__(self, tied: bool = True) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embed = nn.Embedding(VOCAB, HIDDEN, padding_idx=2)
-        self.block = nn.Sequential(
-            nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 2 * HIDDEN), nn.GELU(),
-            nn.Linear(2 * HIDDEN, HIDDEN, bias=False),
-        )  # fmt: skip
-        self.head = nn.Linear(HIDDEN, VOCAB)
-        if tied:
-            self.head.weight = self.embed.weight
-        self.splits = 4
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        y: Tensor = self.head(x + self.block(x))
-        return y
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_torch_layers_are_split_in_place(tied: bool, checkpointed: bool) -> None:
-    def forward(net: nn.Module) -> Callable[..., Tensor]:
-        def run(tokens: Tensor) -> Tensor:
-            y = checkpoint(net, tokens, use_reentrant=False) if checkpointed else net(tokens)
-            assert isinstance(y, Tensor)
-            return y
-
-        return run
-
-    plain, full, split = (TorchLayers(tied) for _ in range(3))
-    names, parameter_ids = list(plain.state_dict()), {id(p) for p in split.parameters()}
-    for net in (full, split):
-        assert make_backward_splittable(net) is net
-    assert names == list(split.state_dict()) and parameter_ids == {
-        id(p) for p in split.parameters()
-    }
-    want = compute_gradients(plain, 3, None, forward(plain))
-    assert_same_bits(compute_gradients(full, 3, None, forward(full)), want)
-    for late in (0, 2):
-        for p in split.parameters():
-            p.grad = None
-        assert_same_bits(compute_gradients(split, 3, late, forward(split)), want)
 
 
 class InPlaceRelu(nn.Module):
@@ -352,7 +300,7 @@ def test_split_layers_in_unusual_modules_have_same_bits(
         for k, batch in enumerate(batches):
             x = batch.clone().requires_grad_()
             y = net(x)
-            with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
+            with defer() as tape:
                 torch.autograd.backward(y, torch.ones_like(y))
             assert x.grad is not None
             assert len(tape) == deferred * splits

@@ -20,10 +20,28 @@ from schedir.runtime import (
     make_backward_splittable,
     register_splittable_layer,
 )
-from schedir.runtime.autograd import split_backward
+from schedir.runtime.autograd.split_backward import DeferredGradients, defer_weight_gradients
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from tests.cpu.tiny_layers import LAYERS, WIDTH, Square
+from tests.cpu.tiny_stages import have_same_bits
+
+
+def input_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+    """Return the gradient of the input of `Square`."""
+    dx: Tensor = dy * layer.weight.square()
+    return dx
+
+
+def weight_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+    """Return the gradient of the weight of `Square`."""
+    dw: Tensor = (x * dy).sum_to_size(WIDTH) * (2 * layer.weight)
+    return dw
+
+
+def assert_same_bits(got: dict[str, Any], want: dict[str, Any]) -> None:
+    assert got.keys() == want.keys()
+    assert not [name for name in want if not have_same_bits(got[name], want[name])]
 
 
 class RepeatedLayer(nn.Module):
@@ -51,7 +69,7 @@ def _compute_gradients(
         results[f"y{k}"] = y.detach()
         dy = torch.linspace(-1, 1, y.numel()).view_as(y).to(y)
         if late:
-            with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
+            with defer_weight_gradients(DeferredGradients()) as tape:
                 torch.autograd.backward(y, dy)
             assert num_deferred is None or len(tape) == num_deferred
             tapes.append(tape)
@@ -61,14 +79,6 @@ def _compute_gradients(
     for tape in tapes:
         tape.run()
     return results | {name: p.grad for name, p in net.named_parameters()}
-
-
-def _assert_equal(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> None:
-    assert got.keys() == want.keys()
-    for name, b in want.items():
-        a = got[name]
-        assert (a is None) == (b is None), name
-        assert a is None or b is None or torch.equal(a, b), name
 
 
 @settings(max_examples=80, deadline=None)
@@ -105,9 +115,11 @@ def test_split_layer_has_bits_of_full_backward(
     num_deferred = sum(p.requires_grad and (n == "weight" or kind == "norm")
                        for n, p in layer.named_parameters())  # fmt: skip
     want = _compute_gradients(full, x, late=False)
-    _assert_equal(_compute_gradients(split, x, late=True, num_deferred=num_deferred * uses), want)
+    assert_same_bits(
+        _compute_gradients(split, x, late=True, num_deferred=num_deferred * uses), want
+    )
     if not wide and kind != "conv2d":  # else autograd rounds or computes differently
-        _assert_equal(want, _compute_gradients(plain, x, late=False))
+        assert_same_bits(want, _compute_gradients(plain, x, late=False))
 
 
 def test_huggingface_conv1d_is_split() -> None:
@@ -116,7 +128,7 @@ def test_huggingface_conv1d_is_split() -> None:
     names, x = [*layer.state_dict()], torch.randn(2, 3, WIDTH)
     plain, split = copy.deepcopy(layer), make_backward_splittable(layer)
     assert split is layer and type(split) is not type(plain) and [*split.state_dict()] == names
-    _assert_equal(
+    assert_same_bits(
         _compute_gradients(split, x, late=True, num_deferred=1),
         _compute_gradients(plain, x, late=False),
     )
@@ -140,7 +152,7 @@ def test_layer_norm_is_split_only_on_request() -> None:
     )
     assert type(make_backward_splittable(net)[1]) is nn.LayerNorm  # type: ignore[index]
     make_backward_splittable(net, nn.LayerNorm)
-    with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
+    with defer_weight_gradients(DeferredGradients()) as tape:
         net(torch.randn(2, WIDTH)).square().sum().backward()
     weight = net[1].weight
     assert len(tape) == 3 and isinstance(weight, nn.Parameter) and weight.grad is None
@@ -165,39 +177,24 @@ def test_wrong_split_rules_are_refused() -> None:
     def wrong_weight_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
         return (x * dy).sum_to_size(WIDTH)
 
-    def input_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
-        dx: Tensor = dy * layer.weight.square()
-        return dx
-
     layer, x = Odd(WIDTH), torch.randn(2, 3, WIDTH)
+    wrong_rules: Any = {"weight": wrong_weight_grad}
     with pytest.raises(UsageError, match=r"layer_type must be a subclass of nn\.Module, not Odd"):
-        register_splittable_layer(
-            layer,  # type: ignore[arg-type]
-            input_grad=input_grad,
-            deferred_grads={"weight": wrong_weight_grad},
-        )
+        register_splittable_layer(layer, input_grad=input_grad, deferred_grads=wrong_rules)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="cannot split the backward of layers of type Odd"):
         make_backward_splittable(layer, Odd)
     with pytest.raises(UsageError, match="cannot split the backward of layers of type Odd"):
         check_splittable_layer(layer, x)
-    register_splittable_layer(
-        Odd, input_grad=input_grad, deferred_grads={"weight": wrong_weight_grad}
-    )
-    with pytest.raises(ModelError, match="differ in the gradient of weight"):
-        check_splittable_layer(layer, x)
-    register_splittable_layer(
-        Odd, input_grad=wrong_weight_grad, deferred_grads={"weight": wrong_weight_grad}
-    )
-    with pytest.raises(ModelError, match=r"for its input of shape \[2, 3, 6\]"):
-        check_splittable_layer(layer, x)
-    register_splittable_layer(
-        Odd, input_grad=input_grad, deferred_grads={"weight": lambda layer, x, dy: (x * dy).sum()}
-    )
-    with pytest.raises(ModelError, match=r"a gradient of shape \[\] for weight of shape \[6\]"):
-        check_splittable_layer(layer, x)
-    register_splittable_layer(
-        Odd, input_grad=input_grad, deferred_grads={"wieght": wrong_weight_grad}
-    )
+    for dx, rules, message in (
+        (input_grad, wrong_rules, "differ in the gradient of weight"),
+        (wrong_weight_grad, wrong_rules, r"for its input of shape \[2, 3, 6\]"),
+        (input_grad, {"weight": lambda layer, x, dy: (x * dy).sum()},
+         r"a gradient of shape \[\] for weight of shape \[6\]"),
+    ):  # fmt: skip
+        register_splittable_layer(Odd, input_grad=dx, deferred_grads=rules)
+        with pytest.raises(ModelError, match=message):
+            check_splittable_layer(layer, x)
+    register_splittable_layer(Odd, input_grad=input_grad, deferred_grads={"wieght": weight_grad})
     with pytest.raises(ModelError, match="has no rule for its parameter weight"):
         make_backward_splittable(layer)
 
@@ -207,21 +204,13 @@ def test_registered_layer_with_other_arguments_is_not_split() -> None:
         def forward(self, x: Tensor, by: float = 1.0) -> Tensor:
             return super().forward(x) * by
 
-    register_splittable_layer(
-        Scaled,
-        input_grad=lambda layer, x, dy: dy * layer.weight.square(),
-        deferred_grads={
-            "weight": lambda layer, x, dy: (x * dy).sum_to_size(WIDTH) * (2 * layer.weight)
-        },
-    )
+    register_splittable_layer(Scaled, input_grad=input_grad, deferred_grads={"weight": weight_grad})
     layer, x = make_backward_splittable(Scaled(WIDTH)), torch.randn(2, WIDTH)
-    for y, factor, num_deferred in [
-        (layer(x=x), 1, 1),
-        (layer(x, by=2.0), 2, 0),
-        (layer(x, 2.0), 2, 0),
-    ]:
+    for y, factor, num_deferred in (
+        (layer(x=x), 1, 1), (layer(x, by=2.0), 2, 0), (layer(x, 2.0), 2, 0),
+    ):  # fmt: skip
         assert torch.equal(y, Square.forward(layer, x) * factor)  # type: ignore[arg-type]
-        with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
+        with defer_weight_gradients(DeferredGradients()) as tape:
             y.sum().backward()
         assert len(tape) == num_deferred
 
@@ -232,23 +221,14 @@ def test_second_registration_replaces_split_rule() -> None:
     class Twice(Square):
         pass
 
-    def input_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
-        dx: Tensor = dy * layer.weight.square()
-        return dx
-
-    def weight_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
-        dw: Tensor = (x * dy).sum_to_size(WIDTH) * (2 * layer.weight)
-        return dw
-
     x = torch.randn(2, 3, WIDTH)
-    register_splittable_layer(
-        Twice, input_grad=lambda layer, x, dy: dy, deferred_grads={"weight": weight_grad}
-    )
+    rules: Any = {"weight": weight_grad}
+    register_splittable_layer(Twice, input_grad=lambda layer, x, dy: dy, deferred_grads=rules)
     layer = Twice(WIDTH)
     net = make_backward_splittable(nn.Sequential(layer, nn.Linear(WIDTH, WIDTH)))
     with pytest.raises(ModelError, match="differ in the gradient of the input"):
         check_splittable_layer(layer, x)
-    register_splittable_layer(Twice, input_grad=input_grad, deferred_grads={"weight": weight_grad})
+    register_splittable_layer(Twice, input_grad=input_grad, deferred_grads=rules)
     for one in make_backward_splittable(net).children():
         check_splittable_layer(one, x)
     leaf = x.clone().requires_grad_()
@@ -271,13 +251,11 @@ def _parametrize(layer: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("first", [False, True])
 def test_registered_layer_with_computed_weight_is_not_split(compute: Any, first: bool) -> None:
     x, plain = torch.randn(3, WIDTH), Square(WIDTH)
+    steps = [make_backward_splittable, compute]
     split: nn.Module = copy.deepcopy(plain)
-    split = (
-        compute(make_backward_splittable(split))
-        if first
-        else make_backward_splittable(compute(split))
-    )
-    _assert_equal(
+    for step in steps if first else reversed(steps):
+        split = step(split)
+    assert_same_bits(
         _compute_gradients(split, x, True, num_deferred=0),
         _compute_gradients(compute(plain), x, False),
     )
@@ -298,4 +276,4 @@ def test_registered_layer_under_autocast_is_not_split() -> None:
             y = net(x).float()
         y.square().sum().backward()
         gradients.append({name: p.grad for name, p in net.named_parameters()})
-    _assert_equal(*gradients)
+    assert_same_bits(*gradients)

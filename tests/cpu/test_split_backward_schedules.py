@@ -26,6 +26,15 @@ from schedir.schedules.schedule_algebra import F, I, W
 from tests.cpu.tiny_layers import WIDTH, Conv1D, Square
 from tests.cpu.tiny_stages import copy_gradients, have_same_bits, split_1f1b
 
+BOUNDARY = Boundary((3, WIDTH))
+
+
+def make_executor(
+    stages: Sequence[nn.Module], m: int = 4, loss: Any = mse_loss, **options: Any
+) -> InProcessExecutor:
+    program = compile(split_1f1b, PipelineShape(2, m))
+    return InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, **options)
+
 
 class Twice(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
@@ -85,10 +94,7 @@ def test_weight_used_twice_gets_both_gradients(kind: str) -> None:
     for mb in x:  # plain autograd, without schedir
         y = plain[1](plain[0](mb))
         (y - 1).square().sum().backward()
-    program = compile(split_1f1b, PipelineShape(2, 4))
-    ranks = InProcessExecutor(program, split, loss=lambda y, _: (y - 1).square().sum(),
-                              boundary=Boundary((3, WIDTH)))  # fmt: skip
-    ranks.step(x, x)
+    make_executor(split, loss=lambda y, _: (y - 1).square().sum()).step(x, x)
     for got, want in zip(copy_gradients(split), copy_gradients(plain), strict=True):
         assert got.keys() == want.keys() and got
         for name, expected in want.items():
@@ -113,19 +119,15 @@ def test_split_rule_reads_weight_version_of_microbatch() -> None:
         if is_split:
             stages = [make_backward_splittable(stage) for stage in stages]
         ranks = InProcessExecutor(
-            program,
-            stages,
-            loss=lambda y, t: (y - t).square().sum(),
-            boundary=Boundary((3, WIDTH)),
+            program, stages, loss=lambda y, t: (y - t).square().sum(), boundary=BOUNDARY,
             optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01),
-        )
+        )  # fmt: skip
         with warnings.catch_warnings():
             warnings.simplefilter("error" if is_split else "ignore")
             for _ in range(2):
                 ranks.step(x, x + 1, 0.1)
         states.append([stage.state_dict() for stage in stages])
-    for plain, split in zip(*states, strict=True):
-        assert all(torch.equal(plain[name], split[name]) for name in plain)
+    assert have_same_bits(*states)
 
 
 class MixedLayers(nn.Module):
@@ -149,8 +151,7 @@ def test_warning_names_unsplit_layers() -> None:
     x = torch.randn(4, 3, WIDTH)
 
     def collect_warnings(stages: Sequence[nn.Module]) -> list[str]:
-        program, boundary = compile(split_1f1b, PipelineShape(2, 4)), Boundary((3, WIDTH))
-        ranks = InProcessExecutor(program, stages, loss=mse_loss, boundary=boundary)
+        ranks = make_executor(stages)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             ranks.step(x, x)
@@ -158,11 +159,9 @@ def test_warning_names_unsplit_layers() -> None:
         return sorted(str(w.message) for w in caught)
 
     torch.manual_seed(0)
-    plain, messages = [MixedLayers(), MixedLayers()], []
-    loss = run_sequential(copy.deepcopy(plain), x, x, loss=mse_loss)
-    assert loss.isfinite()
-    messages = collect_warnings(plain)
-    assert messages == [
+    plain = [MixedLayers(), MixedLayers()]
+    assert run_sequential(copy.deepcopy(plain), x, x, loss=mse_loss).isfinite()
+    assert collect_warnings(plain) == [
         f"the backward of MixedLayers (stage {s}) is not split in attn.c_attn (Conv1D), own.0 "
         "(Bilinear): the instruction I runs their full backward; "
         "schedir.runtime.make_backward_splittable(stage) splits Conv1D; "
@@ -170,18 +169,12 @@ def test_warning_names_unsplit_layers() -> None:
         for s in range(2)
     ]
     messages = collect_warnings([make_backward_splittable(stage) for stage in plain])
-    assert ["attn.c_attn" in text or "make_backward_splittable" in text for text in messages] == [
-        False,
-        False,
-    ]
-    norms: list[nn.Module] = [
-        nn.Sequential(*(nn.LayerNorm(WIDTH) for _ in range(9))) for _ in range(2)
-    ]
+    assert len(messages) == 2
+    assert not any("c_attn" in text or "make_backward_splittable" in text for text in messages)
+    norms = [nn.Sequential(*(nn.LayerNorm(WIDTH) for _ in range(9))) for _ in range(2)]
     messages = collect_warnings(norms)
     assert "0 (LayerNorm), 1 (LayerNorm)" in messages[0] and "and 3 more" in messages[0]
-    assert (
-        collect_warnings([make_backward_splittable(stage, nn.LayerNorm) for stage in norms]) == []
-    )
+    assert not collect_warnings([make_backward_splittable(s, nn.LayerNorm) for s in norms])
 
 
 class SkippedLayer(nn.Module):
@@ -189,11 +182,8 @@ class SkippedLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.layer, self.unused = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.layer, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         self.unused(x)
@@ -223,13 +213,7 @@ def test_unused_layers_and_full_backwards_have_same_bits(kind: Any, num_warnings
     split = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
     x = torch.randn(8, 3, WIDTH)
     run_sequential(plain, x, x, loss=mse_loss, seed=1)
-    ranks = InProcessExecutor(
-        compile(split_1f1b, PipelineShape(2, 8)),
-        split,
-        loss=mse_loss,
-        boundary=Boundary((3, WIDTH)),
-        seed=1,
-    )
+    ranks = make_executor(split, 8, seed=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ranks.step(x, x)
@@ -250,10 +234,9 @@ def test_bypassed_split_layer_is_refused() -> None:
             (weight,) = self.parameters()
             return x * weight
 
-    program, stages = compile(split_1f1b, PipelineShape(2, 4)), [BypassedLayer(), BypassedLayer()]
-    ranks = InProcessExecutor(program, stages, loss=mse_loss, boundary=Boundary((3, WIDTH)))
+    ranks = make_executor([BypassedLayer(), BypassedLayer()])
     with pytest.raises(ExecutionError, match="has splittable layers"):
-        ranks.step(torch.randn(4, 3, WIDTH), torch.randn(4, 3, WIDTH))
+        ranks.step(*torch.randn(2, 4, 3, WIDTH))
 
 
 def test_page_examples_run_without_warning() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from schedir.errors import ModelError
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import bitpipe, chimera
+from schedir.testing.tiny_model import squared_error
 
 WIDTH, STEPS = 3, 2
 MIRROR_CASES = [
@@ -30,10 +32,6 @@ sgd = partial(torch.optim.SGD, lr=0.1)
 def make_stages(stages: int) -> list[nn.Linear]:
     torch.manual_seed(0)
     return [nn.Linear(WIDTH, WIDTH).double() for _ in range(stages)]
-
-
-def squared_error(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().sum()
 
 
 def make_batch() -> Tensor:
@@ -117,10 +115,7 @@ def test_accumulate_hook_on_stage_replica_is_refused(
     ranks = make_executor(schedule, shape, stages) if late else None
     stages[1].bias.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(ModelError, match=r"bias of stage 1") as error:
-        if ranks is None:
-            make_executor(schedule, shape, stages)
-        else:
-            ranks.step(make_batch(), make_batch())
+        (ranks or make_executor(schedule, shape, stages)).step(make_batch(), make_batch())
     assert error.value.program == schedule.__name__ and "register_hook" in error.value.hint
 
 
@@ -169,36 +164,19 @@ def test_attribute_set_between_steps_applies_to_copies(schedule: Any, shape: Pip
     assert torch.allclose(ranks.step(make_batch(), make_batch()).double(), expected)
 
 
-def _set_tensor(stage: Any) -> None:
-    stage.shift = torch.ones(())
-
-
-def _write_to_tensor(stage: Any) -> None:
-    stage.shift.add_(1)
-
-
-def _set_entry(stage: Any) -> None:
-    stage.options["scale"] = 2.0
-
-
-def _register_hook(stage: Any) -> None:
-    stage.register_forward_hook(lambda module, inputs, output: output * 2)
-
-
-def _replace_forward(stage: Any) -> None:
-    stage.forward = torch.sin
-
-
-def _prune(stage: Any) -> None:
-    prune.l1_unstructured(stage, "weight", 0.5)
-
-
-CHANGES = [_set_tensor, _write_to_tensor, _set_entry, _register_hook, _replace_forward, _prune]
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "set tensor": lambda stage: setattr(stage, "shift", torch.ones(())),
+    "written tensor": lambda stage: stage.shift.add_(1),
+    "set entry": lambda stage: stage.options.update(scale=2.0),
+    "hook": lambda stage: stage.register_forward_hook(lambda module, inputs, output: output * 2),
+    "replaced forward": lambda stage: setattr(stage, "forward", torch.sin),
+    "pruned": lambda stage: prune.l1_unstructured(stage, "weight", 0.5),
+}
 
 
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_module_change_between_steps_is_refused(change: Any, stepped: bool) -> None:
+def test_module_change_between_steps_is_refused(change: str, stepped: bool) -> None:
     schedule, shape = MIRROR_CASES[0]
     stages = make_stages(shape.stages)
     for stage in stages:
@@ -206,7 +184,7 @@ def test_module_change_between_steps_is_refused(change: Any, stepped: bool) -> N
     ranks = make_executor(schedule, shape, stages)
     if stepped:
         ranks.step(make_batch(), make_batch())
-    change(stages[1])
+    CHANGES[change](stages[1])
     with pytest.raises(ModelError, match=r"of stage 1 changed between steps") as error:
         ranks.step(make_batch(), make_batch())
     assert "create a new one" in error.value.hint

@@ -18,7 +18,14 @@ from schedir.training.config.run_config import Config, OutputConfig, PipelineCon
 from schedir.training.processes.rendezvous_store import connect_store
 from schedir.training.processes.startup_consistency import collect_config_facts, compare_facts
 from schedir.transports.json_collectives import encode_value
-from tests.cpu.train_command import fork_processes, make_arguments, run_launched
+from tests.cpu.train_command import (
+    ONE_STAGE_PER_RANK,
+    find_free_port,
+    fork_processes,
+    make_arguments,
+    run_launched,
+    write_schedule,
+)
 
 
 def compare_processes(
@@ -66,15 +73,11 @@ def test_difference_is_reported_on_every_process(processes: Any, fact: str) -> N
 
 
 def test_missing_process_is_named() -> None:
-    assert (
-        compare_processes([(0, 3, {}), (1, 3, {})], timeout=0.5)[0]
-        == "process 2 did not connect in time"
-    )
+    first_error, _ = compare_processes([(0, 3, {}), (1, 3, {})], timeout=0.5)
+    assert first_error == "process 2 did not connect in time"
     # Process 0 compares. It is missing, so the difference of the others is not reported.
-    assert (
-        compare_processes([(1, 3, {}), (2, 2, {})], timeout=0.5)
-        == ["process 0 did not connect in time"] * 2
-    )
+    errors = compare_processes([(1, 3, {}), (2, 2, {})], timeout=0.5)
+    assert errors == ["process 0 did not connect in time"] * 2
 
 
 def test_pickle_from_peer_is_refused() -> None:
@@ -97,12 +100,10 @@ def test_malformed_facts_are_refused(facts: object) -> None:
 
 def test_every_configuration_section_is_compared() -> None:
     base = Config()
+    shared = replace(base, pipeline=PipelineConfig(buffer_sharing="minimal"))
     for other, name in (
         (replace(base, output=OutputConfig(record=False)), "output.record"),
-        (
-            replace(base, pipeline=PipelineConfig(buffer_sharing="minimal")),
-            "pipeline.buffer_sharing",
-        ),
+        (shared, "pipeline.buffer_sharing"),
     ):
         one, two = collect_config_facts(base), collect_config_facts(other)
         assert {fact for fact in one if one[fact] != two[fact]} == {name}
@@ -116,10 +117,8 @@ def test_every_configuration_section_is_compared() -> None:
 def test_data_digest_covers_all_tokens() -> None:
     data = np.random.default_rng(1).integers(0, 255, 300_000).astype("u1")
     description = Batches(data, 8, 1).description
-    assert (
-        description.startswith("300000 tokens of uint8")
-        and description == Batches(data.copy(), 8, 1).description
-    )
+    assert description.startswith("300000 tokens of uint8")
+    assert description == Batches(data.copy(), 8, 1).description
     for position in (0, 150_000, 299_999):
         other = data.copy()
         other[position] ^= 1
@@ -147,10 +146,8 @@ def test_unreachable_store_is_reported_after_timeout(
 
 def start_processes(config: str, folder: Path, sets: list[list[str]]) -> list[tuple[int, str]]:
     """Start one process for each list of settings, and return exit codes and errors."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     commands = [make_arguments(config, folder, "pipeline.tp=1", *settings) for settings in sets]
-    return [(code, err) for code, _, err in fork_processes(commands, folder, port)]
+    return [(code, err) for code, _, err in fork_processes(commands, folder, find_free_port())]
 
 
 def test_different_data_of_processes_are_refused(config: str, tmp_path: Path) -> None:
@@ -185,9 +182,7 @@ if os.environ.get("RANK") == "1":
 
 
 def test_different_schedir_versions_are_refused(config: str, tmp_path: Path) -> None:
-    schedule = tmp_path / "mine.py"
-    schedule.write_text(OTHER_VERSION)
-    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
+    sets = [*ONE_STAGE_PER_RANK, write_schedule(tmp_path, OTHER_VERSION)]
     command = make_arguments(config, tmp_path / "out", *sets)
     code, _, err = run_launched(command, tmp_path / "out")
     assert code == 2, err
@@ -205,19 +200,16 @@ schedir.training.batches.samples._MAX_DIGEST_BLOCKS = 1
 
 
 def test_difference_in_unsampled_data_is_refused(config: str, tmp_path: Path) -> None:
-    schedule, rng = tmp_path / "mine.py", np.random.default_rng(2)
-    schedule.write_text(SAMPLED)
+    schedule, rng = write_schedule(tmp_path, SAMPLED), np.random.default_rng(2)
     first, settings_by_process = rng.integers(0, 255, 2**16).astype("u1"), []
     for name in ("one", "other"):
         rest = rng.integers(0, 255, 200_000).astype("u1")
         (tmp_path / name).write_bytes(first.tobytes() + rest.tobytes())
         settings_by_process.append(
-            [f'data.source="{tmp_path / name}"', f"pipeline.schedule={schedule}:mine"]
-        )
-    sets = ["pipeline.stages_per_rank=1", "train.log_every=2", "train.steps=4"]
-    results = start_processes(
-        config, tmp_path / "out", [[*settings, *sets] for settings in settings_by_process]
-    )
+            [f'data.source="{tmp_path / name}"', schedule, "pipeline.stages_per_rank=1",
+             "train.log_every=2", "train.steps=4"]
+        )  # fmt: skip
+    results = start_processes(config, tmp_path / "out", settings_by_process)
     assert [code for code, _ in results] == [2, 2], results
     errors = "".join(err for _, err in results)
     assert errors.count("processes 0 and 1 do not agree on the data read up to step 2: crc32") == 1

@@ -60,9 +60,10 @@ def test_measured_optimizer_state_equals_live_tensors(name: str) -> None:
     def loss(y: Tensor, _: Tensor) -> Tensor:
         return y.float().square().sum()
 
-    sizes = measure_sizes(
-        [stage], x, x, loss=loss, boundary=Boundary((4, 8), dtype), optimizer_state=make
+    measure: Any = partial(
+        measure_sizes, [stage], x, x, loss=loss, boundary=Boundary((4, 8), dtype)
     )
+    sizes = measure(optimizer_state=make)
     trained = [p for p in stage.parameters() if p.requires_grad]
     assert sizes.params == (_count_bytes(trained),)
     untrained = [*stage[0].parameters(), *stage.buffers()]
@@ -76,11 +77,4 @@ def test_measured_optimizer_state_equals_live_tensors(name: str) -> None:
     new_storages = {ref: size for ref, size in _find_live_storages().items() if ref not in before}
     assert sizes.optimizer == (sum(new_storages.values()),)
     with pytest.raises(ModelError):
-        measure_sizes(
-            [stage],
-            x,
-            x,
-            loss=loss,
-            boundary=Boundary((4, 8), dtype),
-            optimizer_state=torch.optim.Adafactor,
-        )
+        measure(optimizer_state=torch.optim.Adafactor)

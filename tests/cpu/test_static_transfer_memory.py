@@ -53,12 +53,10 @@ def measure_static_memory(program: Program, rank: int) -> dict[str, int]:
     for i in state.stream:
         HANDLERS[i.op](state, i)
     bytes_by_kind = dict.fromkeys(SlotCounts._fields, 0)
-    memory = [
-        (kind, tensor) for (kind, _), tensor in state.service(MessageBuffers).received.items()
-    ]
-    memory += [
-        (kind, tensor) for (kind, _, _), tensor in resources.service(MessageBuffers).sent.items()
-    ]
+    received = state.service(MessageBuffers).received
+    sent = resources.service(MessageBuffers).sent
+    memory = [(key[0], tensor) for key, tensor in received.items()]
+    memory += [(key[0], tensor) for key, tensor in sent.items()]
     for kind, tensor in memory:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         bytes_by_kind[kind.name.lower()] += tensor.nbytes
@@ -82,11 +80,10 @@ def test_static_memory_of_schedules_matches_prediction(
 ) -> None:
     schedule = ZOO[name]
     shape = make_shape(schedule, 4, max(8, find_min_microbatches(schedule, 4)))
-    assert_matches_prediction(
-        compile(
-            schedule, shape, tp=tp, progress_model="per_edge", overlap=True, buffer_sharing=slots
-        )
+    program = compile(
+        schedule, shape, tp=tp, progress_model="per_edge", overlap=True, buffer_sharing=slots
     )
+    assert_matches_prediction(program)
 
 
 @settings(max_examples=60)
@@ -102,9 +99,5 @@ def test_scattered_send_needs_only_its_shard() -> None:
     full_boundary, shard = 8 * WIDTH, WIDTH
     assert program.slots[1] == SlotCounts(1, 1, 1, 1)
     measured = {kind: size for kind, size in measure_static_memory(program, 1).items() if size}
-    assert measured == {
-        "act_in": full_boundary,
-        "act_out": shard,
-        "grad_in": full_boundary,
-        "grad_out": shard,
-    }
+    sizes = (full_boundary, shard, full_boundary, shard)
+    assert measured == dict(zip(("act_in", "act_out", "grad_in", "grad_out"), sizes, strict=True))

@@ -51,14 +51,9 @@ def run_steps(
     seeds: Sequence[int | None] = (None,),
 ) -> Any:
     program = compile(
-        schedule,
-        shape,
-        progress_model="per_edge",
-        overlap=True,
-        tied_weights=True,
-        clip_grad_norm=True,
-        buffer_sharing=buffer_sharing,
-    )
+        schedule, shape, progress_model="per_edge", overlap=True, tied_weights=True,
+        clip_grad_norm=True, buffer_sharing=buffer_sharing,
+    )  # fmt: skip
     stages = gpt_stages(shape.stages)
     world = InProcessExecutor(
         program, stages, loss=gpt.loss, boundary=BOUNDARY,

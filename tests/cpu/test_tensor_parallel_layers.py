@@ -129,9 +129,8 @@ def test_parallel_layers_equal_plain_layers() -> None:
         p.data = draw_normal(*p.shape, seed=seed)
     y = net(torch.arange(7).repeat(2, 1))
     torch.autograd.backward(y, torch.ones_like(y))
-    expected = {"output": y.detach()} | {
-        name: get_gradient(p) for name, p in net.named_parameters()
-    }
+    expected = {name: get_gradient(p) for name, p in net.named_parameters()}
+    expected["output"] = y.detach()
 
     results = run(run_layers, 2)
     shard_dims = {"0.weight": 0, "1.weight": 0, "1.bias": 0, "2.weight": 1}
@@ -148,12 +147,10 @@ def test_parallel_layers_equal_plain_layers() -> None:
 def count_output_sized_tensors(rank: int) -> list[int]:
     """Return how many tensors of its output's size each layer creates in its forward."""
     group, counts = dist.group.WORLD, []
+    table = shard_vocab(draw_normal(7, 4), group)
     layers = [
-        (
-            VocabParallelEmbedding(shard_vocab(draw_normal(7, 4), group), group),
-            torch.arange(70) % 7,
-        ),
-        (VocabParallelHead(shard_vocab(draw_normal(7, 4), group), 7, group), draw_normal(70, 4)),
+        (VocabParallelEmbedding(table, group), torch.arange(70) % 7),
+        (VocabParallelHead(table, 7, group), draw_normal(70, 4)),
         (RowParallelLinear(draw_normal(5, 6), draw_normal(5), group), draw_normal(70, 3)),
     ]
     for layer, x in layers:

@@ -23,7 +23,7 @@ from schedir.schedules import dualpipe, one_f_one_b, zb_h1, zb_v
 from schedir.transports.gloo import GlooTransport
 from tests.cases import cases
 from tests.cpu.gloo_processes import run
-from tests.cpu.tiny_stages import gpt_executor, make_replica_batch
+from tests.cpu.tiny_stages import gpt_executor, have_same_bits, make_replica_batch
 
 VOCAB, WIDTH, LENGTH = 11, 6, 5
 SCALE = 0.25
@@ -191,19 +191,12 @@ def test_tied_weights_on_processes_train_like_plain_loop(
 def train_sharded_gpt(process: int, ties_from: str) -> dict[int, dict[str, Tensor]]:
     """Return the state of a GPT with a sharded embedding, and ties by name or by attribute."""
     program = schedir.compile(
-        one_f_one_b,
-        PipelineShape(2, 3),
-        tp=2,
-        progress_model="per_edge",
-        tied_weights=True,
+        one_f_one_b, PipelineShape(2, 3), tp=2, progress_model="per_edge", tied_weights=True,
         clip_grad_norm=True,
-    )
+    )  # fmt: skip
     transport = GlooTransport(program)
-    ties = (
-        schedir.TiedWeights((((0, "embedding.weight"), (1, "head.weight")),))
-        if ties_from == "said"
-        else None
-    )
+    named = schedir.TiedWeights((((0, "embedding.weight"), (1, "head.weight")),))
+    ties = named if ties_from == "said" else None
     executor = gpt_executor(program, transport, lr=0.01, tied_weights=ties)
     for step in range(2):
         executor.step(*make_replica_batch(program, transport, step))
@@ -212,9 +205,7 @@ def train_sharded_gpt(process: int, ties_from: str) -> dict[int, dict[str, Tenso
 
 def test_sharded_tied_weight_by_name_equals_attribute() -> None:
     by_name, by_attribute = (run(train_sharded_gpt, 4, how) for how in ("said", "named"))
-    for states, other_states in zip(by_name, by_attribute, strict=True):
-        for s in states:
-            assert all(torch.equal(states[s][n], other_states[s][n]) for n in states[s])
+    assert have_same_bits(by_name, by_attribute)
     for slice_ in (0, 1):
         first, last = by_name[slice_][0]["embedding.weight"], by_name[2 + slice_][1]["head.weight"]
         assert torch.equal(first, last) and first.shape[0] == 16

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 import schedir
 from schedir import PipelineShape
 from schedir.errors import ModelError
-from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.schedules import interleaved, looped_bfs, zb_v
+from schedir.schedules import interleaved, looped_bfs
+from schedir.testing.tiny_model import squared_error
 from schedir.transports.gloo import GlooTransport
 from tests.cases import cases
 from tests.cpu.gloo_processes import run
@@ -61,10 +61,6 @@ def make_albert_stages(stages: int) -> list[nn.Sequential]:
     return [nn.Sequential(layer, nn.Tanh()) for _ in range(stages)]
 
 
-def squared_error(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().sum()
-
-
 def make_batch(microbatches: int, step: int) -> tuple[Tensor, Tensor]:
     numbers = torch.Generator().manual_seed(step)
     x, y = torch.randn(2, microbatches, 2, WIDTH, dtype=torch.float64, generator=numbers)
@@ -87,19 +83,21 @@ def train_in_process(
     stages: Sequence[Any], schedule: Any, shape: PipelineShape, zero: int
 ) -> list[Tensor]:
     """Return the parameters after the same steps of a program."""
-    program = schedir.compile(
-        schedule,
-        shape,
-        progress_model="per_edge",
-        zero=zero,
-        tied_weights=schedir.find_tied_weights(stages),
-        clip_grad_norm=False,
-    )
-    ranks = InProcessExecutor(
-        program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=adam
-    )
+    program = compile_tied(schedule, shape, stages, zero=zero)
+    return train(InProcessExecutor(program, stages, **OPTIONS), stages)
+
+
+def compile_tied(schedule: Any, shape: PipelineShape, stages: Any, **how: Any) -> schedir.Program:
+    how = {"tied_weights": schedir.find_tied_weights(stages), "clip_grad_norm": False} | how
+    return schedir.compile(schedule, shape, progress_model="per_edge", **how)
+
+
+OPTIONS: dict[str, Any] = {"loss": squared_error, "boundary": BOUNDARY, "optimizer": adam}
+
+
+def train(ranks: InProcessExecutor, stages: Sequence[nn.Module]) -> list[Tensor]:
     for step in range(STEPS):
-        ranks.step(*make_batch(shape.microbatches, step), SCALE)
+        ranks.step(*make_batch(ranks.program.shape.microbatches, step), SCALE)
     with ExitStack() as stack:
         for rank in ranks.executors:
             stack.enter_context(rank.full_parameters())
@@ -133,21 +131,6 @@ def test_random_ties_on_rank_train_like_plain_loop(
     )
 
 
-@pytest.mark.parametrize("zero", range(4))
-def test_layer_in_several_stages_trains_like_plain_loop(zero: int) -> None:
-    for schedule, shape in (
-        (interleaved, PipelineShape(1, 3, 3)),
-        (zb_v, PipelineShape(1, 3, 2, "vee")),
-    ):
-        stages = make_albert_stages(shape.stages)
-        make_backward_splittable(nn.ModuleList(stages))
-        trained = train_in_process(stages, schedule, shape, zero)
-        assert is_near(
-            trained, train_plain_loop(make_albert_stages(shape.stages), shape.microbatches)
-        )
-        assert all(stage[0] is stages[0][0] for stage in stages)
-
-
 EQUAL_WEIGHTS = ((0, 1), (1, 0)), ((1,), (1,))  # two equal weights of one element, in two stages
 LEVELS = {"albert": cases([0, 3], [1, 2]), "pair": cases([1, 2], [0, 3])}
 
@@ -163,20 +146,11 @@ def train_replica(process: int) -> dict[tuple[str, int], list[Tensor]]:
     ):
         for zero in LEVELS[name]:
             stages: list[Any] = [*make()]
-            ties = schedir.find_tied_weights(stages)
-            program = schedir.compile(
-                interleaved,
-                shape,
-                dp=2,
-                progress_model="per_edge",
-                zero=zero,
-                tied_weights=ties,
-                clip_grad_norm=True,
-            )
+            program = compile_tied(interleaved, shape, stages, zero=zero, dp=2, clip_grad_norm=True)
             parameters = [*nn.Sequential(*stages).parameters()]
             executor = Executor(
                 program, 0, stages, GlooTransport(program), loss=squared_error, boundary=BOUNDARY,
-                optimizer=adam(parameters), tied_weights=ties,
+                optimizer=adam(parameters), tied_weights=schedir.find_tied_weights(stages),
                 gradients=GradientOptions(max_norm=float("inf")),
             )  # fmt: skip
             for step in range(STEPS):
@@ -204,27 +178,12 @@ def test_one_parameter_on_several_ranks_is_refused_with_hint(zero: int) -> None:
     """The code in the hint of the error trains like the unsplit model."""
     stages, shape = make_albert_stages(2), PipelineShape(2, 3, 1)
     ties = schedir.find_tied_weights(stages)
-    program = schedir.compile(
-        interleaved,
-        shape,
-        progress_model="per_edge",
-        zero=zero,
-        tied_weights=ties,
-        clip_grad_norm=False,
-    )
-    options: dict[str, Any] = {"loss": squared_error, "boundary": BOUNDARY, "optimizer": adam}
+    program = compile_tied(interleaved, shape, stages, zero=zero)
     with pytest.raises(ModelError, match=r"0\.weight of stage 0 and 0\.weight of stage 1") as error:
-        InProcessExecutor(program, stages, **options)
+        InProcessExecutor(program, stages, **OPTIONS)
     assert error.value.program == program.name and "tied_weights=ties" in error.value.hint
     assert [p.shape for p in stages[0].parameters()] == [(WIDTH, WIDTH), (WIDTH,)]
     copies = [deepcopy(stage) for stage in stages]
-    ranks = InProcessExecutor(program, copies, tied_weights=ties, **options)
-    for step in range(STEPS):
-        ranks.step(*make_batch(shape.microbatches, step), SCALE)
-    with ExitStack() as stack:
-        for rank in ranks.executors:
-            stack.enter_context(rank.full_parameters())
-        for copy in copies:
-            assert is_near(
-                [*copy.parameters()], train_plain_loop(make_albert_stages(2), shape.microbatches)
-            )
+    trained = train(InProcessExecutor(program, copies, tied_weights=ties, **OPTIONS), copies)
+    expected = train_plain_loop(make_albert_stages(2), shape.microbatches)
+    assert is_near(trained, [*expected, *expected])

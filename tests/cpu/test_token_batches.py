@@ -119,13 +119,9 @@ def test_invalid_sources_are_refused(tmp_path: Path) -> None:
     odd.write_bytes(b"123")
     text.write_bytes(b"1")
     sources: list[tuple[list[str | Path], str]] = [
-        ([odd], "odd.bin"),
-        ([odd, text], "a.txt"),
-        ([tmp_path / "no"], "no"),
-        (["*.no"], "*.no"),
-        ([], "list of files is empty"),
-        ([tmp_path], str(tmp_path)),
-    ]
+        ([odd], "odd.bin"), ([odd, text], "a.txt"), ([tmp_path / "no"], "no"), (["*.no"], "*.no"),
+        ([], "list of files is empty"), ([tmp_path], str(tmp_path)),
+    ]  # fmt: skip
     for source, names in sources:
         with pytest.raises(UsageError) as caught:
             load_tokens(source)
@@ -160,9 +156,7 @@ def test_python_sources_are_cached(source_folder: Path) -> None:
     assert bytes(load_python_sources(source_folder)) == b"a/c.pyb.py"
     (source_folder / "b.py").write_text("changed")
     assert bytes(load_python_sources(source_folder)) == b"a/c.pyb.py"
-    assert (
-        len(list((source_folder.parent / "cache/schedir").iterdir())) == 1
-    )  # no temporary file remains
+    (_,) = (source_folder.parent / "cache/schedir").iterdir()  # no temporary file remains
 
 
 def test_unwritable_cache_is_refused(source_folder: Path) -> None:
@@ -199,10 +193,8 @@ def test_held_out_tokens_are_not_in_training_batches(tmp_path: Path) -> None:
     assert torch.equal(inputs, torch.arange(80, 96).reshape(4, 4))
     held_out = Corpus(make_config(text, str(other))).held_out_batches
     assert held_out is not None and held_out.read_batch(0, 1)[0].tolist() == [[200, 201, 202, 203]]
-    assert (
-        Corpus(make_config(text, str(other))).batches.description
-        == Corpus(make_config(text, None)).batches.description
-    )
+    description = Corpus(make_config(text, str(other))).batches.description
+    assert description == Corpus(make_config(text, None)).batches.description
     with pytest.raises(UsageError, match="for evaluation has 1 tokens"):
         _ = Corpus(make_config(text, 0.01)).held_out_batches
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as theirs
-from torch.distributed.pipelining.stage import PipelineStage
 
 from schedir import schedules, search_schedule
 from schedir.analysis.progress_models import MODELS, ProgressModel
@@ -29,6 +28,7 @@ from schedir.testing.tiny_model import WIDTH, make_batch, squared_error
 from schedir.verify.check import check, check_draft
 from tests.cases import ALL, cases, each_value
 from tests.cpu.gloo_processes import run
+from tests.cpu.torch_pipelines import make_stage
 from tests.cpu.torch_schedules import LOOP, SINGLE, VEE, build_torch_schedule
 
 # ---------------------------------------------------------------- torch's programs in schedir
@@ -53,32 +53,18 @@ def test_all_torch_schedules_are_tested() -> None:
     assert {*theirs.__all__} - bases == {*VEE, *LOOP, *SINGLE}
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    each_value(VEE, [PipelineShape(2, 4, 2, "vee"), PipelineShape(3, 8, 2, "vee")]),
-)
-def test_torch_vee_schedules_import(name: str, shape: PipelineShape, tmp_path: Path) -> None:
-    check_import(name, shape, tmp_path / "x.csv")
+VEE_SHAPES = [PipelineShape(2, 4, 2, "vee"), PipelineShape(3, 8, 2, "vee")]
+LOOP_SHAPES = [
+    PipelineShape(1, 2, 2), PipelineShape(2, 4), PipelineShape(2, 6, 3), PipelineShape(4, 8, 2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
-    each_value(
-        LOOP,
-        [
-            PipelineShape(1, 2, 2),
-            PipelineShape(2, 4),
-            PipelineShape(2, 6, 3),
-            PipelineShape(4, 8, 2),
-        ],
-    ),
+    ("name", "shape"), [*each_value(VEE, VEE_SHAPES), *each_value(LOOP, LOOP_SHAPES)]
 )
-def test_torch_loop_schedules_import(name: str, shape: PipelineShape, tmp_path: Path) -> None:
-    check_import(name, shape, tmp_path / "x.csv")
-
-
-def check_import(name: str, shape: PipelineShape, path: Path) -> None:
-    """Check that both CSV forms are legal under every model, and have the same compute."""
+def test_torch_schedules_import(name: str, shape: PipelineShape, tmp_path: Path) -> None:
+    """Both CSV forms are legal under every model, and have the same compute."""
+    path = tmp_path / "x.csv"
     schedule = build_torch_schedule(name, shape)
     orders = []
     for form in ("compute_only", "compute_comms"):
@@ -112,10 +98,8 @@ def test_predicted_spans_with_other_transfers_match_documentation(
     shape = PipelineShape(4, 8, 2, "vee" if name in VEE else "loop")
     schedule, path = build_torch_schedule(name, shape), str(tmp_path / "x.csv")
     schedule._dump_csv(path, format="compute_comms")
-    program, costs = (
-        finish_lowering(torch_csv.from_csv(Path(path).read_text())),
-        Costs(F=1, B=2, send=0.1),
-    )
+    program = finish_lowering(torch_csv.from_csv(Path(path).read_text()))
+    costs = Costs(F=1, B=2, send=0.1)
     advice = advise(simulate(program, costs, progress_model=model), costs)
     (change,) = (c for c in advice.changes if c.row.kind == "transfers")
     spans = advice.baseline.span, advice.baseline.span * (1 - change.saved_share)
@@ -214,18 +198,10 @@ def run_torch_step(
     rank: int, name: str, shape: PipelineShape, form: str, path: str
 ) -> dict[int, list[Tensor]]:
     stages, own_stages = make_stages(shape.stages), shape.stages_on_rank[rank]
-    torch_stages = [
-        PipelineStage(stages[s], s, shape.stages, torch.device("cpu")) for s in own_stages
-    ]
-    for stage in torch_stages:
-        # These first messages are only for NCCL. torch 2.11 sends them to itself, which Gloo
-        # refuses.
-        stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
     runtime = theirs._PipelineScheduleRuntime(
-        torch_stages,
-        n_microbatches=shape.microbatches,
-        loss_fn=squared_error,
-    )
+        [make_stage(stages[s], s, shape.stages) for s in own_stages],
+        n_microbatches=shape.microbatches, loss_fn=squared_error,
+    )  # fmt: skip
     runtime._load_csv(path, format="compute_only" if form == "torch" else "compute_comms")
     inputs, targets = (x.flatten(0, 1) for x in make_batch(shape.microbatches))
     args = (inputs,) if 0 in own_stages else ()
@@ -244,17 +220,11 @@ def test_exported_programs_run_in_torch(tmp_path: Path) -> None:
         (tmp_path / f"{k}.csv").write_text(torch_csv.to_csv(program, form))
     results = run(run_in_torch, 2, str(tmp_path))
     for (name, shape, form), *ranks in zip(RUNS, *results, strict=True):
-        plain = make_stages(shape.stages)
-        run_sequential(
-            plain,
-            *make_batch(shape.microbatches),
-            loss=squared_error,
-            grad_scale=1 / shape.microbatches,
-        )
+        plain, batch = make_stages(shape.stages), make_batch(shape.microbatches)
+        run_sequential(plain, *batch, loss=squared_error, grad_scale=1 / shape.microbatches)
         for rank, grads in enumerate(ranks):
             assert {*grads} == {*shape.stages_on_rank[rank]}
             for stage, got in grads.items():
                 expected = [p.grad for p in plain[stage].parameters()]
                 assert len(got) == len(expected)
-                for one, other in zip(got, expected, strict=True):
-                    torch.testing.assert_close(one, other, rtol=1e-12, atol=0, msg=f"{name} {form}")
+                torch.testing.assert_close(got, expected, rtol=1e-12, atol=0, msg=f"{name} {form}")

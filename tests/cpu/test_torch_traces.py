@@ -19,6 +19,7 @@ from schedir.io import torch_csv
 from schedir.io.timeline_file import load_timeline
 from schedir.ir.isa.instructions import COMPUTE_OPS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.program import Program
 from schedir.predict.timeline import Timeline
 from schedir.schedules import one_f_one_b
 from schedir.traces.trace_import import read_run
@@ -34,10 +35,11 @@ from tests.tutorial import read_blocks
 _COMPUTE = re.compile(r"PP:\d+[FBIW]\d+|PP:\(.*\)OVERLAP_F_B|(Forward|Backward) \d+")
 
 
+Traces = tuple[Path, list[dict[str, list[str]]]]
+
+
 @pytest.fixture(scope="module")
-def trace_folder(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, list[dict[str, list[str]]]]:
+def trace_folder(tmp_path_factory: pytest.TempPathFactory) -> Traces:
     """Return a folder with the traces of each schedule, and each rank's order from torch."""
     folder = tmp_path_factory.mktemp("traces")
     for name in (*torch_profiler_traces.NAMES, "evaluated"):
@@ -58,9 +60,8 @@ def compute_times_by_hand(path: Path) -> tuple[float, float, float]:
         if not _COMPUTE.fullmatch(event["name"]) or not step["ts"] <= start:
             continue
         within = [e for e in events if start <= e["ts"] and e["ts"] + e["dur"] <= end]
-        ops = [
-            e["ts"] + e["dur"] for e in within if e["cat"] == "cpu_op" and "c10d" not in e["name"]
-        ]
+        own_ops = (e for e in within if e["cat"] == "cpu_op" and "c10d" not in e["name"])
+        ops = [e["ts"] + e["dur"] for e in own_ops]
         waited = 0.0
         for wait in events:
             wait_end = wait["ts"] + wait["dur"]
@@ -73,6 +74,11 @@ def compute_times_by_hand(path: Path) -> tuple[float, float, float]:
         if "OVERLAP" not in event["name"]:
             first, last = min(first, start + waited), max(last, stop)
     return busy / 1e6, first / 1e6, last / 1e6
+
+
+def split_cells(program: Program) -> list[list[str]]:
+    """Return the cells of the CSV for torch."""
+    return [row.split(",") for row in torch_csv.to_csv(program).splitlines()]
 
 
 def assert_ordered_within_ranks(timeline: Timeline) -> None:
@@ -88,9 +94,7 @@ def assert_ordered_within_ranks(timeline: Timeline) -> None:
 
 @pytest.mark.parametrize("name", torch_profiler_traces.NAMES)
 def test_imported_trace_matches_torch_and_manual_times(
-    name: str,
-    trace_folder: tuple[Path, list[dict[str, list[str]]]],
-    capsys: pytest.CaptureFixture[str],
+    name: str, trace_folder: Traces, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, order = trace_folder
     out = folder / f"{name}.timeline"
@@ -100,17 +104,14 @@ def test_imported_trace_matches_torch_and_manual_times(
     program = timeline.program
 
     # The compute is that of torch.
-    imported_cells = [row.split(",") for row in torch_csv.to_csv(program).splitlines()]
     if name == "GPipe":
         expected = [
             [f"{r}{op}{mb}" for op in "FB" for mb in range(MICROBATCHES)] for r in range(RANKS)
         ]
-        assert imported_cells == expected
     else:
         torch_program = torch_csv.from_csv("\n".join(",".join(rank[name]) for rank in order))
-        assert imported_cells == [
-            row.split(",") for row in torch_csv.to_csv(torch_program).splitlines()
-        ]
+        expected = split_cells(torch_program)
+    assert split_cells(program) == expected
 
     # Busy times and the bubble are those of a manual calculation.
     manual_times = [compute_times_by_hand(folder / name / f"rank{r}.json") for r in range(RANKS)]
@@ -129,16 +130,13 @@ def test_imported_trace_matches_torch_and_manual_times(
 
 @pytest.mark.parametrize("name", cases(["DualPipeV"], ["Interleaved1F1B"]))
 def test_commands_accept_imported_timeline(
-    name: str,
-    trace_folder: tuple[Path, list[dict[str, list[str]]]],
-    capsys: pytest.CaptureFixture[str],
+    name: str, trace_folder: Traces, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = trace_folder
     out = str(folder / f"{name}-all.timeline")
     run_command(capsys, "import", str(folder / name), "-o", out)
-    assert "finish under per_device" in run_command(
-        capsys, "check", out, "--progress-model", "per_device"
-    )
+    checked = run_command(capsys, "check", out, "--progress-model", "per_device")
+    assert "finish under per_device" in checked
     assert main(["calibrate", out]) == 0
     costs = capsys.readouterr().out.strip()  # it may write a note about delays to standard error
     predicted = str(folder / "predicted.timeline")
@@ -154,22 +152,18 @@ def test_commands_accept_imported_timeline(
         assert run_command(capsys, *argv)
 
 
-def test_files_may_have_any_order_and_step_may_be_chosen(
-    trace_folder: tuple[Path, list[dict[str, list[str]]]],
-) -> None:
+def test_files_may_have_any_order_and_step_may_be_chosen(trace_folder: Traces) -> None:
     folder, _ = trace_folder
     files = [folder / "ZBVZeroBubble" / f"rank{r}.json" for r in (1, 0)]
     first, last = read_run(files, step=1), read_run(files)
-    assert (first.step, last.step) == (
-        "ProfilerStep 1",
-        f"ProfilerStep {torch_profiler_traces.STEPS}",
-    )
+    assert first.step == "ProfilerStep 1"
+    assert last.step == f"ProfilerStep {torch_profiler_traces.STEPS}"
     assert first.timeline.program == last.timeline.program
     assert isinstance(first.timeline, Timeline)
     assert (first.timeline.spans["end"] != last.timeline.spans["end"]).any()
 
 
-def test_evaluation_is_skipped(trace_folder: tuple[Path, list[dict[str, list[str]]]]) -> None:
+def test_evaluation_is_skipped(trace_folder: Traces) -> None:
     """torch marks backwards in an evaluation too, but they contain no work."""
     folder, _ = trace_folder
     imported = read_run([folder / "evaluated"])
@@ -180,9 +174,7 @@ def test_evaluation_is_skipped(trace_folder: tuple[Path, list[dict[str, list[str
         read_run([folder / "evaluated"], step=last)
 
 
-def test_unmarked_wait_counts_as_compute_with_note(
-    trace_folder: tuple[Path, list[dict[str, list[str]]]], tmp_path: Path
-) -> None:
+def test_unmarked_wait_counts_as_compute_with_note(trace_folder: Traces, tmp_path: Path) -> None:
     """Without Gloo's marks a wait within a range counts as work, and a note says so."""
     folder, _ = trace_folder
     marked = read_run([folder / "ZBVZeroBubble"])
@@ -200,12 +192,11 @@ def test_unmarked_wait_counts_as_compute_with_note(
     assert not any("counts as compute" in note for note in marked.notes)
 
 
+SHAPE = PipelineShape(2, 3)
 EXECUTOR_PROGRAMS = {
-    "grouped": compile(one_f_one_b, PipelineShape(2, 3), overlap=True),
+    "grouped": compile(one_f_one_b, SHAPE, overlap=True),
     "paired": compile(paired_1f1b, PipelineShape(2, 4), progress_model="per_edge"),
-    "tied_weights": compile(
-        one_f_one_b, PipelineShape(2, 3), tied_weights=True, clip_grad_norm=True
-    ),
+    "tied_weights": compile(one_f_one_b, SHAPE, tied_weights=True, clip_grad_norm=True),
 }
 
 
@@ -239,10 +230,8 @@ def test_trace_of_executor_gives_its_program(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     run(_profile_executor, 2, str(tmp_path))
     for name, program in EXECUTOR_PROGRAMS.items():
-        attributes = {
-            "tied_weights": program.tied_weights,
-            "clip_grad_norm": program.clip_grad_norm,
-        }
+        names = ("tied_weights", "clip_grad_norm")
+        attributes = {attribute: getattr(program, attribute) for attribute in names}
         imported = read_run([tmp_path / name], name=program.name, program_attributes=attributes)
         assert imported.timeline.program == program
         assert_ordered_within_ranks(imported.timeline)

@@ -242,10 +242,8 @@ def test_unsupported_placement_and_wrong_class_name_are_refused(
     with pytest.raises(UsageError) as caught:
         patch_torchtitan("chimera")
     assert caught.value.fields == ("schedule",)
-    for schedule, right, wrong in (
-        ("zb_v", "ZBVZeroBubble", "1F1B"),
-        ("zb_h1", "1F1B", "ZBVZeroBubble"),
-    ):
+    vee, single = "ZBVZeroBubble", "1F1B"
+    for schedule, right, wrong in (("zb_v", vee, single), ("zb_h1", single, vee)):
         replacement = patch_torchtitan(schedule)
         assert titan.get_schedule_class(right) is replacement
         assert (titan.ScheduleZBVZeroBubble is replacement) == (schedule == "zb_v")

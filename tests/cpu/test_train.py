@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,9 @@ from tests.cpu.train_command import (
     ONE_PROCESS,
     TORCHRUN,
     Run,
+    find_free_port,
     make_arguments,
+    make_torchrun_command,
     read_losses,
     run_launched,
     train,
@@ -40,11 +41,8 @@ def test_four_processes_equal_one_process(config: str, tmp_path: Path) -> None:
     assert 0 < summary["bubble"]["predicted"] < 1 and 0 < summary["bubble"]["measured"] < 1
     assert (tmp_path / "many" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     trace = load_timeline(traces / "measured.timeline")
-    assert (trace.kind, trace.unit, trace.progress_model) == (
-        "measured",
-        "s",
-        "per_edge",
-    ) and trace.blocking_hosts
+    assert (trace.kind, trace.unit, trace.progress_model) == ("measured", "s", "per_edge")
+    assert trace.blocking_hosts
     assert trace.program.digest == summary["digest"]
     assert trace.span == summary["seconds"]["measured"]
     assert trace.peak_memory.tolist() == memory
@@ -67,17 +65,10 @@ def test_program_is_checked_once(
 
 def test_two_nodes_equal_one_process(config: str, tmp_path: Path) -> None:
     sets = ["pipeline.tp=1", "train.steps=3"]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    nodes = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+    torchrun = [*TORCHRUN, "--nnodes=2", "--master-addr=127.0.0.1", "--nproc-per-node=1",
+                f"--master-port={find_free_port()}"]  # fmt: skip
     command = ["-m", "schedir", *make_arguments(config, tmp_path / "two", *sets)]
-    agents = [
-        Run(
-            [*TORCHRUN, *nodes, "--nproc-per-node", "1", "--node-rank", node, *command],
-            tmp_path / node,
-        )
-        for node in ("0", "1")
-    ]
+    agents = [Run([*torchrun, f"--node-rank={node}", *command], tmp_path / node) for node in "01"]
     for agent in agents:
         code, _, err = agent.finish()
         assert code == 0, err
@@ -121,11 +112,8 @@ def test_gradients_of_wrong_update_are_refused(config: str, tmp_path: Path) -> N
             "pipeline.microbatches=8", "pipeline.optimizer_steps=4",
             "pipeline.weight_delay=1"]  # fmt: skip
     code, _, err = run_launched(make_arguments(config, tmp_path / "out", *sets), tmp_path / "out")
-    assert (
-        code == 2
-        and err.count("would add its gradients to update 0") == 1
-        and "Traceback" not in err
-    )
+    assert code == 2 and "Traceback" not in err
+    assert err.count("would add its gradients to update 0") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -143,10 +131,8 @@ def test_tokens_per_second_excludes_first_step(
 
 
 def test_wrong_number_of_processes_is_one_error(config: str, tmp_path: Path) -> None:
-    agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "schedir"]
-    code, _, err = run_launched(
-        [*agent, *make_arguments(config, tmp_path / "out")], tmp_path / "out"
-    )
+    command = make_torchrun_command(2, *make_arguments(config, tmp_path / "out"))
+    code, _, err = run_launched(command, tmp_path / "out")
     assert code != 0
     assert err.count("there are 2 processes, but pp 2 x tp 2 x dp 1 needs 4") == 1
 
@@ -159,14 +145,9 @@ def test_training_equals_plain_loop(config: str, tmp_path: Path) -> None:
     from schedir.training.batches.text_batches import Corpus
     from schedir.training.config.config_file import read_config
 
-    sets = [
-        *ONE_PROCESS,
-        "train.betas=[0.5, 0.7]",
-        "train.clip_grad_norm=0.3",
-        "train.weight_decay=0.4",
-        "train.lr=0.01",
-        f'output.dir="{tmp_path}/out"',
-    ]
+    sets = [*ONE_PROCESS, "train.betas=[0.5, 0.7]", "train.clip_grad_norm=0.3",
+            "train.weight_decay=0.4", "train.lr=0.01",
+            f'output.dir="{tmp_path}/out"']  # fmt: skip
     assert run(config, sets) == 0
     parsed = read_config(config, sets)
     assert isinstance(parsed.model, gpt.GPTConfig)

@@ -39,17 +39,12 @@ def test_llama_on_processes_trains_and_resumes_like_one(
             "train.evaluate_batches=2", "pipeline.tp=1",
             "train.lr=0.001", "train.min_lr=0.001", "train.warmup=0"]  # fmt: skip
     two_losses = train(config, tmp_path / "two", *sets)
-    assert (
-        two_losses == train_in_this_process(config, tmp_path / "one", *sets)
-        and len(two_losses) == 4
-    )
+    assert two_losses == train_in_this_process(config, tmp_path / "one", *sets)
+    assert len(two_losses) == 4
     assert two_losses[-1] < two_losses[0]
     assert read_evaluations(tmp_path / "two") == read_evaluations(tmp_path / "one")
-    checkpointed = [
-        *sets,
-        f'train.checkpoint_dir="{tmp_path / "saved"}"',
-        "train.checkpoint_every=2",
-    ]
+    folder = f'train.checkpoint_dir="{tmp_path / "saved"}"'
+    checkpointed = [*sets, folder, "train.checkpoint_every=2"]
     train_in_this_process(config, tmp_path / "three", *checkpointed, "train.steps=2")
     train_in_this_process(config, tmp_path / "on", *checkpointed)
     assert read_losses(tmp_path / "on")[-2:] == two_losses[-2:]
@@ -72,10 +67,8 @@ def test_expert_parallel_replicas_train_like_one_process(config: str, tmp_path: 
     one_settings = [*MOE_SETTINGS, "pipeline.microbatches=6", "train.steps=6"]
     parallel_losses = train(config, tmp_path / "two", *MOE_SETTINGS, *ep, "train.steps=4")
     one_losses = train_in_this_process(config, tmp_path / "one", *one_settings)
-    assert (
-        parallel_losses == pytest.approx(one_losses[:4], rel=1e-5)
-        and parallel_losses[-1] < parallel_losses[0]
-    )
+    assert parallel_losses == pytest.approx(one_losses[:4], rel=1e-5)
+    assert parallel_losses[-1] < parallel_losses[0]
     (_, (_, loss, *_)), (_, (_, expected_loss, *_), *_) = (
         read_evaluations(tmp_path / run) for run in ("two", "one")
     )

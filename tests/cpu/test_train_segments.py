@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +13,7 @@ CONSTANT_RATE = ["train.lr=0.001", "train.min_lr=0.001"]  # independent of the n
 DROPOUT = ["model.dropout=0.1", *CONSTANT_RATE]
 # For one process: in a tied model the embedding would be in another segment than the head.
 UNTIED = ["model.tied=false", "model.dropout=0.1", *CONSTANT_RATE]
+SMALL_MICROBATCHES = ["pipeline.microbatches=6", "data.microbatch_size=1"]
 EVALUATION = ["train.evaluate_every=2", "data.validation=0.2", "train.evaluate_batches=2"]
 
 
@@ -44,17 +44,11 @@ def test_segments_train_like_whole_stages(config: str, tmp_path: Path) -> None:
     train(config, tmp_path / "half", *settings, *saved, *half)
     assert read_losses(tmp_path / "half") == stage_losses[:2]
     assert read_evaluations(tmp_path / "whole").startswith(read_evaluations(tmp_path / "half"))
-    options: dict[str, Any] = {
-        "tied_weights": True,
-        "clip_grad_norm": True,
-        "checkpoint_snapshots": True,
-        "sequence_parallel": True,
-    }
     program = compile(
-        schedules.one_f_one_b, PipelineShape(2, 3), tp=2, stage_segments=5,
-        fill_collective_waits="F", blocking_hosts=True,
-        progress_model="per_edge",
-        costs=Costs(F=1, B=2, tp_reduce=0.5), **options,
+        schedules.one_f_one_b, PipelineShape(2, 3), tp=2, stage_segments=5, tied_weights=True,
+        clip_grad_norm=True, checkpoint_snapshots=True, sequence_parallel=True,
+        fill_collective_waits="F", blocking_hosts=True, progress_model="per_edge",
+        costs=Costs(F=1, B=2, tp_reduce=0.5),
     )  # fmt: skip
     (file := tmp_path / "filled.sched").write_text(to_text(program))
     filled = f'pipeline.schedule="{file}"'
@@ -65,36 +59,20 @@ def test_segments_train_like_whole_stages(config: str, tmp_path: Path) -> None:
 def test_checkpoint_of_whole_stages_resumes_in_segments(config: str, tmp_path: Path) -> None:
     """A run with chunks is also compared with a run with smaller microbatches."""
     saved = [f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=2"]
-    stage_losses = train_in_this_process(config, tmp_path / "whole", *UNTIED, *EVALUATION)
-    train_in_this_process(config, tmp_path / "half", *UNTIED, *EVALUATION, *saved, "train.steps=2")
-    train_in_this_process(
-        config, tmp_path / "on", *UNTIED, *EVALUATION, *saved, "pipeline.stage_segments=9"
-    )
+    settings = [*UNTIED, *EVALUATION]
+    stage_losses = train_in_this_process(config, tmp_path / "whole", *settings)
+    train_in_this_process(config, tmp_path / "half", *settings, *saved, "train.steps=2")
+    train_in_this_process(config, tmp_path / "on", *settings, *saved, "pipeline.stage_segments=9")
     assert read_losses(tmp_path / "on") == stage_losses[2:]
     last_evaluations = (
         read_evaluations(tmp_path / name).splitlines()[-1] for name in ("on", "whole")
     )
     assert len({*last_evaluations}) == 1
-    small = [
-        *UNTIED,
-        *EVALUATION,
-        "train.steps=2",
-        "pipeline.microbatches=6",
-        "data.microbatch_size=1",
-    ]
-    chunk_settings = [
-        *UNTIED,
-        *EVALUATION,
-        "train.steps=2",
-        "pipeline.stage_segments=layers",
-        "pipeline.microbatch_chunks=2",
-    ]
-    chunk_losses = train_in_this_process(config, tmp_path / "chunks", *chunk_settings)
-    assert (
-        chunk_losses
-        == train_in_this_process(config, tmp_path / "small", *small)
-        != stage_losses[:2]
-    )
+    chunks = ["train.steps=2", "pipeline.stage_segments=layers", "pipeline.microbatch_chunks=2"]
+    chunk_losses = train_in_this_process(config, tmp_path / "chunks", *settings, *chunks)
+    small = [*settings, "train.steps=2", *SMALL_MICROBATCHES]
+    assert chunk_losses == train_in_this_process(config, tmp_path / "small", *small)
+    assert chunk_losses != stage_losses[:2]
     assert read_evaluations(tmp_path / "chunks") == read_evaluations(tmp_path / "small")
 
 
@@ -103,5 +81,5 @@ def test_microbatch_chunks_train_like_microbatches(config: str, tmp_path: Path) 
     chunk_losses = train_in_this_process(
         config, tmp_path / "chunks", *settings, "pipeline.microbatch_chunks=2"
     )
-    small = ["pipeline.microbatches=6", "data.microbatch_size=1"]
-    assert chunk_losses == train_in_this_process(config, tmp_path / "small", *settings, *small)
+    small_losses = train_in_this_process(config, tmp_path / "small", *settings, *SMALL_MICROBATCHES)
+    assert chunk_losses == small_losses

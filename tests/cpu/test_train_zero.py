@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from examples import zero as example
-from schedir.training.train import run
 from tests.cases import campaign, cases, each_value
-from tests.cpu.test_nonfinite_training import BACKWARD, FORWARD, ONE, poison, rows
+from tests.cpu.test_nonfinite_training import (
+    BACKWARD,
+    FORWARD,
+    Poison,
+    poison,
+    rows,
+    run_until_stop,
+)
 from tests.cpu.train_command import ROOT, run_forked, run_launched
 
-__all__ = ["poison"]
+__all__ = ["poison", "run_until_stop"]
 FSDP = ["pipeline.ranks=1", "pipeline.stages_per_rank=4", "pipeline.tp=1", "pipeline.dp=2",
         "pipeline.schedule=looped_bfs", "train.steps=3", "output.record=false"]  # fmt: skip
 
@@ -50,25 +56,17 @@ def test_zero_levels_have_losses_of_plain_replicas(
     ("what", "op", "zero"), each_value([(FORWARD, "F"), (BACKWARD, "B")], [1, 2, 3])
 )
 def test_nonfinite_run_reports_origin_instruction(
-    config: str,
-    tmp_path: Path,
-    poison: Callable[..., str],
-    capsys: pytest.CaptureFixture[str],
-    zero: int,
-    what: str,
-    op: str,
+    tmp_path: Path, poison: Poison, run_until_stop: Any, zero: int, what: str, op: str
 ) -> None:
     """To find the origin, the step runs again with its gathers and reductions."""
-    sets = [*ONE, f"pipeline.zero={zero}", poison(what, 2, 3), f'output.dir="{tmp_path}"']
-    assert run(config, sets) == 1
-    err = capsys.readouterr().err.splitlines()
+    err = run_until_stop(f"pipeline.zero={zero}", poison(what, 2, 3))
     assert "of step 4 is infinite or NaN; the update was skipped" in err[0]
     assert err[1].split()[3:5] == [op, "2.0"]
     assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
 
 
 def test_nonfinite_update_is_skipped_on_all_replicas(
-    config: str, tmp_path: Path, poison: Callable[..., str]
+    config: str, tmp_path: Path, poison: Poison
 ) -> None:
     """Only one replica has an infinite gradient."""
     schedule = poison(BACKWARD, 1, 1, ranks="1", schedule="looped_bfs")

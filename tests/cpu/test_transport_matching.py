@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,6 +60,12 @@ def _run_steps(transport: ProcessTransport, program: Program) -> Any:
     return gradients_by_stage(executor)
 
 
+def assert_reference_bits(shape: PipelineShape, results: list[Any]) -> None:
+    """Assert that the gradients of all ranks, by stage, are those of the reference."""
+    got = {s: gradients for rank in results for s, gradients in rank.items()}
+    assert have_same_bits(got, dict(enumerate(run_reference(shape)[1])))
+
+
 def run_rank(rank: int, kind: str, schedule: Any, shape: PipelineShape, tp: int) -> Any:
     model: ProgressModel = TRANSPORTS[kind].progress_model
     program = compile(schedule, shape, tp=tp, progress_model=model, tied_weights=True, overlap=True)
@@ -83,10 +90,7 @@ def run_rank(rank: int, kind: str, schedule: Any, shape: PipelineShape, tp: int)
     ),
 )
 def test_transports_have_reference_bits(kind: str, schedule: Any, shape: PipelineShape) -> None:
-    _, expected_gradients = run_reference(shape)
-    results = run(run_rank, shape.ranks, kind, schedule, shape, 1)
-    got = {s: g for grads in results for s, g in grads.items()}
-    assert have_same_bits([got[s] for s in range(shape.stages)], expected_gradients)
+    assert_reference_bits(shape, run(run_rank, shape.ranks, kind, schedule, shape, 1))
 
 
 def test_overlapped_programs_have_message_groups() -> None:
@@ -102,9 +106,7 @@ def test_transports_with_tensor_parallelism_have_same_bits() -> None:
     """Scattered messages cross the edges of each slice, and all transports give the same bits."""
     shape = PipelineShape(2, 3)
     edge, *others = (run(run_rank, 4, kind, one_f_one_b, shape, 2) for kind in TP_TRANSPORTS)
-    for other in others:
-        for one, same in zip(edge, other, strict=True):
-            assert have_same_bits(list(one.values()), list(same.values()))
+    assert all(have_same_bits(edge, other) for other in others)
 
 
 class StaticSends(EdgeGroups):
@@ -122,6 +124,10 @@ class StaticSends(EdgeGroups):
         return super().send(tensor, peer, lane)
 
 
+def count_sends(program: Program, rank: int) -> int:
+    return sum(op in SEND_OPS for op, _, _ in program.streams[rank])
+
+
 def record_send_addresses(
     rank: int, schedule: Any, shape: PipelineShape, tp: int, buffer_sharing: BufferSharing | None
 ) -> Any:
@@ -133,10 +139,7 @@ def record_send_addresses(
     transport = StaticSends(program)
     transport.sent.clear()
     grads = _run_steps(transport, program)
-    sent, sends = (
-        transport.sent,
-        sum(op in SEND_OPS for op, _, _ in program.streams[transport.rank]),
-    )
+    sent, sends = transport.sent, count_sends(program, transport.rank)
     return sent[-2 * sends : -sends] == sent[-sends:], len({*sent}), grads
 
 
@@ -150,37 +153,28 @@ def record_send_addresses(
 def test_sends_use_static_memory(
     schedule: Any, shape: PipelineShape, buffer_sharing: BufferSharing | None
 ) -> None:
-    _, expected_gradients = run_reference(shape)
     results = run(record_send_addresses, shape.ranks, schedule, shape, 1, buffer_sharing)
     program = compile(schedule, shape, tied_weights=True, buffer_sharing=buffer_sharing)
-    got = {s: g for _, _, grads in results for s, g in grads.items()}
-    assert have_same_bits([got[s] for s in range(shape.stages)], expected_gradients)
-    for (is_same, num_addresses, _), stream in zip(results, program.streams, strict=True):
-        sends = sum(op in SEND_OPS for op, _, _ in stream)
-        assert (
-            is_same
-            and 0 < num_addresses <= sends
-            and (num_addresses == sends) == (buffer_sharing is None)
-        )
+    assert_reference_bits(shape, [gradients for _, _, gradients in results])
+    for rank, (is_same, num_addresses, _) in enumerate(results):
+        sends = count_sends(program, rank)
+        assert is_same and 0 < num_addresses <= sends
+        assert (num_addresses == sends) == (buffer_sharing is None)
 
 
 def test_scattered_sends_use_static_memory() -> None:
     shape = PipelineShape(2, 3)
     static_results = run(record_send_addresses, 4, one_f_one_b, shape, 2, None)
     plain_results = run(run_rank, 4, "per_edge", one_f_one_b, shape, 2)
-    for (is_same, num_addresses, grads), plain_grads in zip(
-        static_results, plain_results, strict=True
-    ):
-        assert is_same and num_addresses == 3
-        assert have_same_bits([*grads.values()], [*plain_grads.values()])
+    expected = [(True, 3, gradients) for gradients in plain_results]
+    assert have_same_bits(static_results, expected)
 
 
 def run_unchecked_program(rank: int, kind: str) -> Any:
     """Run a program that only `per_edge` accepts, on a transport that claims this model."""
     program = naive(expand_schedule(one_f_one_b, PipelineShape(2, 4)))
-    transport: ProcessTransport = (
-        PerDeviceTransport(program, waits=2.0) if kind == "strict" else EdgeGroups(program)
-    )
+    strict = partial(PerDeviceTransport, waits=2.0)
+    transport: ProcessTransport = (strict if kind == "strict" else EdgeGroups)(program)
     with pytest.raises(DeadlockError):
         check(program, "per_device")
     transport.progress_model = "per_edge"
@@ -225,17 +219,11 @@ def test_process_creates_only_its_own_groups() -> None:
 
 def test_edges_of_one_color_have_no_common_rank() -> None:
     for schedule, shape, most in (
-        (
-            one_f_one_b,
-            PipelineShape(16, 16),
-            4,
-        ),  # the minimum, since a rank in the middle has four edges
+        # The minimum, since a rank in the middle has four edges.
+        (one_f_one_b, PipelineShape(16, 16), 4),
         (interleaved, PipelineShape(8, 8, 2), 4),
-        (
-            interleaved,
-            PipelineShape(5, 10, 2),
-            5,
-        ),  # 10 edges, and five ranks have at most two disjoint pairs
+        # There are 10 edges, and five ranks have at most two disjoint pairs.
+        (interleaved, PipelineShape(5, 10, 2), 5),
     ):
         edges = directed_edges(compile(schedule, shape))
         colours = partition_disjoint_edges(edges)
@@ -259,13 +247,6 @@ def run_after_uneven_groups(rank: int) -> Any:
         return _run_steps(EdgeGroups(program), program)
 
 
-def test_edge_groups_work_after_uneven_group_creation() -> None:
-    shape = PipelineShape(3, 4)
-    _, expected_gradients = run_reference(shape)
-    got = {s: g for grads in run(run_after_uneven_groups, 3, limit=30) for s, g in grads.items()}
-    assert have_same_bits([got[s] for s in range(shape.stages)], expected_gradients)
-
-
 def run_after_destroyed_groups(rank: int) -> Any:
     """Create a transport after another one, some or all of whose groups were destroyed."""
     program = compile(one_f_one_b, PipelineShape(3, 4), tied_weights=True)
@@ -279,11 +260,9 @@ def run_after_destroyed_groups(rank: int) -> Any:
     return _run_steps(EdgeGroups(program, timeout=10.0), program)
 
 
-def test_edge_groups_work_after_group_destruction() -> None:
-    shape = PipelineShape(3, 4)
-    _, expected_gradients = run_reference(shape)
-    got = {s: g for grads in run(run_after_destroyed_groups, 3, limit=30) for s, g in grads.items()}
-    assert have_same_bits([got[s] for s in range(shape.stages)], expected_gradients)
+@pytest.mark.parametrize("run_rank", [run_after_uneven_groups, run_after_destroyed_groups])
+def test_edge_groups_work_after_other_groups(run_rank: Any) -> None:
+    assert_reference_bits(PipelineShape(3, 4), run(run_rank, 3, limit=30))
 
 
 def test_rows_of_one_color_are_separated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,11 +275,8 @@ def test_rows_of_one_color_are_separated(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_directed_edges_of_one_f_one_b() -> None:
     edges = directed_edges(compile(one_f_one_b, PipelineShape(3, 4)))
     assert [(e.lane.name, e.source, e.target) for e in edges] == [
-        ("ACT", 0, 1),
-        ("ACT", 1, 2),
-        ("GRAD", 1, 0),
-        ("GRAD", 2, 1),
-    ]
+        ("ACT", 0, 1), ("ACT", 1, 2), ("GRAD", 1, 0), ("GRAD", 2, 1),
+    ]  # fmt: skip
 
 
 def wait_within_group(rank: int) -> Any:

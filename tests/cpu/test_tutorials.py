@@ -112,10 +112,9 @@ def test_read_a_trace_page_runs(
     assert len(commands) == 6
     for step in commands:
         out = run_command(step, tmp_path, capsys)
-        if step.text.startswith(
-            "schedir compare"
-        ):  # the width of its columns depends on the numbers
-            # The machine decides whether a line warns that a simulation is far from the run.
+        if step.text.startswith("schedir compare"):
+            # The width of its columns depends on the numbers, and the machine decides whether a
+            # line warns that a simulation is far from the run.
             out, shown = (
                 re.sub("(?m)^a simulation of .*", "", text) for text in (out, step.prints)
             )

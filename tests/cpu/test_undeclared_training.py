@@ -48,37 +48,22 @@ def _undeclared_copies(**options: Any) -> InProcessExecutor:
     return _make_executor([deepcopy(s) for s in parts(Model(2))], **options)
 
 
-def _different_copies() -> InProcessExecutor:
+def _found_ties(change: Callable[[list[Any]], object], *, copies: bool) -> InProcessExecutor:
+    """Declare the ties that stages have before a change of these stages, or of their copies."""
     stages = parts(Model(2))
     ties = schedir.find_tied_weights(stages)
-    stages = [deepcopy(s) for s in stages]
+    stages = [deepcopy(s) for s in stages] if copies else stages
     with torch.no_grad():
-        stages[1].head.weight.mul_(2)
+        change(stages)
     return _make_executor(stages, ties, ties)
 
 
-def _frozen_copy() -> InProcessExecutor:
-    stages = parts(Model(2))
-    ties = schedir.find_tied_weights(stages)
-    stages[0].words.weight.requires_grad_(False)
+def _declared_ties(stages: Any, *places: tuple[int, str]) -> InProcessExecutor:
+    ties = TiedWeights((places,))
     return _make_executor(stages, ties, ties)
 
 
-def _different_shapes() -> InProcessExecutor:
-    ties = TiedWeights((((0, "words.weight"), (1, "layer.up.weight")),))
-    return _make_executor([deepcopy(s) for s in parts(Model(2))], ties, ties)
-
-
-def _incomplete_tie() -> InProcessExecutor:
-    """Declare two of the three stages that share a weight."""
-    stages = parts(Model(3, ((0, 1, 2),)))
-    ties = TiedWeights((((0, "layer.up.weight"), (1, "layer.up.weight")),))
-    return _make_executor(stages, ties, ties)
-
-
-def _unknown_name() -> InProcessExecutor:
-    ties = TiedWeights((((0, "wte.weight"), (1, "lm_head.weight")),))
-    return _make_executor(parts(Model(2)), ties, ties)
+UP_WEIGHTS = ((0, "layer.up.weight"), (1, "layer.up.weight"))
 
 
 def _duplicate_in_optimizer() -> InProcessExecutor:
@@ -95,16 +80,6 @@ def _hook_on_tied_weight() -> InProcessExecutor:
     stages = parts(Model(2))
     stages[0].words.weight.register_hook(lambda grad: grad)
     return _make_executor(stages, True)
-
-
-def _stages_without_weights() -> InProcessExecutor:
-    return _make_executor(parts(Model(3)), ((0, 2), (1, 2)))
-
-
-def _two_weights_of_one_stage() -> InProcessExecutor:
-    places = (0, "layer.up.weight"), (1, "layer.up.weight"), (1, "layer.norm.bias")
-    ties = TiedWeights((places,))
-    return _make_executor(parts(Model(2)), ties, ties)
 
 
 class _TrainedLoss(nn.Module):
@@ -136,67 +111,60 @@ def _scaled_embedding() -> InProcessExecutor:
     return _make_executor(parts(model), True)
 
 
-def _step_after_change(change: Callable[[nn.Module], object]) -> InProcessExecutor:
+def _step_after_change(change: Callable[[Any], object]) -> InProcessExecutor:
+    """Run a step before and after a change of the second layer, whose bias is frozen."""
     model = Model(2)
     model.h[1].up.bias.requires_grad_(False)
     stages = parts(model)
     ranks = _make_executor(stages, True)
     ranks.step(*batch(2, 0), SCALE)
-    change(stages[1])
+    change(stages[1].layer)
     ranks.step(*batch(2, 1), SCALE)
     return ranks
-
-
-def _unfreeze(stage: Any) -> None:
-    stage.layer.up.bias.requires_grad_(True)
-
-
-def _freeze(stage: Any) -> None:
-    stage.layer.norm.requires_grad_(False)
-
-
-def _add(stage: Any) -> None:
-    stage.layer.low = nn.Linear(2, 2)
-
-
-def _replace(stage: Any) -> None:
-    stage.layer.up.weight = nn.Parameter(stage.layer.up.weight.detach().clone())
-
-
-def _remove(stage: Any) -> None:
-    del stage.layer.norm
 
 
 MISTAKES: dict[str, Callable[[], object]] = {
     "one Parameter in two stages": _undeclared_tie,
     "other stages are tied": lambda: _make_executor(parts(Model(3)), ((0, 1),)),
     "copies that nobody declares": _undeclared_copies,
-    "copies that differ": _different_copies,
-    "a frozen copy": _frozen_copy,
-    "two shapes": _different_shapes,
-    "three stages said to be two": _incomplete_tie,
-    "no such name": _unknown_name,
+    "copies that differ": lambda: _found_ties(lambda s: s[1].head.weight.mul_(2), copies=True),
+    "a frozen copy": lambda: _found_ties(
+        lambda s: s[0].words.weight.requires_grad_(False), copies=False
+    ),
+    "two shapes": lambda: _declared_ties(
+        [deepcopy(s) for s in parts(Model(2))], (0, "words.weight"), UP_WEIGHTS[1]
+    ),
+    "three stages said to be two": lambda: _declared_ties(
+        parts(Model(3, ((0, 1, 2),))), *UP_WEIGHTS
+    ),
+    "no such name": lambda: _declared_ties(
+        parts(Model(2)), (0, "wte.weight"), (1, "lm_head.weight")
+    ),
     "twice in the optimizer": _duplicate_in_optimizer,
     "a hook": _hook_on_tied_weight,
-    "nothing to tie": _stages_without_weights,
+    "nothing to tie": lambda: _make_executor(parts(Model(3)), ((0, 2), (1, 2))),
     "a whole model's ties": lambda: _undeclared_tie(schedir.find_tied_weights(Model(2))),
     "flat stages": lambda: _undeclared_tie((0, 1)),
     "a stage too many": lambda: _undeclared_tie(((0, 4),)),
     "no Ties": lambda: _undeclared_tie(tied_weights=True),
     "a model's Ties": lambda: _undeclared_tie(tied_weights=schedir.find_tied_weights(Model(2))),
     "no names": lambda: TiedWeights(((0, "words.weight"), (1, "head.weight"))),  # type: ignore[arg-type]
-    "two Parameters of a stage": _two_weights_of_one_stage,
+    "two Parameters of a stage": lambda: _declared_ties(
+        parts(Model(2)), *UP_WEIGHTS, (1, "layer.norm.bias")
+    ),
     "a loss that learns": lambda: _step_with_trained_loss(is_optimized=True),
     "an embedding that scales": _scaled_embedding,
     "own stages alone": lambda: schedir.find_tied_weights({1: Model(2)}),
     "other names": lambda: schedir.find_tied_weights(Model(2)).locate_in_stages(
         deepcopy(parts(Model(2)))
     ),
-    "trained now": lambda: _step_after_change(_unfreeze),
-    "frozen now": lambda: _step_after_change(_freeze),
-    "added": lambda: _step_after_change(_add),
-    "replaced": lambda: _step_after_change(_replace),
-    "removed": lambda: _step_after_change(_remove),
+    "trained now": lambda: _step_after_change(lambda layer: layer.up.bias.requires_grad_(True)),
+    "frozen now": lambda: _step_after_change(lambda layer: layer.norm.requires_grad_(False)),
+    "added": lambda: _step_after_change(lambda layer: setattr(layer, "low", nn.Linear(2, 2))),
+    "replaced": lambda: _step_after_change(
+        lambda layer: setattr(layer.up, "weight", nn.Parameter(layer.up.weight.detach().clone()))
+    ),
+    "removed": lambda: _step_after_change(lambda layer: delattr(layer, "norm")),
 }
 
 
@@ -233,9 +201,8 @@ def test_allow_identical_stages_accepts_equal_copies() -> None:
 def test_equal_constant_weights_are_accepted() -> None:
     """Equal norms and zero biases pass, but not a matrix whose sampled elements are constant."""
     stages: list[Any] = [nn.Sequential(nn.LayerNorm(200), nn.Linear(200, 200)) for _ in range(2)]
-    nn.init.zeros_(stages[0][1].weight)
-    nn.init.zeros_(stages[1][1].weight)
     for stage in stages:
+        nn.init.zeros_(stage[1].weight)
         nn.init.zeros_(stage[1].bias)
     options: Any = {"loss": lambda y, t: y.sum(), "boundary": Boundary((2, 200))}
     program = schedir.compile(gpipe, SHAPE)
@@ -344,22 +311,15 @@ def _run_process(process: int, difference: str) -> None:
     ("difference", "message"),
     [
         ("tied", "words.weight of stage 0 and head.weight of stage 1 are equal, but they are not"),
-        (
-            "seeded",
-            "layer.up.weight of stage 0 and layer.up.weight of stage 1 are equal, but they are not",
-        ),
+        ("seeded",
+         "layer.up.weight of stage 0 and layer.up.weight of stage 1 are equal, but they are not"),
         ("replicas", "processes 0 and 1 do not agree on the values of "),
-        (
-            "replicas' decay",
-            "the optimizer's options for layer.norm.bias in stage 0, slice 0: AdamW with",
-        ),
-        (
-            "decay",
-            "differ: AdamW with lr 0.02, betas (0.9, 0.999), eps 1e-08, weight_decay 0.01",
-        ),
+        ("replicas' decay",
+         "the optimizer's options for layer.norm.bias in stage 0, slice 0: AdamW with"),
+        ("decay", "differ: AdamW with lr 0.02, betas (0.9, 0.999), eps 1e-08, weight_decay 0.01"),
         ("not stepped", "and head.weight of stage 1 are one weight, but their optimizer options "),
     ],
-)
+)  # fmt: skip
 def test_differences_between_processes_are_refused(difference: str, message: str) -> None:
     with pytest.raises(RankError) as caught:
         run(_run_process, 2, difference, limit=60)

@@ -47,72 +47,46 @@ def _make_case(
     return StepCase(first, optimizer(parameters) if optimizer else None, last, **options)
 
 
-class CreatedBuffer(nn.Module):
-    """Subtracts a mean that its first forward creates."""
+class BufferedStage(nn.Module):
+    """A linear layer with buffers, and a function of itself and of the output of the layer."""
 
-    mean: Tensor | None
-
-    def __init__(self) -> None:
+    def __init__(self, compute: Callable[[Any, Tensor], Tensor], **buffers: Tensor | None) -> None:
         super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.register_buffer("mean", None)
+        self.layer, self.compute = nn.Linear(8, 8), compute
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        mean = y.detach().mean(0)
-        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
-        return y - self.mean
+        return self.compute(self, self.layer(x))
 
 
-class BufferWithTwoNames(nn.Module):
-    """Has one buffer under two names, and replaces the second by another buffer."""
-
-    other: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, ones = nn.Linear(8, 8), torch.ones(8)
-        self.register_buffer("one", ones)
-        self.register_buffer("other", ones)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.other = self.other * 0.5
-        y: Tensor = self.layer(x) * self.other
-        return y
+def _create_mean(stage: Any, y: Tensor) -> Tensor:
+    """Subtract a mean that the first forward creates."""
+    mean = y.detach().mean(0)
+    stage.mean = mean if stage.mean is None else 0.9 * stage.mean + 0.1 * mean
+    out: Tensor = y - stage.mean
+    return out
 
 
-class SparseBuffers(nn.Module):
-    """Has sparse buffers."""
-
-    coo: Tensor
-    csr: Tensor
-    csc: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, eye = nn.Linear(8, 8), torch.eye(8)
-        self.register_buffer("coo", eye.to_sparse())
-        self.register_buffer("csr", eye.to_sparse_csr())
-        self.register_buffer("csc", eye.to_sparse_csc())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.coo = self.coo * 0.5
-        y: Tensor = torch.sparse.mm(self.coo, self.layer(x).T).T
-        return y
+def _replace_other(stage: Any, y: Tensor) -> Tensor:
+    stage.other = stage.other * 0.5
+    out: Tensor = y * stage.other
+    return out
 
 
-class WrittenWeights(nn.Module):
-    """Writes to its own weights."""
+def _replace_sparse(stage: Any, y: Tensor) -> Tensor:
+    stage.coo = stage.coo * 0.5
+    out: Tensor = torch.sparse.mm(stage.coo, y.T).T
+    return out
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.layer.bias.mul_(0.5)
-        y: Tensor = self.layer(x)
-        return y
+def _write_bias(stage: Any, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        stage.layer.bias.mul_(0.5)
+    return y
+
+
+EYE = torch.eye(8)
 
 
 class LossWithBuffer(nn.Module):
@@ -197,13 +171,17 @@ def _writes_to_its_target(y: Tensor, target: Tensor) -> Tensor:
 
 
 CASES: Mapping[str, Callable[[], StepCase]] = {
-    "a buffer made in a forward": lambda: _make_case(CreatedBuffer()),
+    "a buffer made in a forward": lambda: _make_case(BufferedStage(_create_mean, mean=None)),
     "a buffer that is expanded": _expanded_buffers,
-    "one buffer by two names": lambda: _make_case(BufferWithTwoNames()),
-    "buffers that are sparse": lambda: _make_case(SparseBuffers()),
-    "weights written in a forward": lambda: _make_case(WrittenWeights()),
+    "one buffer by two names": lambda: _make_case(
+        BufferedStage(_replace_other, **dict.fromkeys(("one", "other"), torch.ones(8)))
+    ),
+    "buffers that are sparse": lambda: _make_case(BufferedStage(
+        _replace_sparse, coo=EYE.to_sparse(), csr=EYE.to_sparse_csr(), csc=EYE.to_sparse_csc()
+    )),
+    "weights written in a forward": lambda: _make_case(BufferedStage(_write_bias)),
     "and an optimizer held back": lambda: _make_case(
-        WrittenWeights(), lambda ps: AdamW(ps, 0.1, fused=True)
+        BufferedStage(_write_bias), lambda ps: AdamW(ps, 0.1, fused=True)
     ),
     "a loss with a buffer": lambda: _make_case(loss=LossWithBuffer()),
     "a loss that writes to its target": lambda: _make_case(loss=_writes_to_its_target),

@@ -7,15 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedir import Costs, compile, simulate
+from schedir import Costs, compile
 from schedir.analysis.dependency_graph import Graph
-from schedir.ir.isa.instructions import TRANSFER_OPS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.passes.pass_types import BufferSharing
@@ -33,9 +31,10 @@ from schedir.transports.transport import Work
 from tests.cases import cases, each_value
 from tests.cpu.gloo_processes import run
 from tests.cpu.tiny_stages import (
-    BOUNDARY,
     copy_gradients,
     gpt_config,
+    gpt_executor,
+    gradients_by_stage,
     have_same_bits,
     make_batch,
     paired_1f1b,
@@ -43,6 +42,7 @@ from tests.cpu.tiny_stages import (
 )
 from tests.cpu.virtual_gpu import (
     VirtualGPU,
+    assert_runs_as_predicted,
     charge_instructions,
     charge_messages,
     install_virtual_gpu,
@@ -120,40 +120,28 @@ def run_rank(
     results = []
     for slots in SLOTS:
         program = compile(
-            schedule,
-            shape,
-            tp=2,
-            progress_model="per_edge",
-            tied_weights=True,
-            overlap=True,
+            schedule, shape, tp=2, progress_model="per_edge", tied_weights=True, overlap=True,
             buffer_sharing=slots,
-        )
+        )  # fmt: skip
         transport = LateGathers(program)
         group = transport.tp_group
         loss = partial(gpt.loss, tp=group)
-        own_stages, reference_stages = (
-            [
-                gpt.build_stage(gpt_config(shape.stages), s, shape.stages, tp=group)
-                for s in stage_numbers
-            ]
-            for stage_numbers in (shape.stages_on_rank[transport.rank], range(shape.stages))
-        )
-        for stage in own_stages if forward_hook else ():
-            stage.register_forward_hook(forward_hook)
-        stages = dict(zip(shape.stages_on_rank[transport.rank], own_stages, strict=True))
-        executor = Executor(
-            program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY
-        )
+        reference_stages = [
+            gpt.build_stage(gpt_config(shape.stages), s, shape.stages, tp=group)
+            for s in range(shape.stages)
+        ]
+        executor = gpt_executor(program, transport)
+        for stage in executor.stages.values() if forward_hook else ():
+            stage.module.register_forward_hook(forward_hook)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "all_reduce", transport.all_reduce_of_layers)
             for _ in range(2):  # twice, since a step must not change the next step
                 executor.step(inputs, targets, scale)
         assert not transport.gathers_in_flight
         run_sequential(reference_stages, inputs, targets, loss=loss, grad_scale=scale)
-        expected = [copy_gradients(reference_stages)[s] for s in stages]
-        results.append(
-            (have_same_bits(copy_gradients(own_stages), expected), transport.num_overlapping)
-        )
+        expected = {s: copy_gradients(reference_stages)[s] for s in executor.stages}
+        is_same = have_same_bits(gradients_by_stage(executor), expected)
+        results.append((is_same, transport.num_overlapping))
     return results
 
 
@@ -207,23 +195,14 @@ def test_gathers_overlap_computes_as_predicted(
     costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25, tp_gather=0.75)
     shape = make_shape(schedule, 4, 5)
     program = compile(
-        schedule,
-        shape,
-        tp=2,
-        progress_model="per_edge",
-        costs=costs,
-        overlap=True,
+        schedule, shape, tp=2, progress_model="per_edge", costs=costs, overlap=True,
         buffer_sharing=buffer_sharing,
-    )
+    )  # fmt: skip
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
-    gpu, hub, stages = (
-        install_virtual_gpu(monkeypatch),
-        StreamHub(),
-        tiny_model.make_tiny_stages(shape.stages),
-    )
-    ranks = InProcessExecutor.__new__(
-        InProcessExecutor
-    )  # its __init__ refuses tensor-parallel ranks
+    gpu, hub = install_virtual_gpu(monkeypatch), StreamHub()
+    stages = tiny_model.make_tiny_stages(shape.stages)
+    # `__init__` refuses tensor-parallel ranks.
+    ranks = InProcessExecutor.__new__(InProcessExecutor)
     ranks.program, ranks.graph, ranks.stage_replicas = program, Graph(program, "per_edge"), []
     ranks.execution_orders = {program.digest: ExecutionOrders(program, "per_edge")}
     ranks.mailboxes = [SlicedMailbox(hub, rank, gpu, 0.75) for rank in range(shape.ranks)]
@@ -239,9 +218,4 @@ def test_gathers_overlap_computes_as_predicted(
         gpu.host = gpu.over
         with charge_messages(gpu, costs):
             ranks.step(*tiny_model.make_batch(shape.microbatches))
-    timeline, predicted = ranks.timeline(), simulate(program, costs, progress_model="per_edge")
-    for name in ("start", "end"):
-        is_compared = ~np.isin(timeline.spans["op"], TRANSFER_OPS) | (name == "end")
-        np.testing.assert_allclose(
-            timeline.spans[name][is_compared], predicted.spans[name][is_compared], atol=1e-9
-        )
+    assert_runs_as_predicted(ranks.timeline(), costs)

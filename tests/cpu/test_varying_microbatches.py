@@ -82,10 +82,8 @@ def test_slot_size_is_that_of_its_largest_microbatch() -> None:
         program = compile(gpipe, PipelineShape(2, 4), buffer_sharing=slots)
         ranks = InProcessExecutor(program, make_stages(2), loss=squared_error, boundary=boundary)
         ranks.step(x, y)
-        sizes = [
-            buffer.nbytes
-            for buffer in ranks.executors[1].state.service(MessageBuffers).received.values()
-        ]
+        received = ranks.executors[1].state.service(MessageBuffers).received.values()
+        sizes = [buffer.nbytes for buffer in received]
         # The ends of sequences follow the numbers, and both start at multiples of 256 bytes.
         assert sizes == [-(-n * WIDTH * 4 // 256) * 256 + 256 for n in expected]
 
@@ -110,9 +108,8 @@ def run_cases(process: int) -> list[Any]:
         )
         for _ in range(2):
             executor.step(x, y)
-        gradients_by_case.append(
-            copy_gradients([stages[s] for s in shape.stages_on_rank[transport.rank]])
-        )
+        own_stages = [stages[s] for s in shape.stages_on_rank[transport.rank]]
+        gradients_by_case.append(copy_gradients(own_stages))
     return gradients_by_case
 
 

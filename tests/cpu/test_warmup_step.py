@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -22,55 +23,35 @@ from schedir.runtime.step_inputs import StepInputs
 from schedir.schedules import dualpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
-from schedir.transports.process_transport import ProcessTransport
 from schedir.transports.transport import CompletedWork, Work
 from tests.cases import cases
 from tests.cpu.caching_allocator import CachingAllocator
 from tests.cpu.gloo_processes import run
 from tests.cpu.nccl_stand_in import NcclStandIn
 from tests.cpu.race_detector import RaceDetector
-from tests.cpu.tiny_stages import gpt_executor, gradients_by_stage, make_replica_batch, split_1f1b
+from tests.cpu.tiny_stages import (
+    Case,
+    copy_parameters,
+    gpt_executor,
+    gradients_by_stage,
+    have_same_bits,
+    make_replica_batch,
+    split_1f1b,
+)
 from tests.cpu.virtual_gpu import install_virtual_gpu
 
-
-class Case(NamedTuple):
-    """A program for four processes."""
-
-    schedule: Any
-    shape: PipelineShape
-    tp: int = 1
-    dp: int = 1
-    slots: Any = None
-    clip: bool = True
-
-    def compile(self) -> Program:
-        return compile(
-            self.schedule, self.shape, tp=self.tp, dp=self.dp, progress_model="per_edge",
-            overlap=True,
-            tied_weights=self.shape.placement_rows == 1, clip_grad_norm=self.clip,
-            buffer_sharing=self.slots,
-        )  # fmt: skip
-
-
+TWO_UPDATES = PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)
 CASES = dict(
     cases(
         [
-            ("1f1b, tp", Case(one_f_one_b, PipelineShape(2, 3), tp=2, slots="minimal")),
+            ("1f1b, tp", Case(one_f_one_b, PipelineShape(2, 3), tp=2, buffer_sharing="minimal")),
             ("split, dp", Case(split_1f1b, PipelineShape(2, 3), dp=2)),
-            (
-                "optimizer_steps",
-                Case(
-                    pipedream_2bw,
-                    PipelineShape(2, 4, optimizer_steps=2, weight_delay=1),
-                    dp=2,
-                    clip=False,
-                ),
-            ),
+            ("optimizer_steps", Case(pipedream_2bw, TWO_UPDATES, dp=2, clip=False)),
         ],
         [
             ("1f1b", Case(one_f_one_b, PipelineShape(4, 8))),
             ("interleaved", Case(interleaved, PipelineShape(2, 4, 2), tp=2)),
-            ("two holders", Case(dualpipe, PipelineShape(2, 4, 2, "mirror"), dp=2)),
+            ("two holders", Case(dualpipe, PipelineShape(2, 4, 2, "mirror"), dp=2, tied=False)),
         ],
     )
 )
@@ -121,28 +102,16 @@ class _AwaitedWork:
         work.wait()
 
 
+def make_executor(case: Case, program: Program, transport: Any, fused: bool) -> Executor:
+    make_optimizer = partial(torch.optim.AdamW, lr=1e-2, fused=fused)
+    return gpt_executor(program, transport, make_optimizer=make_optimizer, **case.get_options())
+
+
 def _collect_state(executor: Executor) -> list[Any]:
     """Return the gradients, and all state that a step changes."""
     optimizer: Any = executor.resources.optimizer
-    parameters = [
-        p.detach().clone() for s in executor.stages.values() for p in s.module.parameters()
-    ]
-    return [
-        gradients_by_stage(executor),
-        parameters,
-        optimizer.state_dict(),
-        executor.random_streams.step,
-    ]
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_equal(one[k], other[k]) for k in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_is_equal, one, other))
-    return bool(one == other)
+    gradients, step = gradients_by_stage(executor), executor.random_streams.step
+    return [gradients, copy_parameters(executor), optimizer.state_dict(), step]
 
 
 def compare_warm_and_cold(rank: int) -> dict[str, tuple[bool, set[GroupKey], set[GroupKey]]]:
@@ -156,11 +125,7 @@ def compare_warm_and_cold(rank: int) -> dict[str, tuple[bool, set[GroupKey], set
         states = []
         for warm in (False, True):
             transport = Streamed(program)
-            executor = gpt_executor(
-                program, transport, gradients=GradientOptions(max_norm=1.0 if case.clip else None)
-            )
-            parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
-            executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=fused)
+            executor = make_executor(case, program, transport, fused)
             assert not executor.runner.is_warm
             executor.runner.is_warm = not warm
             inputs, targets, scale = make_replica_batch(program, transport)
@@ -172,27 +137,22 @@ def compare_warm_and_cold(rank: int) -> dict[str, tuple[bool, set[GroupKey], set
                     state = after[2].pop("state")
                     before[2].pop("state")
                     assert not any(
-                        t.any()
-                        for state_of_weight in state.values()
-                        for t in state_of_weight.values()
+                        t.any() for of_weight in state.values() for t in of_weight.values()
                     )
-                assert executor.runner.is_warm and _is_equal(before[1:], after[1:])
+                assert executor.runner.is_warm and have_same_bits(before[1:], after[1:])
                 transport.used_groups.clear()
             for seed in range(2):
                 executor.step(*make_replica_batch(program, transport, seed))
             states.append(_collect_state(executor))
-        results[name] = (_is_equal(*states), groups, {*transport.used_groups})
+        results[name] = (have_same_bits(*states), groups, {*transport.used_groups})
     return results
 
 
 def test_warmup_step_changes_no_later_step() -> None:
     for results in run(compare_warm_and_cold, 4):
         for name, (same, warmup_groups, step_groups) in results.items():
-            assert (
-                same
-                and warmup_groups == step_groups
-                and ("model" in warmup_groups) == CASES[name].clip
-            ), name
+            assert same and warmup_groups == step_groups, name
+            assert ("model" in warmup_groups) == CASES[name].clip, name
 
 
 class GrowingMemory(nn.Module):
@@ -266,15 +226,7 @@ def count_memory_requests(rank: int, warm: bool) -> dict[str, list[int]]:
             gpu = install_virtual_gpu(patch)
             patch.setattr(dist, "all_reduce", _all_reduce_copy)
             transport = NcclStandIn(program, gpu, RaceDetector(gpu))
-            norm = 1.0 if case.clip else None
-            executor = gpt_executor(
-                program,
-                transport,
-                gradients=GradientOptions(max_norm=norm),
-                execution=ExecutionOptions(record_timestamps=False),
-            )
-            parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
-            executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=True)
+            executor = make_executor(case, program, transport, True)
             inputs = make_replica_batch(program, transport)
             with CachingAllocator(gpu) as allocator:
                 if warm:
@@ -303,9 +255,7 @@ def compare_serialized_step(rank: int, kind: str) -> bool:
     assert program.joined.any()
     states = []
     for is_serialized in (False, True):
-        transport: ProcessTransport = (
-            GroupedMessages(program) if kind == "grouped" else EdgeGroups(program)
-        )
+        transport = (GroupedMessages if kind == "grouped" else EdgeGroups)(program)
         transport.uses_static_buffers = True
         executor = gpt_executor(
             program, transport, lr=1e-2, gradients=GradientOptions(max_norm=1.0)
@@ -315,7 +265,7 @@ def compare_serialized_step(rank: int, kind: str) -> bool:
         for seed in range(2):
             step(*make_replica_batch(program, transport, seed))
         states.append(_collect_state(executor))
-    return _is_equal(*states)
+    return have_same_bits(*states)
 
 
 @pytest.mark.parametrize("kind", cases(["grouped"], ["edge"]))

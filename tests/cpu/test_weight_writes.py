@@ -89,6 +89,10 @@ def make_executor(
     )  # fmt: skip
 
 
+def make_on_one_rank(stages: list[Any], **how: Any) -> InProcessExecutor:
+    return make_executor(looped_bfs, PipelineShape(1, 2, 2), stages, **how)
+
+
 def make_batch(microbatches: int) -> Tensor:
     numbers = torch.Generator().manual_seed(1)
     return torch.randn(microbatches, BATCH, WIDTH, generator=numbers)
@@ -105,28 +109,26 @@ def make_stages(write: str, tied: bool, count: int) -> list[Any]:
     return [first, *make_linears(count - 1 - tied), *([TiedHead(first.weight)] if tied else [])]
 
 
-# Programs in which the weight of the first stage has copies.
-COPIES: dict[str, Callable[[str], InProcessExecutor]] = {
-    "two holders": lambda how: make_executor(
-        chimera, PipelineShape(4, 4, 2, "mirror"), make_stages(how, False, 4)
-    ),
-    "tied on two ranks": lambda how: make_executor(
-        one_f_one_b, PipelineShape(2, 4), make_stages(how, True, 2)
-    ),
-    "tied on one rank": lambda how: make_executor(
-        looped_bfs, PipelineShape(1, 4, 2), make_stages(how, True, 2)
-    ),
-    "optimizer_steps": lambda how: make_executor(
-        pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1),
-        make_stages(how, False, 2),
+# Programs in which the weight of the first stage has copies, and whether the last stage has it.
+COPIES: dict[str, tuple[Any, PipelineShape, bool]] = {
+    "two holders": (chimera, PipelineShape(4, 4, 2, "mirror"), False),
+    "tied on two ranks": (one_f_one_b, PipelineShape(2, 4), True),
+    "tied on one rank": (looped_bfs, PipelineShape(1, 4, 2), True),
+    "optimizer_steps": (
+        pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1), False,
     ),
 }  # fmt: skip
+
+
+def make_with_copies(copies: str, write: str) -> InProcessExecutor:
+    schedule, shape, tied = COPIES[copies]
+    return make_executor(schedule, shape, make_stages(write, tied, shape.stages))
 
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("copies", COPIES)
 def test_write_to_weight_with_copies_is_refused(copies: str, write: str) -> None:
-    ranks = COPIES[copies](write)
+    ranks = make_with_copies(copies, write)
     with pytest.raises((ModelError, ExecutionError)) as caught:
         run_step(ranks, 4)
     assert "stage 0 writes to its weight weight in a " in str(caught.value)
@@ -136,13 +138,10 @@ def test_write_to_weight_with_copies_is_refused(copies: str, write: str) -> None
 @pytest.mark.parametrize("write", ["clamp", "replace_data", "renormalize"])
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_write_to_sharded_weight_is_refused(level: int, write: str) -> None:
-    ranks = make_executor(
-        looped_bfs, PipelineShape(1, 2, 2), make_stages(write, False, 2), zero=level
-    )
+    ranks = make_on_one_rank(make_stages(write, False, 2), zero=level)
     written = "the data of weight" if write == "replace_data" else "weight"
-    with pytest.raises(
-        ExecutionError, match=f"a forward or a backward writes to {written}, but each replica"
-    ):
+    message = f"a forward or a backward writes to {written}, but each replica"
+    with pytest.raises(ExecutionError, match=message):
         run_step(ranks, 2)
 
 
@@ -156,7 +155,7 @@ def test_later_write_to_sharded_weight_is_refused() -> None:
         if len(calls) > 6:
             forward(layer)
 
-    ranks = make_executor(looped_bfs, PipelineShape(1, 2, 2), stages, zero=2)
+    ranks = make_on_one_rank(stages, zero=2)
     try:
         WRITES["replace_data"] = write_after_6_calls
         for _ in range(3):
@@ -169,15 +168,9 @@ def test_later_write_to_sharded_weight_is_refused() -> None:
 
 
 def test_assignment_to_data_with_cpu_step_is_refused() -> None:
-    ranks = make_executor(
-        looped_bfs,
-        PipelineShape(1, 2, 2),
-        make_stages("replace_data", False, 2),
-        optimizer_placement="cpu_step",
-    )
-    with pytest.raises(
-        ExecutionError, match="assigns a new tensor to the data of weight of stage 0"
-    ) as caught:
+    ranks = make_on_one_rank(make_stages("replace_data", False, 2), optimizer_placement="cpu_step")
+    message = "assigns a new tensor to the data of weight of stage 0"
+    with pytest.raises(ExecutionError, match=message) as caught:
         run_step(ranks, 2)
     assert "copy_" in caught.value.hint
 
@@ -195,9 +188,7 @@ ALLOWED_PROGRAMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("program", ALLOWED_PROGRAMS)
 def test_written_weight_without_copies_trains_like_plain_loop(program: str, write: str) -> None:
     stages, plain_stages = make_stages(write, False, 2), make_stages(write, False, 2)
-    ranks = make_executor(
-        looped_bfs, PipelineShape(1, 2, 2), stages, lr=0.01, **ALLOWED_PROGRAMS[program]
-    )
+    ranks = make_on_one_rank(stages, lr=0.01, **ALLOWED_PROGRAMS[program])
     optimizer = torch.optim.SGD([p for stage in plain_stages for p in stage.parameters()], 0.01)
     for _ in range(3):
         run_step(ranks, 2)
@@ -216,7 +207,7 @@ def test_written_weight_without_copies_trains_like_plain_loop(program: str, writ
 def test_stage_that_only_reads_weights_runs(copies: str) -> None:
     WRITES["none"] = lambda layer: None
     try:
-        ranks = COPIES[copies]("none")
+        ranks = make_with_copies(copies, "none")
         for _ in range(2):
             assert run_step(ranks, 4).isfinite()
     finally:

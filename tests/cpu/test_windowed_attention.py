@@ -57,6 +57,17 @@ def assert_near(got: list[Tensor], want: list[Tensor], limit: float) -> None:
         assert bool(error <= limit * (1 + other.double().norm())), error
 
 
+def assert_equals_masked_attention(
+    length: int, window: tuple[int, int], dtype: torch.dtype, limit: float
+) -> None:
+    masked = make_masked_attention(build_window_mask(length, *window))
+    got, want = (
+        run_attention(function, *draw_heads(length, dtype))
+        for function in (make_windowed_attention(*window), masked)
+    )
+    assert_near(got, want, limit)
+
+
 window_strategy = st.integers(1, 300).flatmap(lambda w: st.tuples(st.just(w), st.integers(1, w)))
 WINDOWS = [(1, 1), (16, 1), (64, 64), (100, 7), (128, 64), (130, 130), (256, 32), (300, 1)]
 
@@ -65,42 +76,28 @@ WINDOWS = [(1, 1), (16, 1), (64, 64), (100, 7), (128, 64), (130, 130), (256, 32)
 def test_mask_matches_cost_model(length: int, window: tuple[int, int]) -> None:
     start, end = Axis(length, *window, causal=True).visible_keys
     key = np.arange(length)
-    assert (
-        build_window_mask(length, *window).numpy() == (key >= start[:, None]) & (key < end[:, None])
-    ).all()
+    visible = (key >= start[:, None]) & (key < end[:, None])
+    assert (build_window_mask(length, *window).numpy() == visible).all()
 
 
 @pytest.mark.parametrize("length", [1, 64, 200, 257])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_tiled_attention_equals_masked_attention(length: int, window: tuple[int, int]) -> None:
-    got = run_attention(make_windowed_attention(*window), *draw_heads(length))
-    assert_near(
-        got,
-        run_attention(
-            make_masked_attention(build_window_mask(length, *window)), *draw_heads(length)
-        ),
-        1e-12,
-    )
+    assert_equals_masked_attention(length, window, torch.float64, 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tiled_attention_in_low_precision(dtype: torch.dtype) -> None:
-    got = run_attention(make_windowed_attention(100, 7), *draw_heads(200, dtype))
-    assert_near(
-        got,
-        run_attention(
-            make_masked_attention(build_window_mask(200, 100, 7)), *draw_heads(200, dtype)
-        ),
-        torch.finfo(dtype).eps * 4,
-    )
+    assert_equals_masked_attention(200, (100, 7), dtype, torch.finfo(dtype).eps * 4)
 
 
 @pytest.mark.parametrize("length", [1, 63, 256, 300])
 def test_full_window_equals_causal_attention(length: int) -> None:
-    got = run_attention(make_windowed_attention(320, 64), *draw_heads(length, torch.float32))
-    assert_near(
-        got, run_attention(lambda *x: attention(*x), *draw_heads(length, torch.float32)), 1e-6
+    got, want = (
+        run_attention(function, *draw_heads(length, torch.float32))
+        for function in (make_windowed_attention(320, 64), attention)
     )
+    assert_near(got, want, 1e-6)
 
 
 def test_attention_does_not_depend_on_later_tokens() -> None:
@@ -151,18 +148,13 @@ def test_mismatched_head_shapes_are_refused(shape: Any, window: Any) -> None:
 
 def test_attention_accepts_any_memory_layout() -> None:
     tensors = draw_heads(200)
+    heads, grad = tensors[:3], tensors[3]
     q, k, v = (
-        x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
-        for x in tensors[:3]
+        x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in heads
     )
-    got = run_attention(
-        make_windowed_attention(64, 16), q, k, v, tensors[3].new_ones(()).expand_as(tensors[3])
-    )
-    assert_near(
-        got,
-        run_attention(make_windowed_attention(64, 16), *tensors[:3], torch.ones_like(tensors[3])),
-        1e-12,
-    )
+    windowed = make_windowed_attention(64, 16)
+    got = run_attention(windowed, q, k, v, grad.new_ones(()).expand_as(grad))
+    assert_near(got, run_attention(windowed, *heads, torch.ones_like(grad)), 1e-12)
 
 
 def test_window_does_not_change_saved_bytes() -> None:

@@ -1,4 +1,4 @@
-"""Tests of a GPT with windows, against a mask, in pipelines, and with tensor parallelism."""
+"""Tests of a GPT with windows, against a mask, and with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from schedir.compiler.compile import compile
-from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.models.attention import build_window_mask
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
-from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
-from schedir.schedules import interleaved, one_f_one_b, zb_h1
-from tests.cases import cases
 from tests.cpu.tiny_stages import copy_gradients
 from tests.cpu.train_command import CONFIG as TRAINED
 from tests.cpu.train_command import train, train_in_this_process
@@ -68,41 +63,6 @@ def test_windowed_gpt_equals_masked_attention(window: Any, monkeypatch: pytest.M
         assert error <= 1e-6 * float(1e-3 + want_grads[name].norm()), name
 
 
-@pytest.mark.parametrize(
-    ("schedule", "shape", "options", "dropout"),
-    cases(
-        [
-            (interleaved, PipelineShape(2, 4, 2), {"offload": "all"}, 0.0),
-            (zb_h1, PipelineShape(2, 4), {"offload": "all", "recompute": "half"}, 0.2),
-        ],
-        [
-            (one_f_one_b, PipelineShape(2, 3), {}, 0.2),
-            (zb_h1, PipelineShape(4, 4), {"recompute": "all"}, 0.0),
-        ],
-    ),
-)
-def test_pipelines_have_bits_of_one_process(
-    schedule: Any, shape: PipelineShape, options: Any, dropout: float
-) -> None:
-    """The programs have split backwards, recomputation and offload. Each step has another order."""
-    config = replace(CONFIG, dropout=dropout)
-
-    def make_stages() -> list[nn.Module]:
-        return [gpt.build_stage(config, s, shape.stages) for s in range(shape.stages)]
-
-    program = compile(schedule, shape, progress_model="per_edge", **options)
-    stages, reference_stages = make_stages(), make_stages()
-    world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, seed=2)
-    for k in range(2):
-        data = draw_tokens(shape.microbatches, k)
-        want = run_sequential(
-            reference_stages, *data, loss=gpt.loss, program=program, seed=2, step=k
-        )
-        assert torch.equal(world.step(*data, order_seed=5 + k), want)
-    for one, other in zip(copy_gradients(stages), copy_gradients(reference_stages), strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in other)
-
-
 def test_shorter_sequence_has_outputs_of_longer_one() -> None:
     stage = gpt.build_stage(CONFIG, 0, 1).eval()
     inputs, _ = draw_tokens(1)
@@ -130,10 +90,8 @@ def test_train_command_with_windows_equals_one_rank(tmp_path: Path) -> None:
     text, path = tmp_path / "text.txt", tmp_path / "config.toml"
     text.write_text("to be or not to be " * 300)
     config = TRAINED.replace("context = 16", "context = 80\nwindow = [8, 0, 66, 80]\nstride = 4")
-    path.write_text(
-        config.format(text=text).replace("steps = 6", "steps = 2")
-        + "evaluate_every = 2\nevaluate_batches = 1\n"
-    )
+    fewer_steps = config.format(text=text).replace("steps = 6", "steps = 2")
+    path.write_text(fewer_steps + "evaluate_every = 2\nevaluate_batches = 1\n")
     settings = ("data.validation=0.2", "pipeline.stages_per_rank=1")
     two = train(str(path), tmp_path / "two", *settings, "pipeline.ranks=1", "pipeline.tp=2")
     one = train_in_this_process(str(path), tmp_path / "one", *settings)

@@ -21,6 +21,7 @@ from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cases import ALL, cases
 from tests.cpu.gloo_processes import run
+from tests.cpu.tiny_stages import have_same_bits
 
 CASES = {
     "interleaved, bfloat16": Case(interleaved, PipelineShape(2, 2, 2), half=True),
@@ -122,35 +123,27 @@ def _collect_weights(executor: Executor, stages: list[nn.Module]) -> list[Tensor
 def _run_processes(rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for zero in range(4):
-        executor, stages = _make_executor(
-            zero,
-            transport=SharedMemoryTransport,
-            gradients=GradientOptions(loss_scale=LossScale(8.0)),
-        )
+        scaled = GradientOptions(loss_scale=LossScale(8.0))
+        executor, stages = _make_executor(zero, transport=SharedMemoryTransport, gradients=scaled)
         for _ in range(2):
             executor.step(*_make_batch(executor))
-        results.setdefault("trained", []).append(
-            [*_collect_weights(executor, stages), executor.grad_norm.clone()]
-        )
+        trained = [*_collect_weights(executor, stages), executor.grad_norm.clone()]
+        results.setdefault("trained", []).append(trained)
     for zero in range(1, 4):  # if one replica has a value that is not finite, all replicas skip
         executor, stages = _make_executor(zero, clip_grad_norm=False)
         before = _collect_weights(executor, stages)
         x, y = _make_batch(executor)
         y[1, 0, 0] = torch.nan if rank else 0.0
         executor.step(x, y)
-        after = _collect_weights(executor, stages)
-        is_unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        is_unchanged = have_same_bits(before, _collect_weights(executor, stages))
         results.setdefault("finite", []).append((bool(executor.finite_updates), is_unchanged))
     for zero in (0, 2, 3):
-        executor, stages = _make_executor(
-            zero, reduce_scatter_at="each_backward" if zero else "update_end"
-        )
+        reduce_at = "each_backward" if zero else "update_end"
+        executor, stages = _make_executor(zero, reduce_scatter_at=reduce_at)
         executor.step(*_make_batch(executor))
         results.setdefault("turns", []).append(_collect_weights(executor, stages))
-    for get_tensor in (
-        nn.Parameter.detach,
-        lambda p: p.data,
-    ):  # the second does not raise the version counter
+    # The second does not raise the version counter.
+    for get_tensor in (nn.Parameter.detach, lambda p: p.data):
         executor, stages = _make_executor(3)
         try:
             with executor.full_parameters(), torch.no_grad():
@@ -170,8 +163,7 @@ def test_small_parameters_have_bits_of_plain_replicas(results: list[dict[str, An
     """The replicas have a loss scale, and send their messages through shared memory."""
     for result in results:
         plain, *sharded = result["trained"]
-        for other in sharded:
-            assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+        assert all(have_same_bits(plain, other) for other in sharded)
 
 
 def test_nonfinite_gradient_of_one_replica_is_skipped_on_all(results: list[dict[str, Any]]) -> None:
@@ -183,7 +175,7 @@ def test_repeated_reduce_scatters_equal_one_reduction(results: list[dict[str, An
         once, *repeated = result["turns"]
         for other in repeated:
             torch.testing.assert_close(other, once)
-        assert all(torch.equal(a, b) for a, b in zip(*repeated, strict=True))
+        assert have_same_bits(*repeated)
 
 
 def test_different_writes_of_replicas_are_refused(results: list[dict[str, Any]]) -> None:

@@ -28,7 +28,7 @@ from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float3
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, looped_bfs, one_f_one_b
 from tests.cpu.test_zero_user_code import Keeps, WritesData
-from tests.cpu.tiny_stages import BOUNDARY, copy_gradients, gpt_stages, make_batch
+from tests.cpu.tiny_stages import BOUNDARY, copy_gradients, gpt_stages, have_same_bits, make_batch
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "zero_refused.txt"
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
@@ -37,10 +37,6 @@ ADAM = partial(torch.optim.AdamW, lr=1e-2)
 def make_executor(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
     usual: dict[str, Any] = {"loss": gpt.loss, "boundary": BOUNDARY, "optimizer": ADAM}
     return InProcessExecutor(program, stages, **usual | options)
-
-
-def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def list_reduced_microbatches(program: Program, stage: int) -> list[list[int]]:
@@ -74,15 +70,11 @@ def test_reduce_scatters_add_in_program_order(schedule: Any, zero: int) -> None:
         reduced_microbatches = list_reduced_microbatches(program, s)
         num_repeated += len(reduced_microbatches) > 1
         for name, p in stage.named_parameters():
-            sums = []
-            for microbatches in reduced_microbatches:
-                sums.append(gradients_by_mb[microbatches[0]][s][name].clone())
-                for mb in microbatches[1:]:
-                    sums[-1] += gradients_by_mb[mb][s][name]
-                sums[-1] *= scale
-            total = sums[0]
-            for one in sums[1:]:
-                total = total + one
+            sums = [
+                scale * sum(gradients_by_mb[mb][s][name] for mb in microbatches)
+                for microbatches in reduced_microbatches
+            ]
+            total: Any = sum(sums)
             assert p.grad is not None and torch.equal(p.grad, total.flatten())
     assert num_repeated or schedule is not interleaved
 
@@ -131,21 +123,13 @@ def test_optimizer_state_and_main_parameters_are_sharded() -> None:
             return optimizer
 
         program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero, clip_grad_norm=True)
-        make_executor(
-            program,
-            stages,
-            optimizer=make_optimizer,
-            boundary=Boundary(BOUNDARY.shape, torch.bfloat16),
-        ).step(*make_batch(3))
-        results.append(
-            [
-                t.flatten()
-                for optimizer in optimizers
-                for m in optimizer.main_parameters
-                for t in (m.detach(), *optimizer.inner.state[m].values())
-            ]
-        )
-    assert is_same(*results)
+        boundary = Boundary(BOUNDARY.shape, torch.bfloat16)
+        ranks = make_executor(program, stages, optimizer=make_optimizer, boundary=boundary)
+        ranks.step(*make_batch(3))
+        mains = [(m, optimizer) for optimizer in optimizers for m in optimizer.main_parameters]
+        states = [(m.detach(), *optimizer.inner.state[m].values()) for m, optimizer in mains]
+        results.append([t.flatten() for state in states for t in state])
+    assert have_same_bits(*results)
 
 
 def test_evaluation_with_sharded_weights_has_same_loss() -> None:
@@ -173,16 +157,14 @@ def test_failed_step_leaves_sharded_weights(zero: int) -> None:
     stages: list[nn.Module] = [FailingLayer(4, 4), nn.Linear(4, 4)]
     before = [p.detach().flatten().clone() for stage in stages for p in stage.parameters()]
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero)
-    ranks = InProcessExecutor(
-        program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM
-    )
+    ranks = InProcessExecutor(program, stages, **MSE_OPTIONS)
     FailingLayer.now = True
     try:
         with pytest.raises(ExecutionError, match="as told"):
             ranks.step(torch.ones(3, 2, 4), torch.ones(3, 2, 4))
     finally:
         FailingLayer.now = False
-    assert is_same([p.detach() for stage in stages for p in stage.parameters()], before)
+    assert have_same_bits([p.detach() for stage in stages for p in stage.parameters()], before)
 
 
 _F, _I, _W = Opcode.Forward, Opcode.BackwardInput, Opcode.BackwardWeight
@@ -209,26 +191,18 @@ def test_split_rule_that_reads_sharded_weight_is_refused(reads: bool) -> None:
     class Own(Scale):
         pass
 
-    register_splittable_layer(
-        Own,
-        input_grad=lambda layer, x, dy: dy * layer.weight,
-        deferred_grads={"weight": weight_grad},
-    )
+    input_grad = lambda layer, x, dy: dy * layer.weight  # noqa: E731
+    register_splittable_layer(Own, input_grad=input_grad, deferred_grads={"weight": weight_grad})
     shape = PipelineShape(1, 2, 2)
     stages: list[nn.Module] = [Own(), Own()]
     for stage in stages:
         make_backward_splittable(stage)
 
-    order = [
-        (op, s, mb) for op, s in ORDER for mb in range(2)
-    ]  # W follow all instructions that need weights
-    draft = Program(
-        "late", shape, (Stream.from_instructions([Instr(*fields) for fields in order]),)
-    )
+    # W follow all instructions that need weights.
+    order = [Instr(op, s, mb) for op, s in ORDER for mb in range(2)]
+    draft = Program("late", shape, (Stream.from_instructions(order),))
     program = schedir.compile(draft, zero=3, unsharded_stages=1, clip_grad_norm=False)
-    ranks = InProcessExecutor(
-        program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM
-    )
+    ranks = InProcessExecutor(program, stages, **MSE_OPTIONS)
     x = torch.ones(2, 2, 4)
     if reads:
         with pytest.raises(ExecutionError, match="reads a weight"):
@@ -280,18 +254,17 @@ REFUSED_MODELS: dict[str, tuple[Any, Any]] = {
 }
 
 
+MSE_OPTIONS: dict[str, Any] = {
+    "loss": nn.functional.mse_loss, "boundary": (2, 4), "optimizer": ADAM,
+}  # fmt: skip
+
+
 def get_refusal(make: Any, module: Any) -> str:
-    first = module() if module else nn.Linear(4, 4)
+    stages = [module() if module else nn.Linear(4, 4), nn.Linear(4, 4)]
     x = torch.zeros(3, 2, dtype=torch.long) if module is make_scaled_rows else torch.ones(3, 2, 4)
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=3)
     with pytest.raises((ModelError, ExecutionError)) as error:
-        ranks = InProcessExecutor(
-            program,
-            [first, nn.Linear(4, 4)],
-            loss=nn.functional.mse_loss,
-            boundary=(2, 4),
-            optimizer=make,
-        )
+        ranks = InProcessExecutor(program, stages, **MSE_OPTIONS | {"optimizer": make})
         ranks.step(x, torch.ones(3, 2, 4))
     return str(error.value)
 
@@ -299,16 +272,12 @@ def get_refusal(make: Any, module: Any) -> str:
 def test_unshardable_models_are_refused_with_golden_errors() -> None:
     texts = [f"{name}\n{get_refusal(*how)}\n" for name, how in REFUSED_MODELS.items()]
     stages: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    options: dict[str, Any] = {
-        "loss": nn.functional.mse_loss, "boundary": (2, 4), "optimizer": ADAM,
-    }  # fmt: skip
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=1)
-    ranks = InProcessExecutor(program, stages, **options)
+    ranks = InProcessExecutor(program, stages, **MSE_OPTIONS)
     with pytest.raises(ModelError) as second_executor:
-        InProcessExecutor(schedir.compile(one_f_one_b, PipelineShape(2, 3)), stages, **options)
+        InProcessExecutor(schedir.compile(one_f_one_b, PipelineShape(2, 3)), stages, **MSE_OPTIONS)
     stages[1].double()
     with pytest.raises(ModelError) as moved:
         ranks.step(torch.ones(3, 2, 4), torch.ones(3, 2, 4))
     texts += [f"in parts already\n{second_executor.value}\n", f"moved\n{moved.value}\n"]
-    text = "\n".join(texts)
-    assert text == GOLDEN.read_text()
+    assert "\n".join(texts) == GOLDEN.read_text()

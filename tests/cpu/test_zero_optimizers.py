@@ -132,11 +132,7 @@ def test_optimizer_step_hooks_are_refused(zero: int, everywhere: bool) -> None:
 
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), zero=zero)
     ranks = InProcessExecutor(
-        program,
-        stages,
-        loss=nn.functional.mse_loss,
-        boundary=Boundary((3, WIDTH)),
-        optimizer=optimizer,
+        program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH), optimizer=optimizer
     )
     register: Any = (
         register_optimizer_step_pre_hook if everywhere else optimizers[0].register_step_pre_hook

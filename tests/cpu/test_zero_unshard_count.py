@@ -65,11 +65,8 @@ def assert_no_more_than_torch(
                         program, dp=2, zero=3, unsharded_stages=num_gathered, unshard_prefetch=ahead
                     )
                     counts[num_gathered, ahead] = count_unshards(lowered).unshards
-                assert counts[num_gathered, ahead][rank] <= torch_count, (
-                    rank,
-                    active,
-                    num_gathered,
-                )
+                place = (rank, active, num_gathered)
+                assert counts[num_gathered, ahead][rank] <= torch_count, place
             assert residency(insert_unshards(order, active))[0] <= torch_count
 
 

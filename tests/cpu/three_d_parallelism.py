@@ -48,14 +48,6 @@ class Case(NamedTuple):
     options: tuple[tuple[str, str], ...] = ()
 
     @property
-    def name(self) -> str:
-        """The name of the case."""
-        words = [f"{self.p} x {self.t} x {self.d}", f"zero {self.zero}"]
-        words += [word for word in ("tied", "clip", "sequence") if getattr(self, word)]
-        words += [self.schedule] * (self.schedule != "one_f_one_b")
-        return ", ".join([*words, *(f"{k} {v}" for k, v in self.options)])
-
-    @property
     def program(self) -> Program:
         """The program of the case, with a stage per layer, or one stage of both on one rank."""
         shape, options = PipelineShape(self.p, MICROBATCHES), dict[str, Any](self.options)
@@ -132,15 +124,11 @@ def _trained(case: Case, program: Program, transport: Any) -> ProcessResults:
     }
     tokens = CONTEXT // (case.t if case.sequence else 1)
     executor = Executor(
-        program,
-        rank,
-        stages,
-        transport,
-        loss=partial(gpt.loss, tp=tp),
+        program, rank, stages, transport, loss=partial(gpt.loss, tp=tp),
         boundary=Boundary((BATCH, tokens, config.hidden)),
         optimizer=make_sgd([p for stage in stages.values() for p in stage.parameters()]),
         gradients=GradientOptions(max_norm=MAX_NORM if case.clip else None),
-    )
+    )  # fmt: skip
     told: ProcessResults = {}
     own = slice(replica * MICROBATCHES, (replica + 1) * MICROBATCHES)
     for step in range(STEPS):
@@ -151,9 +139,8 @@ def _trained(case: Case, program: Program, transport: Any) -> ProcessResults:
         if case.clip:
             told[f"norm {step}"] = executor.grad_norm.clone()
         if not (case.zero or step):  # after the first step the weights differ
-            told |= {
-                f"gradient {name}": get_gradient(p).clone() for name, p in _named(stages, transport)
-            }
+            named = _named(stages, transport)
+            told |= {f"gradient {name}": get_gradient(p).clone() for name, p in named}
     with executor.full_parameters():
         told |= {f"weight {name}": p.detach().clone() for name, p in _named(stages, transport)}
     return told
@@ -230,16 +217,6 @@ def run_plain_torch(case: Case) -> MergedResults:
     return found | {f"weight {name}": p.detach() for name, p in parameters.items()}
 
 
-def max_distances(found: MergedResults, want: MergedResults) -> dict[str, float]:
-    """Return by kind the largest distance of results from those wanted, relative to their norm."""
-    worst: dict[str, float] = {}
-    for name, value in found.items():
-        kind, (a, b) = name.split()[0], (value.double(), want[_of_head(name, want)].double())
-        off = float((a - b).norm() / b.norm().clamp(min=1e-30))
-        worst[kind] = max(worst.get(kind, 0.0), off)
-    return worst
-
-
 def _of_head(name: str, want: MergedResults) -> str:
     """Return the name of a weight in the model of one stage, where a tied weight has one name."""
     return name if name in want else name.replace("head.weight", "embedding.weight")
@@ -251,33 +228,28 @@ def find_equal_case(case: Case) -> Case | None:
     return None if other == case else other
 
 
-class Verdict(NamedTuple):
-    """The judgement of a case."""
+def find_faults(told: Sequence[Mapping[Case, ProcessResults]]) -> dict[Case, list[str]]:
+    """Return what is wrong with each case that the processes ran.
 
-    case: Case
-    off: dict[str, float]  # distance from one process, by kind
-    differ: list[str]  # names whose bits differ between processes
-    bits: list[str]  # names whose bits differ from those of the case it is compared with
-
-    @property
-    def right(self) -> bool:
-        """Whether the case is right."""
-        return not self.differ and not self.bits and all(off <= NEAR for off in self.off.values())
-
-
-def judge_cases(told: Sequence[Mapping[Case, ProcessResults]]) -> Iterator[Verdict]:
-    """Judge each case that the processes ran, against one process and against its `like` case."""
+    A case is compared between processes, with one process, and with the case of the same order of
+    sums.
+    """
     known: dict[tuple[Any, ...], MergedResults] = {}
     whole: dict[Case, dict[str, Tensor]] = {}
+    faults: dict[Case, list[str]] = {}
     for case in told[0]:
         whole[case], differ = merge_results([own[case] for own in told], case)
+        assert {"loss", "weight"} <= {name.split()[0] for name in whole[case]}
+        faults[case] = [f"{name} differs between processes" for name in differ]
         key = (case.d, case.tied, case.clip)
         if key not in known:
             known[key] = run_plain_torch(case)
         twin = whole.get(find_equal_case(case) or case, {})
-        bits = [
-            name
-            for name, value in whole[case].items()
-            if name in twin and not torch.equal(value, twin[name])
-        ]
-        yield Verdict(case, max_distances(whole[case], known[key]), differ, bits)
+        for name, value in whole[case].items():
+            want = known[key][_of_head(name, known[key])].double()
+            distance = float((value.double() - want).norm() / want.norm().clamp(min=1e-30))
+            if not distance <= NEAR:
+                faults[case].append(f"{name} has the distance {distance} from one process")
+            if name in twin and not torch.equal(value, twin[name]):
+                faults[case].append(f"{name} has other bits than with the same order of sums")
+    return faults

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from schedir.compiler.compile import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models import gpt, moe_gpt
+from schedir.passes.pass_types import BufferSharing
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, overlapped_pair
@@ -61,11 +64,15 @@ def copy_gradients(stages: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
     ]
 
 
-def have_same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
-    return all(
-        a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-        for a, b in zip(one, other, strict=True)
-    )
+def have_same_bits(one: Any, other: Any) -> bool:
+    """Return whether the tensors in two lists or dictionaries are equal, and so is all else."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(have_same_bits(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(have_same_bits, one, other))
+    return one is other or bool(one == other)
 
 
 def gpt_executor(
@@ -74,6 +81,7 @@ def gpt_executor(
     device: str | torch.device = "cpu",
     *,
     lr: float | None = None,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     **options: Any,
 ) -> Executor:
     """Return the executor of a process, with its part of the GPT.
@@ -85,8 +93,10 @@ def gpt_executor(
     own = shape.stages_on_rank[transport.rank]
     stages = {s: gpt.build_stage(cfg, s, shape.stages, tp=tp).to(device) for s in own}
     if lr is not None:
+        make_optimizer = partial(torch.optim.AdamW, lr=lr)
+    if make_optimizer is not None:
         parameters = [p for stage in stages.values() for p in stage.parameters()]
-        options["optimizer"] = torch.optim.AdamW(parameters, lr)
+        options["optimizer"] = make_optimizer(parameters)
     loss = partial(gpt.loss, tp=tp)
     return Executor(
         program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY, **options
@@ -134,6 +144,40 @@ def moe_executor(
     return Executor(program, transport.rank, modules, transport, **options)
 
 
+class Case(NamedTuple):
+    """A program for several processes, and the options of its run."""
+
+    schedule: Any
+    shape: PipelineShape
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    buffer_sharing: BufferSharing | None = None
+    clip: bool = True
+    overlap: bool = True
+    tied: bool = True
+    record: bool = False
+
+    @property
+    def processes(self) -> int:
+        return self.shape.ranks * self.tp * self.dp
+
+    def compile(self) -> Program:
+        return compile(
+            self.schedule, self.shape, tp=self.tp, dp=self.dp, ep=self.ep,
+            progress_model="per_edge", overlap=self.overlap, clip_grad_norm=self.clip,
+            tied_weights=self.tied and self.ep == 1, buffer_sharing=self.buffer_sharing,
+            stage_segments="dc" if self.ep > 1 else None,
+        )  # fmt: skip
+
+    def get_options(self, max_norm: float = 1.0) -> dict[str, Any]:
+        """Return the options of its executor."""
+        return {
+            "gradients": GradientOptions(max_norm=max_norm if self.clip else None),
+            "execution": ExecutionOptions(record_timestamps=self.record),
+        }
+
+
 def make_replica_batch(
     program: Program, transport: ProcessTransport, seed: int = 0
 ) -> tuple[Tensor, Tensor, float]:
@@ -142,6 +186,15 @@ def make_replica_batch(
     inputs, targets, scale = make_batch(m * program.dp, seed)
     own = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
     return inputs[own], targets[own], scale
+
+
+def list_parameters(executor: Executor) -> list[nn.Parameter]:
+    """Return the parameters of a process's stages."""
+    return [p for stage in executor.stages.values() for p in stage.module.parameters()]
+
+
+def copy_parameters(*executors: Executor) -> list[Tensor]:
+    return [p.detach().clone() for executor in executors for p in list_parameters(executor)]
 
 
 def gradients_by_stage(executor: Executor) -> dict[int, dict[str, Tensor]]:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from tests.cases import cases
+from tests.cpu.torch_pipelines import list_rank_stages, make_stage
 
 RANKS, MICROBATCHES, WIDTH, STEPS = 2, 4, 128, 2
 VEE = ("ZBVZeroBubble", "DualPipeV")
 MULTI_STAGE_NAMES = ("Interleaved1F1B", "InterleavedZeroBubble", *VEE)
 NAMES = (*cases(["Interleaved1F1B", *VEE, "GPipe"], ["InterleavedZeroBubble"]),)
 NAME_WITH_EVALUATION = "Interleaved1F1B"  # ends with a step and an evaluation
-
-
-def list_rank_stages(name: str, rank: int) -> list[int]:
-    """Return the stages of a rank."""
-    if name not in MULTI_STAGE_NAMES:
-        return [rank]
-    return [rank, 2 * RANKS - 1 - rank] if name in VEE else [rank, rank + RANKS]
 
 
 def run_profiled_steps(rank: int, folder: str) -> dict[str, list[str]]:
@@ -36,14 +30,10 @@ def run_profiled_steps(rank: int, folder: str) -> dict[str, list[str]]:
     torch.manual_seed(rank)
     said = {}
     for name in NAMES:
-        held = list_rank_stages(name, rank)
-        count = RANKS * len(held)
-        stages = [
-            PipelineStage(
-                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), s, count, torch.device("cpu")
-            )
-            for s in held
-        ]
+        count = 2 * RANKS if name in MULTI_STAGE_NAMES else RANKS
+        held = list_rank_stages(f"Schedule{name}", rank, RANKS, count)
+        parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in held]
+        stages = [make_stage(part, s, count) for part, s in zip(parts, held, strict=True)]
         kind: Any = get_schedule_class(name)
         given = stages if name in MULTI_STAGE_NAMES else stages[0]
         pipe = kind(given, n_microbatches=MICROBATCHES, loss_fn=nn.functional.mse_loss)
@@ -76,6 +66,4 @@ def run_profiled_steps(rank: int, folder: str) -> dict[str, list[str]]:
 
 def read_ranges(path: Path) -> list[dict[str, Any]]:
     """Return all complete events of a trace, without the code under test."""
-    import json
-
     return [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]

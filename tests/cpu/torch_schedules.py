@@ -11,10 +11,9 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import PipelineStage
 
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from tests.cpu.torch_pipelines import LOOP, SINGLE, VEE
 
-VEE = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-LOOP = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")
-SINGLE = ("ScheduleGPipe", "Schedule1F1B")
+__all__ = ["LOOP", "SINGLE", "VEE", "build_torch_schedule", "lower_torch_schedule"]
 
 
 def build_torch_schedule(name: str, shape: PipelineShape, **options: Any) -> Any:

@@ -6,6 +6,7 @@ import csv
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from functools import partial
 from io import StringIO
 from pathlib import Path
 from runpy import run_module
+from textwrap import indent
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -35,6 +37,7 @@ from tests.cpu.gloo_processes import CONTEXT
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 240  # seconds: enough on any machine, and the limit of a hang
 TORCHRUN = ["-m", "torch.distributed.run"]
+ONE_STAGE_PER_RANK = ["pipeline.tp=1", "pipeline.stages_per_rank=1"]
 ONE_PROCESS = ["pipeline.ranks=1", "pipeline.stages_per_rank=1", "pipeline.tp=1", "pipeline.dp=1"]
 
 CONFIG = """\
@@ -83,24 +86,65 @@ def make_arguments(config: str, folder: Path, *sets: str) -> list[str]:
     return ["train", config, *(f"--set={s}" for s in (*sets, f'output.dir="{folder}"'))]
 
 
-_STARTED: list[subprocess.Popen[str]] = []
+def write_schedule(folder: Path, text: str) -> str:
+    """Write a file with a schedule `mine`, and return the setting that selects it."""
+    path = folder / "mine.py"
+    path.write_text(text)
+    return f"pipeline.schedule={path}:mine"
 
 
-def start_process(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
-    """Start a process with pipes, which `end_all` kills and closes at the end of the test."""
-    process = subprocess.Popen(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=_heed,
-    )  # fmt: skip
-    _STARTED.append(process)
-    return process
+PATCHED_SCHEDULE = """\
+import os
+import shutil
+import signal
+import sys
+import time
+from pkgutil import resolve_name
+
+from schedir.schedules import one_f_one_b as mine
+
+owner = resolve_name({owner!r})
+original = owner.{name}
+
+
+def patched(*arguments, **options):
+    rank = os.environ.get("RANK", "0")
+{statements}
+    return original(*arguments, **options)
+
+
+owner.{name} = patched
+"""
+
+
+def write_patched_schedule(folder: Path, function: str, statements: str) -> str:
+    """Write a file with 1F1B that patches a function, and return the setting that selects it.
+
+    Args:
+        folder: The folder of the file.
+        function: The function, for example `schedir.models.gpt:Layer.forward`.
+        statements: The statements that run before the function.  They may use `rank`, `arguments`
+            and some modules.
+    """
+    owner, _, name = function.rpartition("." if "." in function.partition(":")[2] else ":")
+    return write_schedule(
+        folder,
+        PATCHED_SCHEDULE.format(owner=owner, name=name, statements=indent(statements, "    ")),
+    )
+
+
+def make_torchrun_command(processes: int, *words: str) -> list[str]:
+    """Return the arguments of Python that run a command of schedir in processes of torchrun."""
+    return [*TORCHRUN, "--standalone", f"--nproc-per-node={processes}", "-m", "schedir", *words]
+
+
+def find_free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def kill_processes() -> None:
-    """Kill the processes that a test has started, since an open pipe would fail another test."""
-    while _STARTED:
-        with _STARTED.pop() as process:
-            process.kill()
+    """Kill the processes that a test has started."""
     while _RUNS:
         run = _RUNS.pop()
         run.process.kill()
@@ -124,16 +168,6 @@ def wait_until(happens: Callable[[], bool]) -> None:
     while not happens():
         assert time.monotonic() < over
         time.sleep(0.02)
-
-
-def wait_for_exit(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Return the exit code and the output of a process. If it hangs, kill it and fail the test."""
-    with process:  # its pipes are closed, whatever happens
-        try:
-            out, err = process.communicate(timeout=LIMIT)
-        finally:
-            process.kill()
-    return process.returncode, out, err
 
 
 class Run:

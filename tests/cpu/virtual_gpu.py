@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from schedir.ir.cost.costs import Costs
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import TRANSFER_OPS
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline
 from schedir.runtime import in_process, program_runner
 from schedir.runtime.program_state import Call
 from schedir.runtime.recording import gpu_progress, recorder
@@ -199,3 +201,13 @@ def charge_messages(gpu: VirtualGPU, costs: Costs) -> Iterator[None]:
     with _Copies(gpu, float(np.max(costs.send or 0.0))):
         yield
     gpu.host_may_wait = True
+
+
+def assert_runs_as_predicted(timeline: Timeline, costs: Costs) -> None:
+    """Assert that instructions begin and end as predicted, and that transfers end so."""
+    predicted = simulate(timeline.program, costs, progress_model="per_edge")
+    for name in ("start", "end"):
+        is_compared = ~np.isin(timeline.spans["op"], TRANSFER_OPS) | (name == "end")
+        np.testing.assert_allclose(
+            timeline.spans[name][is_compared], predicted.spans[name][is_compared], atol=1e-9
+        )

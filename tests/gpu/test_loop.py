@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -27,7 +28,12 @@ from schedir.training.processes.watchdog import make_stall_error
 from schedir.training.step_queue import StepQueue
 from schedir.training.train import run
 from tests.cpu.tiny_stages import BOUNDARY, gpt_stages, make_batch
-from tests.cpu.train_command import CONFIG, ONE_PROCESS, read_losses, train_in_this_process
+from tests.cpu.train_command import (
+    ONE_PROCESS,
+    read_losses,
+    train_in_this_process,
+    write_config,
+)
 from tests.gpu.shared import no_wait
 
 LONG_CYCLES = 2_000_000_000  # cycles, about a second
@@ -71,12 +77,9 @@ def test_stall_error_names_hanging_instruction() -> None:
     )
     stages = [stage.cuda() for stage in gpt_stages(2)]
     world = InProcessExecutor(
-        program,
-        stages,
-        loss=gpt.loss,
-        boundary=BOUNDARY,
+        program, stages, loss=gpt.loss, boundary=BOUNDARY,
         execution=ExecutionOptions(record_timestamps=False),
-    )
+    )  # fmt: skip
     progress = [GpuProgress(rank) for rank in world.executors]
     inputs, targets, scale = make_batch(4)
     inputs, targets = inputs.cuda(), targets.cuda()
@@ -108,16 +111,11 @@ def test_stall_error_names_hanging_instruction() -> None:
 def test_unreported_step_has_no_host_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog " * 40)
-    config = tmp_path / "run.toml"
-    config.write_text(CONFIG.format(text=text))
+    config = write_config(tmp_path)
     issue = StepQueue.issue
 
     def issue_without_host_wait(self: StepQueue, *args: Any) -> None:
-        if self.last_issued_step < 2:
-            return issue(self, *args)
-        with no_wait():
+        with no_wait() if self.last_issued_step >= 2 else nullcontext():
             return issue(self, *args)
 
     monkeypatch.setattr(StepQueue, "issue", issue_without_host_wait)

@@ -42,22 +42,14 @@ def compile_program(
     buffer_sharing: BufferSharing | None = None,
 ) -> Program:
     return compile(
-        schedule,
-        shape,
-        tp=2,
-        progress_model=progress_model,
-        tied_weights=True,
-        overlap=True,
+        schedule, shape, tp=2, progress_model=progress_model, tied_weights=True, overlap=True,
         buffer_sharing=buffer_sharing,
-    )
+    )  # fmt: skip
 
 
 def copy_gradients(executor: Executor) -> Gradients:
-    stage_gradients = gradients_by_stage(executor)
-    return {
-        s: {name: g.cpu() for name, g in stage_grads.items()}
-        for s, stage_grads in stage_gradients.items()
-    }
+    by_stage = gradients_by_stage(executor).items()
+    return {s: {name: g.cpu() for name, g in grads.items()} for s, grads in by_stage}
 
 
 def compute_cpu_gradients(rank: int, schedule: Any, shape: PipelineShape) -> Gradients:
@@ -115,11 +107,8 @@ def test_eager_gradients_match_cpu(
     for rank, (first_gradients, second_gradients) in enumerate(results):
         for stage, stage_grads in first_gradients.items():
             for name, got in stage_grads.items():
-                cpu_gradient = expected[rank][stage][name]
-                assert float((got - cpu_gradient).norm()) <= 1e-4 * float(cpu_gradient.norm()), (
-                    stage,
-                    name,
-                )
+                want, place = expected[rank][stage][name], (stage, name)
+                assert float((got - want).norm()) <= 1e-4 * float(want.norm()), place
                 assert torch.equal(got, second_gradients[stage][name]), (stage, name)
 
 
@@ -127,10 +116,7 @@ def record_timeline(rank: int, folder: str, kind: Kind) -> Timeline | None:
     """Record a step without host waits, and return its Timeline on process 0."""
     device = share_gpu(rank, folder)
     # Only the grouped transport needs overlap: otherwise members of a group are independent.
-    shape, overlap = (
-        PipelineShape(2, 4),
-        kind == "grouped",
-    )
+    shape, overlap = PipelineShape(2, 4), kind == "grouped"
     program = compile(
         one_f_one_b, shape, tp=2, progress_model=TRANSPORTS[f"nccl_{kind}"].progress_model,
         tied_weights=True, clip_grad_norm=True, overlap=overlap,

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from schedir import check, compile
+from schedir import check
 from schedir.errors import DeadlockError
 from schedir.hang_diagnosis.stall_cause import ProcessLayout
 from schedir.io.black_box import ProcessPhase
@@ -22,7 +23,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.program_state import Call
 from schedir.runtime.recording.allocator_growth import count_allocations
 from schedir.schedules import one_f_one_b, pipedream_2bw
@@ -32,58 +33,34 @@ from schedir.transports.gloo import GlooTransport
 from schedir.transports.process_transport import ProcessTransport
 from tests.cpu.gloo_processes import RankError
 from tests.cpu.gloo_processes import run_fresh as run
-from tests.cpu.tiny_stages import gpt_executor, make_batch, make_replica_batch
+from tests.cpu.tiny_stages import (
+    Case,
+    copy_parameters,
+    gpt_executor,
+    make_batch,
+    make_replica_batch,
+)
 from tests.gpu.shared import REHEARSED, make_transport, no_wait, share_gpu, wait_for_device
 
 HANG_CYCLES = 100_000_000_000  # cycles, about a minute
 WATCHDOG_SECONDS = 10.0  # seconds, of the watchdog
 
 
-class Case(NamedTuple):
-    """A program and the options of its run."""
-
-    schedule: Any
-    shape: PipelineShape
-    tp: int = 1
-    dp: int = 1
-    clip: bool = True
-    overlap: bool = True
-    tied: bool = True
-    record: bool = False
-
-    @property
-    def processes(self) -> int:
-        return self.shape.ranks * self.tp * self.dp
-
-    def compile(self) -> Program:
-        return compile(
-            self.schedule, self.shape, tp=self.tp, dp=self.dp, progress_model="per_edge",
-            tied_weights=self.tied,
-            clip_grad_norm=self.clip, overlap=self.overlap, buffer_sharing="latency_preserving",
-        )  # fmt: skip
-
-
-MANY = Case(one_f_one_b, PipelineShape(2, 24), tp=2)
-ALL = Case(one_f_one_b, PipelineShape(2, 4), tp=2, dp=2, record=True)
-UPDATES = Case(
-    pipedream_2bw, PipelineShape(2, 8, optimizer_steps=2, weight_delay=1), dp=2, clip=False
-)
-PROVEN = Case(one_f_one_b, PipelineShape(2, 4), clip=False, overlap=False, tied=False)
+PLAIN = Case(one_f_one_b, PipelineShape(2, 4), tp=2, buffer_sharing="latency_preserving")
+MANY = PLAIN._replace(shape=PipelineShape(2, 24))
+ALL = PLAIN._replace(dp=2, record=True)
+UPDATES = PLAIN._replace(
+    schedule=pipedream_2bw, shape=PipelineShape(2, 8, optimizer_steps=2, weight_delay=1), tp=1,
+    dp=2, clip=False,
+)  # fmt: skip
+PROVEN = PLAIN._replace(tp=1, clip=False, overlap=False, tied=False)
 
 
 def make_executor(case: Case, program: Program, transport: Any, device: torch.device) -> Executor:
     """Return an executor with AdamW, whose large epsilon does not amplify small differences."""
-    norm = 0.5 if case.clip else None
-    executor = gpt_executor(
-        program,
-        transport,
-        device,
-        gradients=GradientOptions(max_norm=norm),
-        execution=ExecutionOptions(record_timestamps=case.record),
-    )
-    parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
-    executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, eps=1e-3, fused=True)
-    return executor
+    adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, fused=True)
+    options = case.get_options(max_norm=0.5)
+    return gpt_executor(program, transport, device, make_optimizer=adamw, **options)
 
 
 def train(rank: int, folder: str | None, case: Case, steps: int) -> tuple[list[Tensor], list[int]]:
@@ -103,22 +80,17 @@ def train(rank: int, folder: str | None, case: Case, steps: int) -> tuple[list[T
         inputs, targets, scale = make_replica_batch(program, transport, seed=step)
         step_inputs = inputs.to(device), targets.to(device), scale
         before = count_allocations(device)
-        if step:
-            with no_wait():
-                executor.step(*step_inputs)
-        else:
+        with no_wait() if step else nullcontext():
             executor.step(*step_inputs)
         allocations.append(count_allocations(device) - before)
-    weights = [p.detach().cpu() for s in executor.stages.values() for p in s.module.parameters()]
-    return weights, allocations
+    return [p.cpu() for p in copy_parameters(executor)], allocations
 
 
 def assert_trains_as_on_cpu(folder: Path, case: Case, steps: int = 3) -> list[list[int]]:
     expected = run(train, case.processes, None, case, steps)
     got = run(train, case.processes, str(folder), case, steps, limit=270)
     for (ours, _), (theirs, _) in zip(got, expected, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     return [allocations for _, allocations in got]
 
 
@@ -139,12 +111,9 @@ def test_allocator_uses_expandable_segments(tmp_path: Path) -> None:
     assert run(has_expandable_segments, 2, str(tmp_path), limit=100) == [True, True]
 
 
-def test_all_options_together_train_as_on_cpu(tmp_path: Path) -> None:
-    assert_trains_as_on_cpu(tmp_path, ALL)
-
-
-def test_two_updates_train_as_on_cpu(tmp_path: Path) -> None:
-    assert_trains_as_on_cpu(tmp_path, UPDATES)
+@pytest.mark.parametrize("case", [ALL, UPDATES], ids=["all options", "two updates"])
+def test_options_train_as_on_cpu(tmp_path: Path, case: Case) -> None:
+    assert_trains_as_on_cpu(tmp_path, case)
 
 
 class DeviceSync(nn.Module):
@@ -187,10 +156,9 @@ def run_failing_step(rank: int, folder: str, failure: str) -> None:
     """Kill process 1 in its second step, or let its forward hang on the GPU."""
     device = share_gpu(rank, folder)
     os.dup2(os.open(str(Path(folder, f"said-{rank}")), os.O_CREAT | os.O_WRONLY), 2)
-    case = Case(one_f_one_b, PipelineShape(2, 4), tp=2)
-    program = case.compile()
+    program = PLAIN.compile()
     transport = make_transport(program, device)
-    executor = make_executor(case, program, transport, device)
+    executor = make_executor(PLAIN, program, transport, device)
     inputs, targets, scale = make_batch(4)
     step_inputs = inputs.to(device), targets.to(device), scale
     executor.step(*step_inputs)

@@ -17,6 +17,7 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved
+from schedir.testing.tiny_model import squared_error
 
 SHAPE = (2, 16)
 
@@ -45,23 +46,17 @@ def make_noisy_stages(stages: int, recompute: bool = False) -> list[nn.Module]:
     return [Noisy(k, recompute).cuda() for k in range(stages)]
 
 
-def compute_loss(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().sum()
-
-
 @pytest.mark.parametrize("again", [False, True])
 def test_random_numbers_match_reference_in_any_order(again: bool) -> None:
     x = torch.linspace(-1, 1, 4 * 32).view(4, *SHAPE).cuda()
-    program, ours = (
-        compile(interleaved, PipelineShape(2, 4, 2), progress_model="per_edge"),
-        make_noisy_stages(4, again),
-    )
-    ranks = InProcessExecutor(program, ours, loss=compute_loss, boundary=Boundary(SHAPE), seed=5)
+    program = compile(interleaved, PipelineShape(2, 4, 2), progress_model="per_edge")
+    ours = make_noisy_stages(4, again)
+    ranks = InProcessExecutor(program, ours, loss=squared_error, boundary=Boundary(SHAPE), seed=5)
     close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
     before = torch.cuda.get_rng_state()
     for step, order in enumerate((None, 0, 1)):
         reference_stages = make_noisy_stages(4)
-        total = run_sequential(reference_stages, x, x, loss=compute_loss, seed=5, step=step)
+        total = run_sequential(reference_stages, x, x, loss=squared_error, seed=5, step=step)
         close(ranks.step(x, x, order_seed=order), total)
         for stage, reference in zip(ours, reference_stages, strict=True):
             for p, q in zip(stage.parameters(), reference.parameters(), strict=True):

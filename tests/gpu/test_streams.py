@@ -82,12 +82,9 @@ def test_host_never_waits_inside_step(record: bool) -> None:
         one_f_one_b, shape, progress_model="per_edge", tied_weights=True, clip_grad_norm=True
     )
     world = InProcessExecutor(
-        program,
-        make_gpu_stages(4),
-        loss=gpt.loss,
-        boundary=BOUNDARY,
+        program, make_gpu_stages(4), loss=gpt.loss, boundary=BOUNDARY,
         execution=ExecutionOptions(record_timestamps=record),
-    )
+    )  # fmt: skip
     world.step(inputs, targets, scale)
     with record_host_waits() as waits:
         world.step(inputs, targets, scale)
@@ -127,12 +124,8 @@ class _OutOfMemory(nn.Module):
 @pytest.mark.usefixtures("real_gpu")
 def test_out_of_memory_names_rank_and_instruction() -> None:
     stages = [nn.Linear(4, 4).cuda(), _OutOfMemory()]
-    world = InProcessExecutor(
-        compile(one_f_one_b, PipelineShape(2, 2)),
-        stages,
-        loss=lambda y, target: (y - target).square().sum(),
-        boundary=Boundary((2, 4)),
-    )
+    program = compile(one_f_one_b, PipelineShape(2, 2))
+    world = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(2, 4))
     batch = torch.ones(2, 2, 4, device="cuda")
     with pytest.raises(ExecutionError) as error:
         world.step(batch, batch)

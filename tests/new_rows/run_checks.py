@@ -29,6 +29,7 @@ from schedir.runtime import (
 from schedir.schedules import dualpipe_v, interleaved, one_f_one_b, zb_h1
 from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
 from schedir.transports.local_processes import run_processes
+from tests.cpu.tiny_stages import have_same_bits
 from tests.new_rows import NEW
 
 
@@ -59,19 +60,20 @@ def run(program: Program) -> InProcessExecutor:
             total, run_sequential(plain, x, y, loss=squared_error, program=program, step=k)
         )
         step.step()
-        for one, other in zip(stages, plain, strict=True):
-            for p, q in zip(one.parameters(), other.parameters(), strict=True):
-                assert p.grad is not None and q.grad is not None
-                assert torch.equal(p.grad, q.grad) and torch.equal(p, q)
+        states = [[(p, p.grad) for s in each for p in s.parameters()] for each in (stages, plain)]
+        assert have_same_bits(*states)
     return ranks
+
+
+def compile_for_processes(tp: int, options: dict[str, Any]) -> Program:
+    shape = PipelineShape(2, 4)
+    return schedir.compile(one_f_one_b, shape, tp=tp, progress_model="per_edge", **options)
 
 
 def _on_rank(process: int, transport: type[GlooTransport], tp: int, options: dict[str, Any]) -> Any:
     """Return the number, the losses and the gradients of a rank after a step in this process."""
     torch.set_num_threads(1)
-    program = schedir.compile(
-        one_f_one_b, PipelineShape(2, 4), tp=tp, progress_model="per_edge", **options
-    )
+    program = compile_for_processes(tp, options)
     ends = transport(program)
     own = {s: DropoutStage(stage) for s, stage in enumerate(make_tiny_stages(2)) if s == ends.rank}
     executor = Executor(program, ends.rank, own, ends, loss=squared_error,
@@ -84,17 +86,14 @@ def _on_rank(process: int, transport: type[GlooTransport], tp: int, options: dic
 def run_in_processes(options: dict[str, Any]) -> None:
     """Compare a step in real processes with the reference, over Gloo and over shared memory."""
     for transport, tp in (GlooTransport, 2), (SharedMemoryTransport, 1):
-        program = schedir.compile(
-            one_f_one_b, PipelineShape(2, 4), tp=tp, progress_model="per_edge", **options
-        )
+        program = compile_for_processes(tp, options)
         plain = [DropoutStage(stage) for stage in make_tiny_stages(2)]
         wanted = run_sequential(plain, *make_batch(4, 0), loss=squared_error, program=program)
         for rank, total, grads in run_processes(
             _on_rank, 2 * tp, transport, tp, options, context=get_context("fork")
         ):
             assert total is None or torch.equal(total, wanted)
-            for p, grad in zip(plain[rank].parameters(), grads, strict=True):
-                assert p.grad is not None and torch.equal(p.grad, grad)
+            assert have_same_bits(grads, [p.grad for p in plain[rank].parameters()])
 
 
 def main(names: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from functools import partial
 from io import StringIO
 from itertools import accumulate
 from typing import Any
@@ -25,8 +26,6 @@ from schedir.passes.pass_registry import OPTION_BY_OPCODE
 from schedir.predict.what_if import advise
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
 from tests.new_rows import NEW
-
-COSTS = Costs(F=2, B=3, send=0.5)
 
 
 def fill_costs(shape: PipelineShape, activation: Any = 8, **groups: int) -> Any:
@@ -75,6 +74,17 @@ def move_line(text: str, instruction: str, before: str) -> str:
     return text.replace(next_line, line + next_line, 1) if before else text
 
 
+def assert_moves_refused(text: str, *moves: tuple[str, ...]) -> None:
+    """Assert that `check` refuses programs in which an instruction is moved or removed.
+
+    Args:
+        text: The text of the program.
+        *moves: The arguments of `move_line`, and then those of `assert_refused`.
+    """
+    for instruction, before, error, *sites in moves:
+        assert_refused(move_line(text, instruction, before), error, *sites)
+
+
 def check_all_readers(program: Program, text: str, costs: Costs, folder: str) -> None:
     """Check round trips, lowering, pictures, files, exports and advice of a program.
 
@@ -111,9 +121,10 @@ def check_all_readers(program: Program, text: str, costs: Costs, folder: str) ->
 
 
 def stash(folder: str) -> None:
-    sizes = Sizes(saved=10)
-    plain = schedir.compile(one_f_one_b, PipelineShape(4, 8))
-    program = schedir.compile(one_f_one_b, PipelineShape(4, 8), stash=True, debug=True)
+    sizes, shape = Sizes(saved=10), PipelineShape(4, 8)
+    plain = schedir.compile(one_f_one_b, shape)
+    stashing: Any = partial(schedir.compile, one_f_one_b, shape, stash=True)
+    program = stashing(debug=True)
     for time in 0.0, 0.25, 5.0:
         costs = Costs(F=1, B=2, stash=time)
         before, run = (schedir.simulate(p, costs, sizes=sizes) for p in (plain, program))
@@ -139,54 +150,44 @@ def stash(folder: str) -> None:
     # The order of the Stream does not show when another lane has moved a value. So the check of a
     # memory limit counts the value until it is freed, or all slots if their number is given.
     try:
-        schedir.compile(one_f_one_b, PipelineShape(4, 8), stash=True, sizes=sizes, memory_limit=35)
+        stashing(sizes=sizes, memory_limit=35)
     except schedir.errors.MemoryLimitError as error:
         assert error.required_bytes == 40
     else:
         raise AssertionError("compile does not refuse the memory limit")
-    few = schedir.compile(one_f_one_b, PipelineShape(4, 8), stash=True, buffer_sharing="minimal")
+    few = stashing(buffer_sharing="minimal")
     assert schedir.from_text(schedir.to_text(few)) == few and {s.saved for s in few.slots} == {1}
-    schedir.compile(
-        one_f_one_b,
-        PipelineShape(4, 8),
-        stash=True,
-        buffer_sharing="minimal",
-        sizes=sizes,
-        memory_limit=10,
-    )
+    stashing(buffer_sharing="minimal", sizes=sizes, memory_limit=10)
     late = schedir.simulate(few, Costs(F=1, B=2, stash=0.25), sizes=sizes)
     assert late.peak_memory.tolist() == [10, 10, 10, 10]
     assert [max(curve.total) for curve in late.memory_on("disk")] == [40, 30, 20, 0]
     # With ZeRO, each replica still moves all that its own forwards saved.
     for zero in 0, 1:
-        priced = fill_costs(PipelineShape(4, 8), dp=2, zero=zero)
+        priced = fill_costs(shape, dp=2, zero=zero)
         assert priced.stash == 2.0, (zero, priced.stash)
     text = to_flat_text(program)
-    assert_refused(move_line(text, "unstash 0.0", "B 0.1"), "OrderError", "B 0.0", "unstash 0.0")
-    assert_refused(
-        move_line(text, "unstash 0.0", "stash 0.0"), "OrderError", "unstash 0.0", "stash 0.0"
+    assert_moves_refused(
+        text,
+        ("unstash 0.0", "B 0.1", "OrderError", "B 0.0", "unstash 0.0"),
+        ("unstash 0.0", "stash 0.0", "OrderError", "unstash 0.0", "stash 0.0"),
+        ("stash 0.0", "F 0.0", "OrderError", "stash 0.0", "F 0.0"),
+        ("unstash 0.0", "", "CompletenessError", "stash 0.0"),
+        ("stash 0.0", "", "CompletenessError", "unstash 0.0"),
     )
-    assert_refused(move_line(text, "stash 0.0", "F 0.0"), "OrderError", "stash 0.0", "F 0.0")
-    assert_refused(move_line(text, "unstash 0.0", ""), "CompletenessError", "stash 0.0")
-    assert_refused(move_line(text, "stash 0.0", ""), "CompletenessError", "unstash 0.0")
 
 
 def judge(folder: str) -> None:
-    plain = schedir.compile(one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True)
-    program = schedir.compile(
-        one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True, judge=True, debug=True
-    )
+    clipped: Any = partial(schedir.compile, one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True)
+    plain, program = clipped(), clipped(judge=True, debug=True)
     assert len(program) == len(plain) + 3
     run = schedir.simulate(program, Costs(F=1, B=2, judge=7))
     assert run.span == schedir.simulate(plain, Costs(F=1, B=2)).span + 7
     check_all_readers(program, "judge", Costs(F=1, B=2, judge=7), folder)
     text = to_flat_text(program)
-    assert_refused(
-        text.replace("  judge\n  step\n", "  step\n  judge\n", 1), "OrderError", "step", "judge"
-    )
-    early = text.replace("  judge\n", "", 1).replace(
-        "  reduce_grads 0\n", "  judge\n  reduce_grads 0\n"
-    )
+    late = text.replace("  judge\n  step\n", "  step\n  judge\n", 1)
+    assert_refused(late, "OrderError", "step", "judge")
+    reduction = "  reduce_grads 0\n"
+    early = text.replace("  judge\n", "", 1).replace(reduction, f"  judge\n{reduction}")
     assert_refused(early, "OrderError", "judge", "reduce_grads 0")
     assert_refused(text.replace("  judge\n", "", 1), "ReductionError")
     updates = schedir.compile(
@@ -213,14 +214,13 @@ def check_messages_with_sums() -> None:
     ):
         text = text.replace(f"  {line}\n", "".join(f"  {each}\n" for each in more))
     schedir.check(schedir.from_text(text))
-    for removed, error, *sites in (
-        ("sum_sent 0.0", "CompletenessError", "send_sum 0.0"),
-        ("send_sum 0.0", "UnmatchedTransferError", "recv_sum 1.0"),
-        ("recv_sum 1.0", "UnmatchedTransferError", "send_sum 0.0"),
-    ):
-        assert_refused(move_line(text, removed, ""), error, *sites)
-    late = move_line(text, "sum_sent 0.0", "step")
-    assert_refused(late, "OrderError", "send_act 0.0", "sum_sent 0.0")
+    assert_moves_refused(
+        text,
+        ("sum_sent 0.0", "", "CompletenessError", "send_sum 0.0"),
+        ("send_sum 0.0", "", "UnmatchedTransferError", "recv_sum 1.0"),
+        ("recv_sum 1.0", "", "UnmatchedTransferError", "send_sum 0.0"),
+        ("sum_sent 0.0", "step", "OrderError", "send_act 0.0", "sum_sent 0.0"),
+    )
 
 
 def log(folder: str) -> None:
@@ -240,11 +240,12 @@ def log(folder: str) -> None:
                 for time, seen in zip(curve.times, curve.by_kind["seen"], strict=True):
                     assert seen == 3 * ((start <= time) & (end > time)).sum(), (tier, rank, time)
     text = to_flat_text(program)
-    assert_refused(
-        move_line(text, "log 0.1", "to_host 0.1"), "OrderError", "log 0.1", "to_host 0.1"
+    assert_moves_refused(
+        text,
+        ("log 0.1", "to_host 0.1", "OrderError", "log 0.1", "to_host 0.1"),
+        ("to_host 0.1", "F 0.1", "OrderError", "to_host 0.1", "F 0.1"),
+        ("log 0.1", "", "CompletenessError", "to_host 0.1"),
     )
-    assert_refused(move_line(text, "to_host 0.1", "F 0.1"), "OrderError", "to_host 0.1", "F 0.1")
-    assert_refused(move_line(text, "log 0.1", ""), "CompletenessError", "to_host 0.1")
     check_all_readers(program, "log", Costs(F=1, B=2, to_host=0.25, log=0.5), folder)
     check_messages_with_sums()
     # A row for an activation runs after the scatter at the sender, and after the gather at the
@@ -328,10 +329,8 @@ def compress(folder: str) -> None:
     assert schedir.compile(one_f_one_b, PipelineShape(3, 4), compress=False) == plain
     sizes = Sizes(activation=100, packed=40)
     for tp, part in (1, 40), (2, 20):
-        split = schedir.compile(one_f_one_b, PipelineShape(3, 4), tp=tp)
-        program = schedir.compile(
-            one_f_one_b, PipelineShape(3, 4), tp=tp, compress=True, debug=True
-        )
+        compiled: Any = partial(schedir.compile, one_f_one_b, PipelineShape(3, 4), tp=tp)
+        split, program = compiled(), compiled(compress=True, debug=True)
         new = [op for op in schedir.Opcode if op.name in ("Compress", "Decompress")]
         # A GPU reads and writes all of an activation, or its part of it.
         assert fill_costs(PipelineShape(3, 4), tp=tp).compress == 8 / tp
@@ -343,32 +342,24 @@ def compress(folder: str) -> None:
         assert count_sent_bytes(program, Sizes(activation=100))[Lane.ACT][0] == 400 / tp
         run = schedir.simulate(program, Costs(F=1, B=2, compress=0.25))
         assert run.span > schedir.simulate(split, Costs(F=1, B=2)).span
-        slots = schedir.simulate(
-            schedir.compile(
-                one_f_one_b, PipelineShape(3, 4), tp=tp, compress=True, buffer_sharing="minimal"
-            ),
-            sizes=sizes,
-        )
+        slots = schedir.simulate(compiled(compress=True, buffer_sharing="minimal"), sizes=sizes)
         assert 0 < float(slots.peak_memory[2]) - 100 <= 400  # received activations are unpacked
         if tp == 2:
             check_all_readers(program, "compress", Costs(F=1, B=2, compress=0.25), folder)
         text = to_flat_text(program)
-        maker, taker = (
-            ("F 0.0", "F 1.0") if tp == 1 else ("tp_scatter_act 0.0", "tp_gather_act 1.0")
-        )
+        maker = "F 0.0" if tp == 1 else "tp_scatter_act 0.0"
+        taker = "F 1.0" if tp == 1 else "tp_gather_act 1.0"
         wrong = [
-            ("decompress 1.0", "B 1.0", taker, "decompress 1.0"),
-            ("decompress 1.0", "F 1.0", taker, "decompress 1.0"),
-            ("compress 0.0", "F 0.0", "compress 0.0", maker),
-            ("compress 0.0", maker, "compress 0.0", maker),
-        ][:: 1 if tp == 2 else 2]
-        for what, before, *sites in wrong:
-            assert_refused(move_line(text, what, before), "OrderError", *sites)
-        assert_refused(
-            move_line(text, "decompress 1.0", ""), "UnmatchedTransferError", "compress 0.0"
-        )
-        assert_refused(
-            move_line(text, "compress 0.0", ""), "UnmatchedTransferError", "decompress 1.0"
+            ("decompress 1.0", "B 1.0", "OrderError", taker, "decompress 1.0"),
+            ("decompress 1.0", "F 1.0", "OrderError", taker, "decompress 1.0"),
+            ("compress 0.0", "F 0.0", "OrderError", "compress 0.0", maker),
+            ("compress 0.0", maker, "OrderError", "compress 0.0", maker),
+        ]
+        assert_moves_refused(
+            text,
+            *wrong[:: 1 if tp == 2 else 2],
+            ("decompress 1.0", "", "UnmatchedTransferError", "compress 0.0"),
+            ("compress 0.0", "", "UnmatchedTransferError", "decompress 1.0"),
         )
 
 
