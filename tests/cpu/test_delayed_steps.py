@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import schedir
 from schedir import PipelineShape
@@ -30,7 +31,7 @@ from schedir.runtime.offload.copy_lanes import CopyLanes
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.runtime.services.stage_weight_versions import StageWeightVersions
 from schedir.schedules import one_f_one_b, pipedream_2bw
-from schedir.schedules.schedule_algebra import B, F, RankSchedule
+from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W
 from schedir.testing.tiny_model import make_batch, make_tiny_stages, squared_error
 from tests.cases import ALL, cases
 from tests.cpu import tiny_stages as of_gpt
@@ -50,10 +51,16 @@ from tests.cpu.optimizer_offload_programs import (
     run_steps_in_random_order,
 )
 from tests.cpu.test_host_steps import get_placement
-from tests.cpu.test_several_updates import BOUNDARY, adam, split, stage_by_stage, weights
+from tests.cpu.test_several_updates import BOUNDARY, LR, compute_gradient, weights
 
 torch.set_num_threads(1)
 PLACEMENTS = ("device", "cpu_step")
+
+
+def one_f_one_b_with_split_backwards(r: int, P: int, m: int) -> RankSchedule:
+    """Return 1F1B with split backwards, where W directly follows I."""
+    lead = min(P - 1 - r, m)
+    return lead * F + (m - lead) * (F + I + W) + lead * (I + W)
 
 
 def run_updates_in_turn(r: int, P: int, m: int) -> RankSchedule:
@@ -69,14 +76,37 @@ def run_depth_first(r: int, P: int, m: int) -> RankSchedule:
 CASES: list[tuple[Any, PipelineShape]] = [
     (pipedream_2bw, PipelineShape(2, 6, optimizer_steps=3, weight_delay=1)),
     (pipedream_2bw, PipelineShape(3, 9, optimizer_steps=3, weight_delay=1)),
-    (split, PipelineShape(3, 12, optimizer_steps=4, weight_delay=1)),
-    (split, PipelineShape(2, 8, optimizer_steps=4, weight_delay=2)),
+    (one_f_one_b_with_split_backwards, PipelineShape(3, 12, optimizer_steps=4, weight_delay=1)),
+    (one_f_one_b_with_split_backwards, PipelineShape(2, 8, optimizer_steps=4, weight_delay=2)),
     (one_f_one_b, PipelineShape(3, 5, optimizer_steps=5, weight_delay=(2, 1, 0))),
     (run_updates_in_turn, PipelineShape(2, 6, optimizer_steps=3)),
     (run_depth_first, PipelineShape(1, 6, 2, optimizer_steps=3, weight_delay=1)),
     (run_depth_first, PipelineShape(1, 6, 2, optimizer_steps=3)),
 ]
-momentum = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
+adam = partial(torch.optim.AdamW, lr=LR)
+momentum = partial(torch.optim.SGD, lr=LR, momentum=0.9)
+
+
+def train_stage_by_stage(
+    shape: PipelineShape, inputs: Tensor, targets: Tensor, optimizer: Any
+) -> list[Tensor]:
+    """Return the weights of a plain loop, which assembles each model from old versions."""
+    stages = make_tiny_stages(shape.stages)
+    steps = [optimizer([*stage.parameters()]) for stage in stages]
+    versions_by_stage = [[deepcopy(stage)] for stage in stages]
+    for u in range(shape.optimizer_steps):
+        mb = slice(u * shape.microbatches_per_update, (u + 1) * shape.microbatches_per_update)
+        used = [
+            versions[int(shape.weight_version(s, mb.start))]
+            for s, versions in enumerate(versions_by_stage)
+        ]
+        compute_gradient(nn.Sequential(*used), inputs[mb], targets[mb])
+        for stage, old, step, versions in zip(stages, used, steps, versions_by_stage, strict=True):
+            for p, q in zip(stage.parameters(), old.parameters(), strict=True):
+                p.grad = q.grad
+            step.step()
+            versions.append(deepcopy(stage))
+    return weights(stages)
 
 
 def compile_case(case: tuple[Any, PipelineShape], states: str, **options: Any) -> Program:
@@ -90,7 +120,7 @@ def test_microbatches_use_their_weight_version_in_any_order(
 ) -> None:
     """Random legal orders with slow lanes are compared with a plain loop that keeps versions."""
     shape = case[1]
-    expected = stage_by_stage(shape, *make_batch(shape.microbatches), optimizer)
+    expected = train_stage_by_stage(shape, *make_batch(shape.microbatches), optimizer)
     world = InProcessExecutor(
         compile_case(case, "cpu_step"), make_tiny_stages(shape.stages), loss=squared_error,
         boundary=BOUNDARY, optimizer=optimizer,

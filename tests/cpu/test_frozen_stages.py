@@ -112,7 +112,8 @@ def test_rank_with_only_frozen_stages_has_no_optimizer() -> None:
     InProcessExecutor(
         program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=make_optimizer
     ).step(*make_batch(4))
-    assert [optimizer.parameters for optimizer in made_optimizers] == [[*stages[2].parameters()]]
+    (optimizer,) = made_optimizers
+    assert {*optimizer.parameters} == {*stages[2].parameters()}
     with pytest.raises(ModelError, match="no parameter that requires a gradient"):
         make_optimizer([*stages[0].parameters()])
 
