@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import multiprocessing
 import os
@@ -14,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from itertools import chain
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from types import FunctionType
 from typing import Any
 
@@ -107,6 +107,9 @@ class _World:
         return results
 
     def _start(self) -> None:
+        if not self.processes:
+            # At its end, this process waits for its children, but runs finalizers before.
+            Finalize(None, self.end, exitpriority=1)
         pipe, child_pipe = CONTEXT.Pipe()
         process = CONTEXT.Process(target=_serve, args=(len(self.processes), child_pipe))
         process.start()
@@ -122,8 +125,6 @@ class _World:
 
 
 _WORLD = _World()
-# This runs before multiprocessing waits for the end of all children.
-atexit.register(_WORLD.end)
 
 
 def _hangs_in_connect(error: RankError) -> bool:

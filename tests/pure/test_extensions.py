@@ -139,7 +139,7 @@ assert "mark_by applies only to schedules and drafts" in error
         [("analysis/progress_models.py", '    "per_edge", "per_pair", ', '"way", '),
          ("analysis/progress_models.py",
           '        "per_pair", True, True, False, False, False,\n'
-          '        "one queue per unordered pair of ranks",\n'
+          '        "one queue per pair of ranks, for both directions",\n'
           "        \"torch's lazily created point-to-point communicators, for transfers that are "
           "issued alone\",\n"
           "    ),\n",
