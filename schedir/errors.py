@@ -506,7 +506,8 @@ class DeadlockError(SchedirError):
         progress_model: Name of the progress model.
         cycle: The waits of the cycle.
         executed_count: Number of instructions that finish before the deadlock. For lazy
-            communicators, the number that the hosts issued.
+            communicators, the number of instructions that the processes of the ranks
+            had issued.
         instruction_count: Number of instructions of the program.
         window: Instructions of one rank around the deadlock; the message shows them.
         hint: A suggestion for correcting the input.

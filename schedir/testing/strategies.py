@@ -30,7 +30,7 @@ PLACEMENT_KINDS = ("loop", "vee", "mirror", "given", "rows")
 def shapes_for(
     schedule: Schedule, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
 ) -> list[PipelineShape]:
-    """Return all shapes that a schedule can have, up to the given sizes, in ascending order.
+    """Return all pipeline shapes that a schedule can have, the smallest first.
 
     The decorator `with_placement` gives a schedule its placement and its stages per rank.  A
     schedule without this decorator gets the placement "loop", and several stages per rank only if

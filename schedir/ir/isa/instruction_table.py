@@ -243,8 +243,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         gives=(_V.ACT_IN,),
         doc=(
             "All-gathers a received activation in the tensor-parallel group while the rank "
-            "computes. With sequence parallelism, it also all-gathers the first tensor between two "
-            "segments of a stage (arXiv 2205.05198)."
+            "computes. A segment of a stage can return several tensors. With sequence parallelism, "
+            "each rank has a part of the first one, and this instruction also all-gathers this "
+            "tensor (arXiv 2205.05198)."
         ),
         cost="tp_gather", ring=CollectiveRing("tp"), form=Form.TP_SHARD,
         between_segments="sequence_parallel", is_implicit_in_torch=True,
@@ -280,7 +281,10 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         _O.ReduceReplicatedStages, "reduce_replicated_stages", _L.DP, _STAGE,
         needs=(_V.GRAD,),
         gives=(_V.GRAD,),
-        doc="Sums a stage's gradient over the ranks that have a replica of the stage.",
+        doc=(
+            "If several pipeline ranks have a copy of a stage, as in `dualpipe`: sums the gradient "
+            "of the stage over these ranks."
+        ),
         cost="reduce_replicated_stages", partner=_O.ReduceReplicatedStages, group="stage_replicas",
         host_sync="replicas", ring=CollectiveRing("stage_replicas", "grads", 2),
         is_implicit_in_torch=True,

@@ -97,14 +97,15 @@ MEASURED_ERRORS: Final = {
         _MEGATRON, "",
         StepErrors(
             -0.077, 0.669, 0.110,
-            "18 published steps of Megatron-LM on H100 and B200, with the speeds of data sheets",
+            "18 published steps of Megatron-LM on H100 and B200, predicted with the speeds of data "
+            "sheets",
         ),
     ),
     "others": _MeasuredErrors(
         (), "",
         StepErrors(
             -0.181, 1.712, 0.835,
-            "302 published steps of nanotron on H100, with the constants of Megatron-LM",
+            "302 published steps of nanotron on H100, predicted with the constants of Megatron-LM",
         ),
     ),
 }  # fmt: skip
