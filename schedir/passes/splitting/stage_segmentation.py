@@ -391,7 +391,7 @@ def split_costs(
     shares: Iterable[float] | None = None,
     chunks: int = 1,
 ) -> CostsOrSizes:
-    """Convert the costs or sizes of stages to costs or sizes of segments and chunks.
+    """Convert costs or sizes of stages to those of segments and microbatch chunks.
 
     A segment has its share of the compute, the saved activations and the parameters of its stage.
     Values and messages between segments are as large as between stages. Replace their sizes and

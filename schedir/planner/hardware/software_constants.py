@@ -49,7 +49,7 @@ class SoftwareConstants:
         tile_columns: The number of columns of this tile. Rows and columns are exchanged if
             this reduces the number of tiles.
         max_splits: The largest number of splits of the inner dimension of a product.
-        speed_share: The share of the cluster's compute speed that the software reaches: flops and
+        speed_share: The share of the cluster's speed that the software reaches: of the flops and
             bytes per second of all kernels.
         fp8_speedup: The factor by which products with the weights of layers are faster than in 16
             bits, if they are computed in FP8. Use 1 for training in 16 bits or in FP4.

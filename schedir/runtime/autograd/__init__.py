@@ -1,1 +1,1 @@
-"""Run the module of a stage: split backward, recomputation, random numbers and buffers."""
+"""Run the modules of stages: split backwards, recomputation, random numbers, and module buffers."""
