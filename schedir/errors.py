@@ -135,8 +135,8 @@ class SchedirError(Exception):
         fact: One sentence with the reason.
         program: Name of the program, the first part of the message; "" if there is none.
         sites: The instructions that the error is about.
-        hint: A suggestion for correcting the input; "" if there is none. A question or a condition
-            in the hint shows that schedir is not certain.
+        hint: A suggestion for correcting the input; "" if there is none. If schedir is
+            not certain of the cause, the hint is a question or has a condition.
         fields: Names of the settings that do not fit, the most likely cause first.  A name is a
             field of `PipelineShape` or `Program`, a setting of a configuration, or an argument of
             an executor.
@@ -514,8 +514,8 @@ class DeadlockError(SchedirError):
         hint: A suggestion for correcting the input.
 
     Attributes:
-        eager_limit: The smallest limit in bytes with which the program finishes, if messages of at
-            most this size do not wait for their receive. None if there is no such limit, or if
+        eager_limit: The smallest eager limit in bytes with which the program finishes. Messages of
+            at most this size do not wait for their receive. None if there is no such limit, or if
             `check` has no `sizes`.
     """
 
