@@ -55,7 +55,7 @@ GROUPS = {
     ),
     "Predict and measure": (
         "Predicted and measured runs are both a `Timeline`. "
-        "[File formats](file-formats.md#timelines-timeline) describes its file.",
+        "[File formats](file-formats.md#timelines-timeline) describes the file of a Timeline.",
         ["Costs", "Sizes", "split_costs", "Cluster", "load_cluster", "save_cluster",
          "zero_model_states",
          "activation_bytes_per_layer", "simulate", "Timeline",

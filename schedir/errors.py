@@ -103,7 +103,8 @@ class CycleWait:
         needed_instr: The instruction for which `instr` waits.
         needed_rank: Rank of `needed_instr`.
         needed_index: Index of `needed_instr` in the Stream of its rank.
-        current_index: Index of the next instruction in the queue that contains `needed_instr`.
+        current_index: Index of the first instruction that has not started in the queue of
+            `needed_instr`.
         replica: The data-parallel replica of the instruction that waits. Only `check_replicas` sets
             this field.
         needed_replica: The replica of `needed_instr`. Only `check_replicas` sets this field.
@@ -134,8 +135,8 @@ class SchedirError(Exception):
         fact: One sentence with the reason.
         program: Name of the program, the first part of the message; "" if there is none.
         sites: The instructions that the error is about.
-        hint: A suggestion for correcting the input; "" if there is none. A question or a condition
-            in the hint shows that schedir is not certain.
+        hint: A suggestion for correcting the input; "" if there is none. If schedir is
+            not certain of the cause, the hint is a question or has a condition.
         fields: Names of the settings that do not fit, the most likely cause first.  A name is a
             field of `PipelineShape` or `Program`, a setting of a configuration, or an argument of
             an executor.
@@ -453,8 +454,8 @@ class MemoryLimitError(SchedirError):
         program: Name of the program.
         limit_bytes: The limit, in bytes.
         required_bytes: The bytes that the rank needs at its peak.
-        live_values: The values in memory at the peak: for each name, the name, the number of values
-            with this name, and the bytes of all of them.
+        live_values: The values in memory at the peak: for each kind of value, its name, the number
+            of values, and their bytes.
         site: The instruction at the peak.
         hint: A suggestion for correcting the input.
         tier: The memory tier: "device", "host" or "disk".
@@ -513,8 +514,8 @@ class DeadlockError(SchedirError):
         hint: A suggestion for correcting the input.
 
     Attributes:
-        eager_limit: The smallest limit in bytes with which the program finishes, if messages of at
-            most this size do not wait for their receive. None if there is no such limit, or if
+        eager_limit: The smallest eager limit in bytes with which the program finishes. Messages of
+            at most this size do not wait for their receive. None if there is no such limit, or if
             `check` has no `sizes`.
     """
 
@@ -561,8 +562,8 @@ class DeadlockError(SchedirError):
 class ChannelMismatchError(SchedirError):
     """A message that its receive cannot match.
 
-    Under the progress model "torch_lazy", its send and its receive use different communicators. Or
-    eager messages of one channel arrive in a different order than their receives.
+    There are two causes. Under the progress model "torch_lazy", the send and the receive use
+    different communicators. Or two ranks send and receive eager messages in different orders.
     """
 
 
@@ -575,7 +576,7 @@ class CollectiveOrderError(SchedirError):
         fact: One sentence with the reason.
         program: Names of the programs of the two replicas, only one if both have the same name.
         rank: The rank whose collectives differ.
-        replicas: The two replicas.
+        replicas: The two replicas whose collectives differ.
         sites: For each of the two replicas, its first collective that differs. A replica without
             such a collective has no site.
     """

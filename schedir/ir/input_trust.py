@@ -50,7 +50,7 @@ def get_input_trust() -> InputTrust:
 def input_limits(
     *, max_instructions: int | None = None, allow_code: bool | None = None
 ) -> Iterator[None]:
-    """Limit the size of programs and forbid code from files, within a `with` block.
+    """Limit the size of programs, or refuse schedules from Python files, in a `with` block.
 
     The limits apply to all threads of the process.  At the end of the block, the limits from before
     the block apply again.

@@ -74,7 +74,8 @@ CONSTANTS: Final = {
         ("kernel_us", "microseconds in which the host issues a kernel", 0.3, 10.0),
         ("network_bandwidth", "bytes per second of a GPU to other nodes", 0.5),
         ("network_latency", "seconds of an empty message between nodes", 0.5, 1e-5),
-        ("jitter", "standard deviation of a replica's step, as a share", 0.5, 0.02),
+        ("jitter", "standard deviation of a replica's step time, as a share of the mean",
+         0.5, 0.02),
     )
 }  # fmt: skip
 

@@ -20,9 +20,9 @@ def measure_complexity(plan: ParallelPlan) -> tuple[int, int]:
 
     The simplest plan uses the fewest mechanisms. Each dimension of parallelism (pp, tp, dp, cp, ep)
     above 1 is a mechanism. The other mechanisms are several stages per rank, a schedule other than
-    GPipe and 1F1B, recomputation, ZeRO 2 or 3, sequence parallelism, and each offload. ZeRO 1 does
-    not count, because it needs no more communication. If two plans have the same number of
-    mechanisms, the plan with fewer stages per rank is simpler.
+    GPipe and 1F1B, recomputation, ZeRO 2 or 3, sequence parallelism, and each offload. ZeRO 1 is
+    no mechanism, because it needs as much communication as data parallelism without ZeRO. If two
+    plans have the same number of mechanisms, the plan with fewer stages per rank is simpler.
 
     Args:
         plan: The plan.

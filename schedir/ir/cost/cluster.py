@@ -103,7 +103,7 @@ class Cluster:
         fp4_peak: Floating-point operations per second of a GPU in FP4, in its data sheet. Leave
             this out if the GPU cannot train in FP4.
         num_sms: Number of multiprocessors of a GPU. A matrix product distributes its tiles over
-            them. By default, the work of a product is divisible without limit.
+            them. By default, all multiprocessors get equal parts of a product.
         itemsize: Bytes of a number in the data type of the training.
         processors: Number of processors of a node without GPUs.
         host_memory: Bytes of the host's memory that the process of one GPU may use.

@@ -243,9 +243,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         gives=(_V.ACT_IN,),
         doc=(
             "All-gathers a received activation in the tensor-parallel group while the rank "
-            "computes. A segment of a stage can return several tensors. With sequence parallelism, "
-            "each rank has a part of the first one, and this instruction also all-gathers this "
-            "tensor (arXiv 2205.05198)."
+            "computes. With sequence parallelism, the instruction also all-gathers the output of a "
+            "segment of a stage (arXiv 2205.05198), or the first tensor of this output if there "
+            "are several."
         ),
         cost="tp_gather", ring=CollectiveRing("tp"), form=Form.TP_SHARD,
         between_segments="sequence_parallel", is_implicit_in_torch=True,
@@ -272,8 +272,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         gives=(_V.GRAD,),
         frees=(_V.WGRAD,),
         doc=(
-            "Multiplies a stage's gradient by the argument `grad_scale` of the step, and sums it "
-            "over the data-parallel group."
+            "Multiplies a stage's gradient by the argument `grad_scale` of `Executor.step`, and "
+            "sums it over the data-parallel group."
         ),
         cost="reduce_grads", ring=CollectiveRing("dp", "grads", 2),
     ),
@@ -386,8 +386,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         gives=(_V.GRAD, _V.WGRAD_BUFFER),
         frees=(_V.WGRAD,),
         doc=(
-            "Multiplies a stage's gradient by the argument `grad_scale` of the step, and sums it "
-            "over the data-parallel group. Each replica gets its part of the sum."
+            "Multiplies a stage's gradient by the argument `grad_scale` of `Executor.step`, and "
+            "sums it over the data-parallel group. Each replica gets its part of the sum."
         ),
         cost="reduce_scatter", ring=CollectiveRing("dp", "grads"),
     ),

@@ -61,7 +61,7 @@ class Lane(IntEnum):
 
 
 class Opcode(IntEnum):
-    """The kinds of instructions; see `INSTRUCTIONS`.
+    """The kinds of instructions, such as Forward and SendAct.
 
     Example:
         >>> from schedir import Opcode, PipelineShape, compile, schedules

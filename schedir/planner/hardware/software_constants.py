@@ -49,8 +49,8 @@ class SoftwareConstants:
         tile_columns: The number of columns of this tile. Rows and columns are exchanged if
             this reduces the number of tiles.
         max_splits: The largest number of splits of the inner dimension of a product.
-        speed_share: The share of the cluster's speed that the software reaches: of the flops and
-            bytes per second of all kernels.
+        speed_share: The share of `Cluster.flops` and of `Cluster.hbm_bandwidth` that the kernels of
+            the software reach.
         fp8_speedup: The factor by which products with the weights of layers are faster than in 16
             bits, if they are computed in FP8. Use 1 for training in 16 bits or in FP4.
         fp4_speedup: The same factor, if these products are computed in FP4. Only one of the two
@@ -59,12 +59,12 @@ class SoftwareConstants:
             planner counts.
         loss_share: Bytes that the loss reads and writes, divided by the bytes for the loss of
             Megatron-LM.
-        tensors_per_layer: The number of weights of a layer, if the software copies them one by one
-            (`shard_copy_us`) or reduces them in buckets (`bucket_params`).
+        tensors_per_layer: The number of weight tensors of a layer. The terms of `shard_copy_us` and
+            `bucket_params` use it.
         shard_copy_us: Microseconds to copy a replica's shard of one tensor. With ZeRO, this time is
             added to the gather of the weights, once per tensor and replica.
         bucket_params: Parameters of a bucket. Without ZeRO, each bucket of gradients has a separate
-            all-reduce, and each tensor is in one bucket. 0 means one bucket per stage.
+            all-reduce, and no tensor is divided. 0 means one bucket per stage.
         crossing_us: Microseconds that each tensor-parallel collective adds to the time of the host,
             per rank of the group, if consecutive stages are on different nodes.
         flash_forward_efficiency: The share of `Cluster.flops` that the flash attention forward
@@ -82,12 +82,12 @@ class SoftwareConstants:
             complete only after the backward, so its reduction does not overlap.
         all_reduce_overlap_share: For plans without ZeRO, this share replaces
             `reduction_overlap_share` if it is larger.
-        accumulation_bytes: Bytes for each parameter that separate kernels read and write to add the
-            gradient of a microbatch to the gradient buffer.
+        accumulation_bytes: If separate kernels add the gradient of a microbatch to the gradient
+            buffer: the bytes that they read and write per parameter.
         mask_bytes: Bytes of the mask that a dropout saves for each of its elements. Use 0 for
             training without dropout.
-        gate_bytes: With a gated feed-forward network, bytes of additional saved tensors for each
-            token and unit of its width.
+        gate_bytes: Bytes of additional saved tensors of a gated feed-forward network, for each
+            token and hidden unit of the network.
         logit_bytes: Bytes of the saved tensors of the loss, for each logit of the last stage.
         gathered_bytes: Bytes of unsharded tensors that a layer saves for each token and hidden
             unit, although sequence parallelism shards its input.

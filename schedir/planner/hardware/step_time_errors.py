@@ -112,7 +112,7 @@ MEASURED_ERRORS: Final = {
 
 
 def find_step_errors(cluster: Cluster, stack: str = "") -> StepErrors:
-    """Return the errors to expect of step times that are predicted for a cluster.
+    """Return the measured errors of the predicted step times of a cluster.
 
     For a calibrated cluster, these are the errors of its calibration. For other clusters, they are
     the errors of published runs to which no constant of the prediction is fitted. They are smallest
