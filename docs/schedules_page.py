@@ -37,7 +37,7 @@ WHEN = {
     "wave": "With m = P, if the first and the last stage must be on one rank. Otherwise "
     "`interleaved` has a smaller bubble.",
     "zb_h1": "Instead of 1F1B, if backwards can be split. At F = I = W, 1F1B has three times as "
-    "much idle time. Each rank needs the memory of the first rank of 1F1B.",
+    "much idle time. Each rank of ZB-H1 needs the memory of the first rank of 1F1B.",
     "zb_h2": "If there is much memory and ranks need not end together.",
     "interleaved_zb": "Instead of `interleaved`, if backwards can be split.",
     "zb_v": "For the smallest bubble in the memory of 1F1B, if F, I and W are similar.",

@@ -32,7 +32,7 @@ COMMANDS: Final = {
     "explain": "explain why ranks are idle, and simulate changes that shorten the step",
     "recognize": "name the built-in schedule that a program follows, or the most similar one",
     "studio": "design a schedule in the browser: change it, and see its timeline",
-    "draw": "draw runs on the terminal, as a picture, or as an interactive page",
+    "draw": "draw schedules or runs on the terminal, as a picture, or as an interactive page",
     "diagnose": "find where a job hangs, from its flight recorder dumps or black boxes",
     "compare": "compare schedules of one model side by side",
     "recommend": "rank all built-in schedules, and your own, for one model and shape",

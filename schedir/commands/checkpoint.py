@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--dtype", metavar="TYPE",
         help=f"the type of the exported weights: {', '.join(_DTYPES)} (default: as stored); "
-        "another type is converted from the float32 copies of the weights if the checkpoint has "
-        "them",
+        "schedir converts to another type from the float32 copies of the weights, if the "
+        "checkpoint has them",
     )  # fmt: skip
     export.add_argument("--replace", action="store_true", help="overwrite existing files")
 

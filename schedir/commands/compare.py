@@ -56,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.description = (
         "Compare schedules of one model. --costs are per rank and microbatch, and the command "
-        "splits them evenly over the stages of a rank. A list of costs has a number for each "
-        "equal part of the model. If a SCHEDULE is a run, its shape, mean times and progress model "
-        "are the defaults, and --costs are in its time unit. "
+        "splits them evenly over the stages of a rank. A list of n costs divides the model into n "
+        "equal parts, with one cost each. If a SCHEDULE is a run, its shape, mean times and "
+        "progress model are the defaults, and --costs are in its time unit. "
         'The column "to gain" is an upper limit: another order of the same stages in the same '
         'memory can shorten the step by at most this share. The column has "none" if no order is '
         'shorter, and "-" if this is unknown. '
@@ -66,12 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_source(parser, allows_several=True)
     parser.add_argument(
-        "-o", dest="output", metavar="FILE", help="draw the runs to this file, one below another"
+        "-o",
+        dest="output",
+        metavar="FILE",
+        help="draw the timelines to this file, one below another",
     )
     parser.add_argument(
         "--tradeoff",
         action="store_true",
-        help="with -o: draw the bubble of each run against its memory",
+        help="with -o: draw the bubble of each schedule against its memory",
     )
     add_chart_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")

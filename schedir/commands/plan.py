@@ -353,8 +353,8 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--calibrate", metavar="RUNS.csv",
-        help="fit the constants of the cluster to the 1 to 20 measured runs in this file, which "
-        "used the software --stack, and write the cluster to -o",
+        help="fit the constants of the cluster to measured runs, and write the cluster to -o; "
+        "RUNS.csv lists 1 to 20 runs of the software --stack",
     )  # fmt: skip
     group.add_argument(
         "--memory-limit", type=parse_byte_option, metavar="BYTES",

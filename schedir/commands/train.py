@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "executes file.py, unless --no-code is given",
     )  # fmt: skip
     parser.add_argument(
-        "--trace", metavar="DIR", help="write the Timeline of the last step to this folder"
+        "--trace", metavar="DIR", help="write the timeline of the last step to this folder"
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
                         type=_require_assignment,

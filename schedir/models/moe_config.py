@@ -38,8 +38,8 @@ class MoEConfig(GPTConfig):
             balances the experts without an auxiliary loss (arXiv 2412.19437, section 2.1.2). 0 is
             no bias.
         capacity_factor: The size of a rank's buffer for tokens, divided by the number of tokens
-            that its experts receive from a balanced router. With more tokens, the step raises an
-            error.
+            that its experts receive from a balanced router. If more tokens arrive than fit, the
+            step raises an error.
 
     Raises:
         UsageError: A number is not positive, or does not fit the other numbers.

@@ -99,8 +99,8 @@ def bitpipe(r: int, P: int, m: int) -> RankSchedule:
     """Run BitPipe: two interleaved 1F1B pipelines, one vee in each direction.
 
     The order follows the rule of Chimera, with twice as many stages. More than P microbatches run
-    in units of P, one unit after the other. For P = 4 and m = 8, the drawing in the authors' code
-    is shorter: 53 F instead of 54 F.
+    in units of P, one unit after the other. For P = 4 and m = 8, the schedule that the authors'
+    code draws is shorter: 53 F instead of 54 F.
 
     - Idle time of each rank, if P divides m: (P-2)(min(F,B) + (m/P)|B-F|).
     - In flight, if m >= P: 3P/2 + 1 + min(r, P-1-r) stage activations on rank r.

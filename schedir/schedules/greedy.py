@@ -39,8 +39,9 @@ def greedy_schedule(
     """Make a draft (compute only) by list scheduling, from priorities and a memory limit.
 
     An idle rank starts an instruction as soon as it is ready and the memory limit allows it. If
-    several are ready, the rank starts the instruction whose letter is first in `priority`. If their
-    letters are equal, it starts that of the lowest microbatch, and then that of the last stage.
+    several are ready, the rank starts the instruction whose letter is first in `priority`. If
+    several have this letter, the rank starts the instruction of the lowest microbatch. If several
+    have this microbatch, the rank starts the instruction of the last stage.
 
     A forward starts only if it leaves memory for one forward of each later stage of its rank. So
     the schedule has no deadlock. `max_in_flight` can be as low as the number of trained stages of

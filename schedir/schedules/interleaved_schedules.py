@@ -54,8 +54,9 @@ def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
 def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run depth first: P microbatches through all local stages, then the next P.
 
-    All forwards come before all backwards. Both have the order of `interleaved`. arXiv 2211.05953
-    uses the name "depth-first" for `interleaved`.
+    All forwards come before all backwards. The forwards among themselves have the order of
+    `interleaved`, and so do the backwards. arXiv 2211.05953 uses the name "depth-first" for
+    `interleaved`.
 
     - Idle time of each rank, if P divides m: (P-1)(F+B).
     - In flight: m v stage activations on each rank.

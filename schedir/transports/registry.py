@@ -72,7 +72,7 @@ _TRANSPORTS: Final[tuple[TransportRow, ...]] = (
     TransportRow(
         "shared_memory", "cpu", "per_edge", True, "shared_memory:SharedMemoryTransport",
         "through memory that the processes of one machine share (Linux on x86-64), for programs "
-        "without shared slots (`pipeline.buffer_sharing`)",
+        "without shared buffers (`pipeline.buffer_sharing`)",
     ),
     TransportRow(
         "gloo", "cpu", "per_edge", True, "gloo:GlooTransport",
@@ -80,7 +80,7 @@ _TRANSPORTS: Final[tuple[TransportRow, ...]] = (
     ),
     TransportRow(
         "nccl_per_edge", "cuda", "per_edge", True, "nccl:NCCLEdge",
-        "by NCCL, with a queue for each directed edge",
+        "by NCCL, with a queue for each pair of a sender and a receiver",
     ),
     TransportRow(
         "nccl_grouped", "cuda", "per_device", True, "nccl:NCCLGrouped",

@@ -43,8 +43,8 @@ _MIN_PLAUSIBLE_SHARE: Final = 1e-6
 _COSTS_HELP = (
     "times of instructions: F=1,B=2,send=0.1; ':' separates stages (F=1:1:2), '/' separates "
     "microbatches (F=10/20 for all stages, F=10/20:30/40 for two stages); @FILE reads them from a "
-    "file. F is 1 by default. I and W are half of B if B is given, and F otherwise. B is I+W. All "
-    "other costs are 0"
+    "file. By default, F is 1. If B is given, I and W are each half of B; otherwise, I and W are "
+    "each equal to F, and B is I+W. All other costs are 0"
 )
 
 

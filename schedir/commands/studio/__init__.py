@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--export", metavar="FOLDER",
         help="write FOLDER/index.html, a page that needs no server; the page shows the timelines "
-        "of all built-in schedules for this shape",
+        "of all built-in schedules for the given program options",
     )  # fmt: skip
     add_compile_options(parser)
 

@@ -316,7 +316,8 @@ DP: Final = make_field_metadata(
 )
 TIED_WEIGHTS: Final = make_field_metadata(
     TIED_KIND,
-    "stages that share weights: yes for the first and last (a tied embedding), or sets: 0=2,1=3",
+    "stages that share weights: yes for the first and last (a tied embedding), or a list of sets: "
+    "0=2,1=3 for stages 0 and 2, and stages 1 and 3",
     is_always_shown=True,
     digest=_digest_tied_weights,
     in_config=False,  # The model section of a configuration has this setting.

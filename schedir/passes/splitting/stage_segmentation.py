@@ -563,7 +563,7 @@ PASSES: Final = (
             "stage_segments": "split each stage into segments at its tensor-parallel collectives: "
             "a number of segments (5), a number per stage (5,9,5), or the letters of the "
             "collectives (fgfg, with experts fgdc). For compare and recommend, give the segments "
-            "of all stages of a rank together",
+            "of a rank instead of a stage",
             "microbatch_chunks": "split each microbatch into this number of chunks; one chunk "
             "computes during the collective of another",
         },

@@ -120,8 +120,8 @@ class PipelineConfig:
     - `reduce_scatter_at`: when the replicas reduce gradients: "update_end", once after the last
       microbatch, or "each_backward", after each group of consecutive backwards of a stage.
       "each_backward" needs `zero` 2 or 3.
-    - `sequence_parallel`: if true, outside of the linear layers each tensor-parallel rank has 1/tp
-      of the tokens, and saves and sends 1/tp of the activations.
+    - `sequence_parallel`: if true, each tensor-parallel rank has 1/tp of the tokens outside of the
+      linear layers. So a rank saves and sends 1/tp of these activations.
     - `stage_segments`: splits each stage of a GPT into segments: "layers", a number of segments, or
       a list with one number per stage. "layers" splits a stage at each tensor-parallel collective,
       or at each all-to-all of a model of kind "moe". With this setting, the stage numbers in
@@ -177,8 +177,8 @@ class MemoryConfig:
 
     A number of bytes is a string such as "1.5GB".
 
-    - `memory_limit`: the bytes of a device that a rank may use. If the prediction for a rank is
-      more, schedir refuses the run before its first step. By default, there is no limit.
+    - `memory_limit`: the bytes of a device that a rank may use. If the predicted memory of a rank
+      is larger, schedir refuses the run before its first step. By default, there is no limit.
     - `recompute`: the forwards that save only their inputs and run again before their backwards.
       Values are "all", "half" (every other microbatch), stages such as "0,1", pairs of a stage and
       a microbatch such as "0.3,0.4", or "fit" (as few as `memory_limit` requires). By default, no
@@ -285,14 +285,14 @@ class DataConfig:
     - `source`: a path or a glob, or a list of them: a `.bin`, or text files. The default is the
       Python source of the standard library.
     - `tokenizer`: "bytes", or the path of a tokenizer.json.
-    - `end_of_document`: the token of the tokenizer.json after each document. The default is the
-      first usual name, such as `</s>`, that is in the vocabulary. The tokenizer "bytes" has its own
-      token.
+    - `end_of_document`: the token of the tokenizer.json after each document. By default, schedir
+      selects a usual name that is in the vocabulary, such as `</s>`. The tokenizer "bytes" has its
+      own token.
     - `packing`: "concatenate" joins all documents into one stream of tokens. "best_fit" packs
       complete documents into windows.
     - `validation`: the data for evaluation, on which the run never trains: another source, or a
       share of `source`, such as 0.01, at its end. By default, there is none.
-    - `microbatch_size`: the number of samples in a microbatch.
+    - `microbatch_size`: the number of windows in a microbatch.
     - `seed`: the seed of the order of the windows, and of dropout.
     """
 

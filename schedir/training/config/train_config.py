@@ -44,7 +44,7 @@ class TrainConfig:
     The optimizer is AdamW. The learning rate rises linearly during `warmup`, then falls from `lr`
     to `min_lr` along half a cosine.
 
-    - `steps`: the number of steps, counted from the first step of the run, also after a resume.
+    - `steps`: the number of steps of the run, including the steps before a resume.
     - `lr`: the learning rate after the warm-up.
     - `min_lr`: the learning rate at the end.
     - `warmup`: the number of steps in which the learning rate rises to `lr`.
@@ -56,7 +56,7 @@ class TrainConfig:
       It is also the limit of waits for other processes at the start of the run.
     - `threads`: the number of torch threads of a process.
     - `device`: "cpu", or "cuda" for one GPU per process.
-    - `transport`: the transport of messages. "auto" is the first row of the table
+    - `transport`: the transport of messages. "auto" selects the first transport of the table
       "Transports" that fits the device and the program.
     - `precision`: the type of the weights: "float32", "bfloat16" or "float16". Gradients and the
       optimizer state are float32. With "float16", the run scales the loss. This needs the gradient
@@ -71,10 +71,10 @@ class TrainConfig:
       `checkpoint_snapshots`. The last step has a checkpoint, too.
     - `checkpoint_keep`: the number of newest checkpoints that the run keeps.
     - `resume`: "auto" resumes from the newest complete checkpoint, if there is one. "must" refuses
-      to start without a checkpoint. "no" begins a new run: if there are checkpoints, it removes
-      them if `output.overwrite` is true, and otherwise refuses to start.
-    - `shutdown_grace`: the time in which all processes finish and save the same step after SIGTERM,
-      in seconds.
+      to start without a checkpoint. "no" begins a new run. With `output.overwrite = true`, this run
+      removes old checkpoints. Otherwise, it refuses to start if there are any.
+    - `shutdown_grace`: the number of seconds after SIGTERM in which all processes must finish and
+      save the same step.
     - `evaluate_every`: the number of steps between two evaluations on `data.validation`, without
       dropout. The last step is evaluated, too. 0 disables evaluation.
     - `evaluate_batches`: the number of batches of an evaluation. A batch has as many windows as a
