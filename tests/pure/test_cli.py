@@ -106,7 +106,7 @@ def test_train_help_lists_settings(capsys: pytest.CaptureFixture[str]) -> None:
         for line in out.splitlines()
         if line.startswith(("  ", "[")) and not line.startswith(" " * 6)
     }
-    assert "      The time in which all processes finish" in out
+    assert "      The number of seconds after SIGTERM in which" in out
     assert {"[model]", "[pipeline]", "[data]", "[train]", "[output]"} <= lines.keys()
     assert lines["schedule"].endswith('"one_f_one_b"') and lines["betas"].endswith("[0.9, 0.95]")
     assert lines["layers_per_stage"].endswith("integers")
