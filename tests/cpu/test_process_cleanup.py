@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +27,10 @@ from schedir.io.black_box import (
     ProcessPhase,
     read_black_boxes,
 )
+from schedir.training.processes import process_exit
 from schedir.training.processes.process_exit import exchange_black_boxes
 from schedir.transports.transport import describe_peer_error, is_caused_by_peer
+from tests.cpu.gloo_processes import run_fresh
 from tests.cpu.test_train_termination import gone
 from tests.cpu.train_command import (
     ONE_STAGE_PER_RANK,
@@ -62,6 +65,23 @@ def test_black_boxes_are_exchanged_over_store() -> None:
     all_boxes = first_machine | exchange_black_boxes(store, first_machine, [2])
     cause = StalledRun(all_boxes, ProcessLayout(3, 1, 1)).find_cause()
     assert cause is not None and cause.process == 2
+
+
+def _fail_without_memory(rank: int) -> bool:
+    """Return whether a process that cannot allocate memory reports its failure."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "LOCAL_RANK": "2"}
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used, limits[1]))
+    try:
+        return process_exit._is_first_failure()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def test_process_without_memory_reports_its_failure() -> None:
+    assert run_fresh(_fail_without_memory, 1) == [True]
 
 
 def test_processes_end_when_torchrun_is_killed(config: str, tmp_path: Path) -> None:

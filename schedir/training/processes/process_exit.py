@@ -321,12 +321,15 @@ def _is_first_failure() -> bool:
     try:
         node = os.environ.get("GROUP_RANK", "0")
         return bool(connect_store(EXIT_TIMEOUT).add(make_store_key(f"failed on {node}"), 1) == 1)
-    except ImportError:
-        # Without torch, this process cannot use the store. If only this process lacks torch, no
-        # other process reports this error.
+    except (ImportError, MemoryError):
+        # This process cannot use the store, because it lacks torch or memory. Other processes do
+        # not report its error.
         return True
-    except Exception:  # There is no store, so one process of each machine reports.
-        return os.environ.get("LOCAL_RANK", "0") == "0"
+    except Exception as error:
+        # Python raises a RuntimeError if there is no memory for the thread of `connect_store`.
+        lacks_memory = type(error) is RuntimeError
+        # If there is no store, one process of each machine reports.
+        return lacks_memory or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def exchange_black_boxes(
