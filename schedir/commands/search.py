@@ -96,9 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         costs_help="costs of a stage, as in simulate: F=1,I=1,W=1,send=0.1; ':' separates stages "
         "(F=1:1:2); @FILE reads them from a file",
     )
-    goal_group.add_argument("--costs-from", metavar="FILE.timeline",
-                      help="use the mean times of this run as costs instead of --costs, and the "
-                      "shape of the run unless an option sets another shape")  # fmt: skip
+    goal_group.add_argument(
+        "--costs-from", metavar="FILE.timeline",
+        help="instead of --costs, use the mean times of this run as costs; also use its numbers of "
+        "ranks, stages and microbatches, unless an option sets them",
+    )  # fmt: skip
     goal_group.add_argument(
         "--max-in-flight", type=_parse_counts, metavar="N",
         help="limit the (stage, microbatch) pairs in flight on a rank instead of its memory. A "

@@ -1,1 +1,1 @@
-"""Compile schedules into checked programs, lower programs again, and recognize their schedules."""
+"""Compile schedules; lower existing programs again; recognize the schedule of a program."""

@@ -87,7 +87,8 @@ _WEIGHT_DELAY = make_field_metadata(
     FieldType(
         _DELAY_REQUIREMENT, _parse_weight_delay, int | tuple[int, ...], to_text=_format_weight_delay
     ),
-    "age of the weights that a microbatch uses, in optimizer steps: 1, or 2,1,0 per stage",
+    "age of the weights that a microbatch uses, in optimizer steps: one number, or one per "
+    "stage, such as 2,1,0",
     shown_with="optimizer_steps",
     digest=digest_value,
 )

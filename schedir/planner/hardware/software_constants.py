@@ -75,8 +75,8 @@ class SoftwareConstants:
             attention scores reach.
         tensor_overlap_share: The share of a tensor-parallel collective that is hidden if it
             overlaps with the product of a weight gradient.
-        recompute_ahead: The share of recomputation that is a separate instruction, which may run
-            before the gradient arrives. The rest of the recomputation is part of the backward.
+        recompute_ahead: The share of the recomputation that can run before the gradient arrives, in
+            an instruction of its own. The backward runs the rest.
         reduction_overlap_share: The share of the reduction of a stage's gradients over replicas
             that can overlap with the last backward of the stage. The gradient of the embedding is
             complete only after the backward, so its reduction does not overlap.

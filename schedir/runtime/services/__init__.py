@@ -1,1 +1,1 @@
-"""Services: the state of one feature on a rank, created by the first handler that needs it."""
+"""Services: objects with the state of a feature on a rank. The first handler creates them."""
