@@ -85,8 +85,8 @@ MODEL_PRESETS: Final[dict[str, tuple[TransformerSpec, str]]] = {
             query_rank=1536, kv_rank=512, rope_dim=64,
         ),
         "arXiv 2412.19437, section 4.2; vocab and dense_ffn: config.json of deepseek-ai/DeepSeek-V3"
-        " at huggingface.co. The planner computes only its number of "
-        "parameters",
+        " at huggingface.co. The planner computes the number of parameters "
+        "of this model, but no plans",
     ),
 }  # fmt: skip
 # Other name of a model -> name of the preset. Names are compared without case, spaces, "-", "_" and

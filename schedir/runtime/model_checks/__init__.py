@@ -1,1 +1,1 @@
-"""Checks that refuse models, parameters and ranks that would give wrong results."""
+"""Refuse models and parameters that would give wrong results, and ranks that do not agree."""
