@@ -57,11 +57,10 @@ def build_blocks() -> dict[str, object]:
 
     instructions = [
         [
-            row.op.name,
-            f"`{row.text}`",
+            f"{row.op.name} `{row.text}`",
             row.lane.name.lower(),
             row.scope.value or "rank",
-            row.cost or "-",
+            "same" if row.cost == row.text else row.cost or "-",
             row.doc,
         ]
         for row in INSTRUCTIONS
@@ -80,9 +79,7 @@ def build_blocks() -> dict[str, object]:
     waiting = [f"`{lane.lane.name.lower()}`" for lane in LANES if lane.host_action == "waits"]
     models = [[f"`{model.name}`", model.description, model.transports] for model in MODEL_ROWS]
     return {
-        "table": format_table(
-            ["name", "text", "lane", "once per", "cost", "meaning"], instructions
-        ),
+        "table": format_table(["instruction", "lane", "once per", "cost", "meaning"], instructions),
         "values": format_table(["value", "meaning", "one per", "size"], values),
         "lanes": format_table(["lane", "contents"], lanes),
         "waiting_lanes": " and ".join(waiting),
