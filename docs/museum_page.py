@@ -141,7 +141,7 @@ def format_command(case: Case) -> str:
 
 
 def format_verdicts(shown_cases: list[Case]) -> str:
-    """Return the table of cases whose error depends on the progress model."""
+    """Return the table of cases with an error that depends on the progress model."""
     rows = []
     for case in shown_cases:
         verdicts = [

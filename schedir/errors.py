@@ -576,7 +576,7 @@ class CollectiveOrderError(SchedirError):
         fact: One sentence with the reason.
         program: Names of the programs of the two replicas, only one if both have the same name.
         rank: The rank whose collectives differ.
-        replicas: The two replicas whose collectives differ.
+        replicas: The two replicas with different collectives.
         sites: For each of the two replicas, its first collective that differs. A replica without
             such a collective has no site.
     """

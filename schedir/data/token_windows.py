@@ -50,7 +50,7 @@ class ConcatenatedWindows:
 
     @property
     def description(self) -> str:
-        """A description of the windows, in words."""
+        """A text that describes the windows."""
         return f"in windows of {self.context}"
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class PackedWindows:
 
     @cached_property
     def description(self) -> str:
-        """A description of the windows, in words, with a digest of the ends of documents."""
+        """A text that describes the windows, with a digest of the ends of documents."""
         digest = blake2b(self.ends.astype("<i8").tobytes(), digest_size=8).hexdigest()
         return (
             f"{len(self.ends)} documents ({digest}) packed into {len(self)} windows of "

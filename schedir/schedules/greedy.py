@@ -39,7 +39,7 @@ def greedy_schedule(
     """Make a draft (compute only) by list scheduling, from priorities and a memory limit.
 
     An idle rank starts an instruction as soon as it is ready and the memory limit allows it. If
-    several are ready, the rank starts the instruction whose letter is first in `priority`. If
+    several are ready, the rank starts the instruction with the first letter in `priority`. If
     several have this letter, the rank starts the instruction of the lowest microbatch. If several
     have this microbatch, the rank starts the instruction of the last stage.
 

@@ -22,6 +22,12 @@ from schedir.runtime.program_state import Call, ProgramState
 from schedir.training.batches import prefetch
 
 
+def forbid_allocations() -> None:
+    """Limit the memory of this process to the memory that it uses now. The hard limit stays."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
 def cause_fault(kind: str) -> None:
     """Make a fault happen in this process. "" is no fault."""
     if not kind:
@@ -37,8 +43,7 @@ def cause_fault(kind: str) -> None:
     while kind == "spin":
         pass
     if kind == "memory":
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used, used))
+        forbid_allocations()
         torch.ones(1 << 28)
     if kind == "exit":
         os._exit(7)

@@ -204,7 +204,7 @@ WRONG: dict[str, Callable[[], object]] = {
         program=compile(one_f_one_b, PipelineShape(2, 4), dp=2)
     ),
     "a last stage that returns nothing": lambda: world(stages=stages_without_return()).step(X, X),
-    "a reference whose last stage returns nothing": lambda: reference(stages_without_return()),
+    "a reference without an output of the last stage": lambda: reference(stages_without_return()),
     "sizes of a last stage that returns nothing": lambda: measure(stages_without_return()),
     "no transport": lambda: rank(transport="gloo"),
     "losses one by one": lambda: world(loss=lambda y, t: y - t).step(X, X),

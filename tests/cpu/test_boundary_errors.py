@@ -29,7 +29,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "boundaries.txt"
 def step(
     run: Any = return_two_outputs, *others: Any, inputs: Any = X, keywords: Any = (), **how: Any
 ) -> object:
-    """Run a step of several stages, of which the last one multiplies by default."""
+    """Run a step of several stages. By default, the last stage multiplies."""
     runs = run, *(others or [multiply_first_input])
     return make_executor(*runs, **how).step(inputs, X, keywords=keywords)
 

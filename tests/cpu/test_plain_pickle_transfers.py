@@ -104,18 +104,18 @@ def _exchange(process: int, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "expected"),
     [
         ("values", ""),
         ("pickle", "process 1 sent data that schedir cannot decode"),
         ("size", "1099511627776 by"),
     ],
 )
-def test_exchange_returns_values_or_refuses_bad_data(what: str, said: str) -> None:
-    if not said:
+def test_exchange_returns_values_or_refuses_bad_data(what: str, expected: str) -> None:
+    if not expected:
         run(_exchange, 2, what)
         return
-    with pytest.raises(RankError, match=said):
+    with pytest.raises(RankError, match=expected):
         run(partial(_exchange), 2, what)
 
 

@@ -31,6 +31,7 @@ from schedir.training.processes import process_exit
 from schedir.training.processes.process_exit import exchange_black_boxes
 from schedir.transports.transport import describe_peer_error, is_caused_by_peer
 from tests.cpu.gloo_processes import run_fresh
+from tests.cpu.process_faults import forbid_allocations
 from tests.cpu.test_train_termination import gone
 from tests.cpu.train_command import (
     ONE_STAGE_PER_RANK,
@@ -72,8 +73,7 @@ def _fail_without_memory(rank: int) -> bool:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "LOCAL_RANK": "2"}
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used, limits[1]))
+    forbid_allocations()
     try:
         return process_exit._is_first_failure()
     finally:
@@ -157,7 +157,7 @@ sys.exit(main(arguments))
 
 
 @pytest.mark.parametrize(
-    ("launcher", "what", "said"),
+    ("launcher", "what", "expected"),
     [
         ("schedir", "os._exit(3)",
          "process 1 (pipeline rank 1) exited with code 3, before it joined the run"),
@@ -169,7 +169,7 @@ sys.exit(main(arguments))
     ],
 )  # fmt: skip
 def test_process_that_dies_before_it_joins_is_reported(
-    config: str, tmp_path: Path, launcher: str, what: str, said: str
+    config: str, tmp_path: Path, launcher: str, what: str, expected: str
 ) -> None:
     arguments = make_arguments(config, tmp_path / "out", *ONE_F_ONE_B)
     if launcher == "torchrun":
@@ -179,7 +179,7 @@ def test_process_that_dies_before_it_joins_is_reported(
     script.write_text(FAULTY_LAUNCHER.format(what=what, phase=phase, box=box, arguments=arguments))
     code, _, err = run_launched([str(script)], tmp_path / "launched")
     error_lines = [line for line in err.splitlines() if line.startswith("process ")]
-    assert code == 1 and error_lines[0].startswith(said), err
+    assert code == 1 and error_lines[0].startswith(expected), err
     assert "During handling" not in err  # there is no other error
     assert "rank      : 1 " in err.partition("Root Cause")[2] or launcher == "schedir", err
 

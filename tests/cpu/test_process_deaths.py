@@ -44,7 +44,7 @@ def make_death_arguments(
 
 
 @pytest.mark.parametrize(
-    ("how", "transport", "said"),
+    ("how", "transport", "expected"),
     cases(
         [
             (KILL, "shared_memory", " was killed by signal 9 (Killed), "),
@@ -58,22 +58,22 @@ def make_death_arguments(
     ),
 )
 def test_launcher_reports_dead_process_and_cause(
-    config: str, tmp_path: Path, how: str, transport: str, said: str
+    config: str, tmp_path: Path, how: str, transport: str, expected: str
 ) -> None:
     words = make_death_arguments(config, tmp_path, how, transport, ranks=3 if how == KILL else 2)
     code, _, err = run_launched(words, tmp_path / "out")
     assert code == 1 and err.count("\n") == 1
-    assert err.startswith(f"process 1 (pipeline rank 1){said}")
+    assert err.startswith(f"process 1 (pipeline rank 1){expected}")
     # Another thread reads the batch of a step, during the step or before it.
     assert "in step " in err or "of step " in err
 
 
 @pytest.mark.parametrize(
-    ("exception", "said"),
+    ("exception", "expected"),
     [(KeyboardInterrupt(), "interrupted"), (SystemExit(3), "sys.exit(3) was called")],
 )
 def test_exception_that_ends_rank_is_its_error(
-    monkeypatch: pytest.MonkeyPatch, exception: BaseException, said: str
+    monkeypatch: pytest.MonkeyPatch, exception: BaseException, expected: str
 ) -> None:
     def raise_exception(*settings: object) -> None:
         raise exception
@@ -87,7 +87,7 @@ def test_exception_that_ends_rank_is_its_error(
     monkeypatch.setattr(training, "exit_with_error", stop)
     with pytest.raises(EndedWithError) as error:
         training.run("run.toml")
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(expected)
 
 
 @pytest.mark.parametrize("code", cases([1], [0]))
@@ -97,13 +97,13 @@ def test_warnings_do_not_hide_cause_of_death(config: str, tmp_path: Path, code: 
     schedule.write_text(f"import warnings\n{schedule.read_text()}\nwarnings.warn('odd')\n")
     exit_code, _, err = run_launched(words, tmp_path / "out")
     assert exit_code == 1 and "\n[1] " in err and "UserWarning: odd" in err
-    said = f"process 1 (pipeline rank 1) exited with code {code}, "
-    assert err.splitlines()[-1].startswith(said)
+    expected = f"process 1 (pipeline rank 1) exited with code {code}, "
+    assert err.splitlines()[-1].startswith(expected)
     assert not (tmp_path / "out" / "summary.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "expected"),
     [
         ("raise ConnectionResetError('connection reset by the store')",
          "ConnectionResetError: connection reset by the store"),
@@ -112,7 +112,7 @@ def test_warnings_do_not_hide_cause_of_death(config: str, tmp_path: Path, code: 
         ("raise NotImplementedError", "NotImplementedError"),
     ],
 )  # fmt: skip
-def test_error_of_module_is_shown_unchanged(how: str, said: str) -> None:
+def test_error_of_module_is_shown_unchanged(how: str, expected: str) -> None:
     class Unsaid(Exception):
         def __str__(self) -> str:
             raise ValueError
@@ -126,7 +126,7 @@ def test_error_of_module_is_shown_unchanged(how: str, said: str) -> None:
     world = InProcessExecutor(program, [RaisingStage(2, 2)], loss=torch.dist, boundary=(2, 2))
     with pytest.raises(ExecutionError) as error:
         world.step(torch.ones(2, 2, 2), torch.ones(2, 2, 2))
-    assert error.value.fact == said
+    assert error.value.fact == expected
 
 
 @pytest.mark.parametrize("transport", cases(["gloo"], ["shared_memory"]))

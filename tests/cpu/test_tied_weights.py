@@ -196,7 +196,7 @@ def train_sharded_gpt(process: int, ties_from: str) -> dict[int, dict[str, Tenso
     )  # fmt: skip
     transport = GlooTransport(program)
     named = schedir.TiedWeights((((0, "embedding.weight"), (1, "head.weight")),))
-    ties = named if ties_from == "said" else None
+    ties = named if ties_from == "declared" else None
     executor = gpt_executor(program, transport, lr=0.01, tied_weights=ties)
     for step in range(2):
         executor.step(*make_replica_batch(program, transport, step))
@@ -204,7 +204,7 @@ def train_sharded_gpt(process: int, ties_from: str) -> dict[int, dict[str, Tenso
 
 
 def test_sharded_tied_weight_by_name_equals_attribute() -> None:
-    by_name, by_attribute = (run(train_sharded_gpt, 4, how) for how in ("said", "named"))
+    by_name, by_attribute = (run(train_sharded_gpt, 4, how) for how in ("declared", "named"))
     assert have_same_bits(by_name, by_attribute)
     for slice_ in (0, 1):
         first, last = by_name[slice_][0]["embedding.weight"], by_name[2 + slice_][1]["head.weight"]

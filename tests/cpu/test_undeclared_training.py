@@ -112,7 +112,7 @@ def _scaled_embedding() -> InProcessExecutor:
 
 
 def _step_after_change(change: Callable[[Any], object]) -> InProcessExecutor:
-    """Run a step before and after a change of the second layer, whose bias is frozen."""
+    """Run a step before and after a change of the second layer. Its bias is frozen."""
     model = Model(2)
     model.h[1].up.bias.requires_grad_(False)
     stages = parts(model)
@@ -134,7 +134,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "two shapes": lambda: _declared_ties(
         [deepcopy(s) for s in parts(Model(2))], (0, "words.weight"), UP_WEIGHTS[1]
     ),
-    "three stages said to be two": lambda: _declared_ties(
+    "three stages declared as two": lambda: _declared_ties(
         parts(Model(3, ((0, 1, 2),))), *UP_WEIGHTS
     ),
     "no such name": lambda: _declared_ties(

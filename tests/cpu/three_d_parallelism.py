@@ -129,21 +129,21 @@ def _trained(case: Case, program: Program, transport: Any) -> ProcessResults:
         optimizer=make_sgd([p for stage in stages.values() for p in stage.parameters()]),
         gradients=GradientOptions(max_norm=MAX_NORM if case.clip else None),
     )  # fmt: skip
-    told: ProcessResults = {}
+    results: ProcessResults = {}
     own = slice(replica * MICROBATCHES, (replica + 1) * MICROBATCHES)
     for step in range(STEPS):
         x, y = make_data(step, case.d)
         loss = executor.step(x[own], y[own], 1 / gpt.count_tokens(y))
         if loss is not None:
-            told[f"loss {step}.{replica}"] = loss.clone()
+            results[f"loss {step}.{replica}"] = loss.clone()
         if case.clip:
-            told[f"norm {step}"] = executor.grad_norm.clone()
+            results[f"norm {step}"] = executor.grad_norm.clone()
         if not (case.zero or step):  # after the first step the weights differ
             named = _named(stages, transport)
-            told |= {f"gradient {name}": get_gradient(p).clone() for name, p in named}
+            results |= {f"gradient {name}": get_gradient(p).clone() for name, p in named}
     with executor.full_parameters():
-        told |= {f"weight {name}": p.detach().clone() for name, p in _named(stages, transport)}
-    return told
+        results |= {f"weight {name}": p.detach().clone() for name, p in _named(stages, transport)}
+    return results
 
 
 def _named(stages: Mapping[int, Any], transport: Any) -> Iterator[tuple[str, Tensor]]:
@@ -164,12 +164,12 @@ def get_gradient(p: Tensor) -> Tensor:
 
 
 def merge_results(
-    told: Sequence[ProcessResults], case: Case
+    results_by_process: Sequence[ProcessResults], case: Case
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Merge the results of all processes, and return names whose bits differ between processes."""
     each: dict[str, Tensor] = {}
     differ: list[str] = []
-    for own in told:
+    for own in results_by_process:
         for name, value in own.items():
             if not torch.equal(each.setdefault(name, value), value):
                 differ.append(name)
@@ -228,8 +228,10 @@ def find_equal_case(case: Case) -> Case | None:
     return None if other == case else other
 
 
-def find_faults(told: Sequence[Mapping[Case, ProcessResults]]) -> dict[Case, list[str]]:
-    """Return what is wrong with each case that the processes ran.
+def find_faults(
+    results_by_process: Sequence[Mapping[Case, ProcessResults]],
+) -> dict[Case, list[str]]:
+    """Return the differences of each case that the processes ran.
 
     A case is compared between processes, with one process, and with the case of the same order of
     sums.
@@ -237,8 +239,8 @@ def find_faults(told: Sequence[Mapping[Case, ProcessResults]]) -> dict[Case, lis
     known: dict[tuple[Any, ...], MergedResults] = {}
     whole: dict[Case, dict[str, Tensor]] = {}
     faults: dict[Case, list[str]] = {}
-    for case in told[0]:
-        whole[case], differ = merge_results([own[case] for own in told], case)
+    for case in results_by_process[0]:
+        whole[case], differ = merge_results([own[case] for own in results_by_process], case)
         assert {"loss", "weight"} <= {name.split()[0] for name in whole[case]}
         faults[case] = [f"{name} differs between processes" for name in differ]
         key = (case.d, case.tied, case.clip)

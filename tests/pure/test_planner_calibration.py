@@ -252,7 +252,7 @@ def test_repeated_runs_narrow_intervals_only_by_their_noise(
     """Equal runs move a fit towards them. The shared error of a plan limits how much they tell.
 
     The error of a plan is 3 % and the noise of a run 4 %. So six runs have 0.68 of the error of
-    one. With several plans, a fit may hide other messages behind compute. Then intervals change
+    one. With several plans, a fit may overlap other messages with compute. Then intervals change
     more.
     """
     runs = build_runs([(k, factor)])

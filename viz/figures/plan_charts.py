@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from schedir.errors import UsageError, describe
 from schedir.ir.isa.instructions import FORWARD, Lane
 from schedir.planner.parallel_plan import PlanEstimate, StepBreakdown
-from schedir.viz.figures.axes_style import add_axes_with_margins, draw_grid
+from schedir.viz.figures.chart_axes import add_axes_with_margins, draw_grid
 from schedir.viz.palette import (
     ACCENT_COLOR,
     IDLE_COLOR,

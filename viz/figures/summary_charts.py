@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.predict.timeline import Timeline, require_timeline, require_timelines
-from schedir.viz.figures.axes_style import add_axes_with_margins, draw_grid
+from schedir.viz.figures.chart_axes import add_axes_with_margins, draw_grid
 from schedir.viz.palette import ACCENT_COLOR, choose_text_color
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ def add_axes_with_margins(
 
 
 def draw_grid(axes: Axes, *, hidden_sides: Collection[str] = ("top", "right")) -> None:
-    """Draw a light grid behind the content of axes, and hide some sides of their frame.
+    """Draw a light grid below the content of axes, and hide some sides of their frame.
 
     Args:
         axes: The axes. They have horizontal lines only if the left side is not hidden.
